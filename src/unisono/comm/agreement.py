@@ -20,18 +20,18 @@ from unisono.core.staging import digest
 __all__ = ["Agreements", "parts_of"]
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice, enum.Enum, PurePath)
-"""Types whose `repr` shows all of a value."""
+"""Types whose `repr` shows the whole value."""
 
 _SHORT = reprlib.Repr()
-"""Shows values in errors."""
+"""Formatter of values in errors."""
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
 class Agreements:
-    """Values that a rank has passed to `agree`, and that the next collective will compare.
+    """Values passed to `agree`, which the next collective will compare.
 
-    Communicators of the same ranks share one object, so that any of them compares them. Only calls of the thread that
-    called `agree` do, because the calls of several threads have no order that is the same on all ranks.
+    Communicators of the same ranks share one object, so a collective on any of them compares the values. Only calls of
+    the thread that called `agree` do, because calls of several threads have no common order on all ranks.
 
     Attributes:
         waiting: The values, each with the thread that passed it.
@@ -41,14 +41,14 @@ class Agreements:
         self.waiting: list[tuple[int, Agreed]] = []
 
     def add(self, value: Any, name: str) -> None:
-        """Take a value as it is now."""
-        # Sorted, for the order of dicts and sets; a container comes before its elements.
+        """Add a value as it is now."""
+        # Sorted, because dicts and sets may be in any order; a container precedes its elements.
         parts = sorted(parts_of(value))
         agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
         self.waiting.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Return what a call of this thread compares first, under a number of its own; None if nothing waits."""
+        """Return the values that this thread's call compares first, under a separate call number; None without any."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self.waiting if thread == here)
         if not taken:
@@ -62,13 +62,13 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
     """Yield the path, a digest and a description of each part of a value. Equal values have equal digests.
 
     Args:
-        value: Numbers, strings, tensors, arrays, modules, optimizers, dataclasses, and containers of them.
-        path: Where it is in what the caller passed.
-        inside: The containers that it is in.
+        value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
+        path: Its place in the caller's value.
+        inside: The containers around it.
 
     Raises:
-        TypeError: A part is of a type that cannot be compared.
-        ValueError: A container is in itself.
+        TypeError: A part's type cannot be compared.
+        ValueError: A container contains itself.
 
     Example:
         >>> [path for path, _, _ in parts_of({"lr": 0.1, "layers": [1, 2]})]
@@ -89,7 +89,7 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
 
 
 def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
-    """Return the kind of a container, and its elements with their places; None for what is no container."""
+    """Return a container's kind, and its elements with their places; None for other values."""
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         value = value.state_dict()

@@ -1,4 +1,4 @@
-"""Engine of one communicator: makes calls, carries them out in order, and keeps the first cause of a failure."""
+"""Engine of one communicator, which makes calls, runs them in order, and keeps the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from unisono.wrappers.trace import observed, waits_of
 __all__ = ["ANY_THREAD", "ON_TIMEOUT", "STAND_STILL", "Engine", "FailureRelay"]
 
 ANY_THREAD = -1
-"""Value of the owning thread's id that permits calls from any thread."""
+"""Value of `owner` that permits calls from any thread."""
 
 ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
-"""Environment variable: "debug" holds all ranks for a debugger where a call has timed out, before it fails."""
+"""Environment variable: "debug" holds all ranks for a debugger when a call has timed out, before it fails."""
 
 STAND_STILL = frozenset({"thread", "shm", "tcp", "sim"})
-"""Backends whose deadlines stand still while ranks are held."""
+"""Backends whose deadlines stop while ranks are held."""
 
-# Bound here for the fast path, which looks at the phase in every call.
+# Bound here for the fast path, which checks the phase in every call.
 _OPEN = Phase.OPEN
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
 _NEVER: list[tuple[int, Agreed]] = []
-"""What waits where nothing is compared: always empty."""
+"""Empty list of pending values, used with `check="off"`."""
 _PATIENCE_S = 1.0
 """Seconds that a rank with a broken connection waits for the control plane to report the lost rank."""
 
@@ -76,25 +76,25 @@ class Engine:
     `close`, `ending` ends the threads.
 
     Args:
-        transport, control, options: Of the communicator.
+        transport, control, options: Those of the communicator.
         hosts: Name of each rank's host.
-        check: As of the communicator.
+        check: As for the communicator.
 
     Attributes:
         transport, control, options: As passed.
         group: The ranks.
         activity: This rank's activity.
-        slow_rank: The search for the rank that holds up the others.
+        slow_rank: Search for the rank that holds up the others.
         owner: The thread that makes calls; None before the first call.
-        life: What becomes of the next call.
+        life: Phase, which decides what happens to the next call.
         broken: The first cause of the group's failure.
         checked: Whether ranks compare their calls.
-        uneven_batches: Whether a sampler gives ranks batches of unequal sizes, which no warning has said.
-        fast_path: The transport's, if it has one.
+        uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued.
+        fast_path: The transport's fast path, if it has one.
         selection: Chooses algorithms.
-        tuner: The table of costs by which "auto" chooses.
+        tuner: Cost table for "auto".
         parent: The engine of the parent communicator, which must outlive this one.
-        ending: Releases all resources.
+        ending: Teardown that releases all resources.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Engine:
         self._compared: dict[str, int] = {}
         self._calls = 0
         self._process = os.getpid()
-        # A deterministic sum has another order than the fast path's.
+        # The fast path's sums have a different order than deterministic ones.
         self.fast_path = None if options.deterministic else transport.fast_path
         self.tuner: Tuner = Tuner(transport, control, options, hosts)
         self.selection: Selection = Selection(
@@ -128,7 +128,7 @@ class Engine:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._sink = SINK
         self._limit_s = options.timeout_s
-        # Threads that are in a collective; a signal handler there may not start another.
+        # Threads inside a collective; a signal handler must not start another one there.
         self._inside: set[int] = set()
         self._helper = SerialWorker(f"unisono {group.name} rank {group.rank}")
         self._pending = 0
@@ -136,13 +136,13 @@ class Engine:
         self.parent: Engine | None = None
         self.ending: Teardown = Teardown(transport, control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
-        # What is open at the end of the process is closed then by its control plane's handle.
+        # At process exit, the control plane's handle closes communicators that are still open.
         self._dropped.atexit = False
         invalidate_after_fork(self)
         HOLD.add(self)
 
     def wrap(self, transport: Transport, control: ControlPlane) -> None:
-        """Use these from now on: they forward to the present ones, or the present ones to them."""
+        """Replace the transport and control plane, for example with a recording wrapper."""
         self.transport = transport
         self.control = self.tuner.control = control
         self.fast_path = None if self.options.deterministic else transport.fast_path
@@ -158,7 +158,7 @@ class Engine:
         if self.owner != here and self.owner != ANY_THREAD:
             self.own(operation)
         if self.life.phase is not _OPEN:
-            # A loop: the ranks may be held again before this thread has run.
+            # A loop, because the ranks may be held again before this thread has run.
             while self.life.phase is Phase.HELD:
                 HOLD.wait()
             self.check(operation)
@@ -169,7 +169,7 @@ class Engine:
         return self.life.phase in (Phase.CLOSED, Phase.RETIRED)
 
     def suspend(self) -> bool:
-        """Let the next call wait for `resume`; return False if it would raise instead."""
+        """Make the next call wait for `resume`; return False if it would raise instead."""
         return self.life.change(Event.HOLD)
 
     def resume(self) -> None:
@@ -189,7 +189,7 @@ class Engine:
             raise self.with_context(error, operation)
 
     def check(self, operation: str | None) -> None:
-        """Raise if no call, such as this operation, can be made any more."""
+        """Raise if no more calls, such as this operation, can be made."""
         failure = self.failure(operation)
         if failure is not None:
             raise failure
@@ -200,18 +200,18 @@ class Engine:
             self.check(operation)
 
     def failure(self, operation: str | None = None) -> CommError | None:
-        """Return the error of any further call, such as this operation; None while calls can be made."""
+        """Return the error for further calls, such as this operation; None while calls can be made."""
         if self.closed:
             return self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
         return None if self.broken is None else self.with_context(error_of(self.broken, self.group), operation)
 
     def invalidate_after_fork(self) -> None:
-        """Mark as broken in a forked child: connections and shared memory belong to the parent, still in use."""
+        """Mark as broken in a forked child, because the parent still uses the connections and shared memory."""
         whose = f"this communicator belongs to process {self._process}, of which this process is a fork"
         self.broken = Cause(
             "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
         )
-        # In the child nobody would release a lock that another thread of the parent held.
+        # In the child, nobody would release a lock held by another thread of the parent.
         self.life = Life(self.life.phase)
         self.life.change(Event.FAIL)
 
@@ -249,15 +249,15 @@ class Engine:
             if status is Status.MISMATCH:
                 fast.mismatch(self.make(what, output, input, op=op, root=root, algorithm=algorithm).fingerprint)
             if status is Status.OK:
-                # Transports write past torch's functions.
+                # Transports write without torch's functions, so bump the version here.
                 if output is not None and (root is None or what.writes(self.group.rank, root)):
-                    increment_version(output)  # type: ignore[arg-type]  # no fast path takes other buffers
+                    increment_version(output)  # type: ignore[arg-type]  # no fast path accepts other buffers
                 activity.calls = self._calls = self._calls + 1
                 activity.keep(record)
                 if (sink := self._sink.get()) is not None:
                     record_collective(sink, activity, what, (output, input), op, root)
         except BaseException as error:
-            # Interrupts, too: others have seen a part of the call.
+            # Even for interrupts, because others have seen a part of the call.
             raise_caused(self._report_fast(error, record), error)
         finally:
             self._inside.discard(here)
@@ -265,7 +265,7 @@ class Engine:
         return status is Status.OK
 
     def _report_fast(self, error: BaseException, record: Record) -> BaseException:
-        """Return the error to raise for a call on the fast path: `report_failure`, unless the call was refused."""
+        """Return the error to raise for a call on the fast path: from `report_failure`, unless the call was refused."""
         if _refuses(error):
             return error
         self._calls += 1
@@ -331,16 +331,16 @@ class Engine:
         after: Call | None = None,
         scale: float | None = None,
     ) -> Call:
-        """Return a call with the caller's arguments; raise for those that this rank alone can find wrong.
+        """Return a call with the caller's arguments; raise for those that this rank can reject by itself.
 
         Args:
             what: The collective.
-            output, input: What is written and read, as the caller gave it.
-            op, root, algorithm, timeout: As the caller gave them.
-            splits, lengths: As of `make_call`.
-            origin: In a backward pass, the number and the line of the call whose gradients this one moves.
-            after: The call that this one follows with no other between, whose line is this one's, too.
-            scale: Factor of each contribution to a sum.
+            output, input: The caller's arguments to write to and read from.
+            op, root, algorithm, timeout: The caller's arguments.
+            splits, lengths: As for `make_call`.
+            origin: In a backward pass, number and line of the call whose gradients this one moves.
+            after: Previous half of a two-part call; this call reuses its call site.
+            scale: Factor for each contribution to a sum.
         """
         if after is None and (self.owner != get_ident() or self.life.phase is not _OPEN):
             self.enter(what.name)
@@ -396,7 +396,7 @@ class Engine:
         lengths: tuple[int, ...] = (),
         origin: tuple[int, str] | None = None,
     ) -> None:
-        """Make a call, as `make`, and return when it is done; on the fast path if it needs nothing else."""
+        """Make a call, as `make`, and return when it is done; use the fast path if possible."""
         plain = not lengths and origin is None
         if not (plain and self.try_collective(what, output, input, op, root, algorithm, timeout)):
             call = self.make(
@@ -414,7 +414,7 @@ class Engine:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is in a call already, as in a signal handler."""
+        """Whether this thread is already in a call, as in a signal handler."""
         return get_ident() in self._inside
 
     def _called_inside(self, operation: str) -> CommError:
@@ -428,12 +428,12 @@ class Engine:
         )
 
     def run(self, call: Call, *, async_op: bool = False, then: Callable[[], Call] | None = None) -> Work | None:
-        """Carry out a call now, or soon; return None when it is done, or else the work in flight.
+        """Run a call now, and return None when it is done; or start it, and return the work in flight.
 
         Args:
             call: As from `make`.
             async_op: Whether to return without waiting.
-            then: Makes a call that follows this one with no other between, from what this one has received.
+            then: Function that makes the second half of a two-part call, from the results of this one.
         """
         fingerprint = call.fingerprint
         if self.is_inside:
@@ -453,7 +453,7 @@ class Engine:
                 self._perform(call, transport, then)
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
-            # Add one default timeout: the hang report that names the missing ranks must finish first.
+            # Add one default timeout, because the hang report that names the missing ranks must finish first.
             done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, self.activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:
@@ -462,10 +462,10 @@ class Engine:
         return waits_of(self.transport.returned(done), fingerprint.operation, self.group)
 
     def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
-        """Compare what waits, now. Collective. Differences break nothing, because every rank raises them here."""
+        """Compare the pending values now. Collective. Differences break nothing, because every rank raises here."""
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
-        # It finds ranks that make another call.
+        # The barrier detects ranks that make a different call.
         self.block(barrier, timeout=limit)
         topic = f"agreements before call {self._calls}"
         try:
@@ -477,7 +477,7 @@ class Engine:
         self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
 
     def close_agreements(self) -> None:
-        """Compare what waits with the first rank that closes the communicator; no rank waits for another."""
+        """Compare the pending values with those of the first rank that closes; no rank waits for another."""
         mine = self.agreements.take(self._calls + 1) if self.parent is None and self.failure() is None else None
         if mine is None:
             return
@@ -489,14 +489,14 @@ class Engine:
             raise_caused(self.report_failure(error, "close"), error)
 
     def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
-        """Raise an error, and break the communicator by it, if a rank that was here before had another value.
+        """Raise an error, and break the communicator, if an earlier rank had a different value here.
 
-        No rank waits for another, and none need come: of two that differ, the second fails.
+        No rank waits, or has to call this: of two that differ, the second fails.
 
         Args:
             what: Description of the value. Equal descriptions are compared in the order of calls.
             value: Any bytes.
-            wrong: The error.
+            wrong: The error to raise.
         """
         if self.closed or self.group.size == 1:
             return
@@ -515,7 +515,7 @@ class Engine:
             raise self.with_context(MismatchError(difference), "agree")
 
     def skip(self) -> None:
-        """Count a call that is not made now, on any rank."""
+        """Count a call that no rank makes."""
         self._calls += 1
 
     def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
@@ -528,7 +528,7 @@ class Engine:
             call.staging.end()
             failed = work.exception()
             if failed is not None:
-                # On a stream, the group's end comes after the wait.
+                # With streams, the group's work ends after the wait.
                 raise failed
         if then is not None:
             with self._carrying_out(call, refusals=False):
@@ -536,14 +536,14 @@ class Engine:
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
-        """Return when the call may write to memory: ranks have compared it, and what waited to be compared."""
+        """Return once the call may write to memory, because ranks have compared it and the pending values."""
         if call.agreed is not None:
-            # With steps that are no algorithm's, so that every transport compares it by itself.
+            # With empty steps, so that every transport compares it separately.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
     def _start(self, call: Call, transport: Transport) -> Work:
-        """Start a call in the transport, which progresses by itself; the waiting thread does the rest."""
+        """Start a call in a transport that progresses by itself; the waiting thread does the rest."""
         with self._carrying_out(call):
             self._compare(call, transport, clock.now() + call.timeout)
             call.staging.begin()
@@ -559,9 +559,9 @@ class Engine:
 
     @contextmanager
     def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
-        """Show this rank as being in the call, and report a failure in this block to every rank.
+        """Mark this rank as inside the call, and report a failure in this block to every rank.
 
-        Without `refusals`, errors that refuse a call are left out, because every rank raises them.
+        Without `refusals`, errors that reject a call are not reported, because every rank raises them.
         """
         here = get_ident()
         fingerprint = call.fingerprint
@@ -581,7 +581,7 @@ class Engine:
             activity.leave()
 
     def _progress(self, call: Call, transport: Transport, then: Callable[[], Call] | None, work: Completion) -> None:
-        """Carry out a queued call, in the helper thread."""
+        """Run a queued call, in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True
         begun_s = clock.now()
@@ -596,19 +596,19 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # For the program this was no time in a call, but for its waits.
+        # For the program, only its waits count as time in a call.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
     # -- failures ------------------------------------------------------------------------------
     def on_failure(self, cause: Cause) -> None:
-        """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
+        """Break the group, and end every wait in it. Called from a thread of the control plane."""
         unfinished = self._pending > 0 and self.life.phase is not Phase.RETIRED
         if HOLD.holds(self):
-            # Ranks that were held would not learn of it.
+            # First release the ranks, because held ranks would not notice.
             HOLD.go()
         if self.broken is None and (not self.closed or unfinished):
-            # Before the phase: a call that finds it broken raises the cause.
+            # Set before the phase, because a call that finds the phase broken raises the cause.
             self.broken = cause
             self.life.change(Event.FAIL)
             self.activity.broken = True
@@ -618,7 +618,7 @@ class Engine:
         """Break the group for this error, and return the error to raise: the group's first cause.
 
         Args:
-            error: Raised by the operation, or by the program itself.
+            error: Error raised by the operation, or by the program itself.
             operation: Name of the operation; None for the program.
             call: Number of the operation; the next one if None.
         """
@@ -637,7 +637,7 @@ class Engine:
         return self.with_context(error if first == own else _first_error(error, first, self.group), operation, call)
 
     def _first_cause(self, own: Cause, error: BaseException) -> Cause:
-        """Report a cause of this rank's, and return the group's first one."""
+        """Report this rank's cause, and return the group's first one."""
         anonymous = isinstance(error, PeerLostError) and error.peer is None
         known = self.control.first_cause(self.group, _PATIENCE_S if anonymous else 0.0)
         first = known or self.control.report_failure(self.group, own)
@@ -647,16 +647,16 @@ class Engine:
     def with_context(self, error: CommError, operation: str | None, call: int | None = None) -> CommError:
         """Return the error with its context: rank, location, and the call's number (or the next number)."""
         if call is None and operation is not None:
-            # Messages are counted by themselves.
+            # Messages have their own count.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
         return error.locate(**self._here, operation=operation, call=call)
 
     def hold(self, why: str, show: Callable[[], None] | None = None) -> None:
-        """Hold all ranks for a debugger, and return when it lets them go; or do nothing where deadlines go on.
+        """Hold all ranks for a debugger, and return when it releases them; do nothing if deadlines cannot stop.
 
         Args:
-            why: What this rank has come to.
-            show: Shows a prompt here, where ranks are threads; None where one has to attach.
+            why: What happened on this rank.
+            show: Function that shows a prompt here, if ranks are threads; None if the debugger has to attach.
         """
         if not self.can_hold:
             return
@@ -672,12 +672,12 @@ class Engine:
 
     @property
     def can_hold(self) -> bool:
-        """Return whether deadlines of this backend can stand still."""
+        """Return whether this backend's deadlines can stop."""
         return sys.platform == "linux" and set(self.options.backend.split("+")) <= STAND_STILL
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
-        """Accept no more calls, finish those started, and leave; wait briefly for the other ranks to leave too."""
+        """Accept no more calls, finish the started ones, and leave; wait briefly for the other ranks to leave."""
         self.life.change(Event.CLOSE)
         self.activity.closed = True
         if self.broken is None:
@@ -713,7 +713,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work of a call in the helper thread. The time for which the program waits for it is spent in a call."""
+    """Work of a call in the helper thread. The program's waits for it count as time in a call."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)
@@ -728,7 +728,7 @@ class _Queued(Completion):
 
 
 class FailureRelay:
-    """Relay of failures from the control plane to a communicator, without a reference that keeps it alive.
+    """Relay of failures from the control plane to a communicator, which it does not keep alive.
 
     A failure that arrives before the communicator is created is kept for it.
     """
@@ -745,25 +745,25 @@ class FailureRelay:
             engine.on_failure(cause)
 
     def connect(self, engine: Engine) -> None:
-        """Pass on all causes, those of the past too."""
+        """Pass on all causes, including earlier ones."""
         self._engine = weakref.ref(engine)
         for cause in self._causes:
             engine.on_failure(cause)
 
 
 def _refuses(error: BaseException) -> bool:
-    """Return whether an error refuses a call for its arguments, before anything is done."""
+    """Return whether an error rejects a call for its arguments, before anything is done."""
     return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
 
 
 def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
     """Return the error of the group's first cause for a rank with an error that results from it."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
-        # The first report is the right one: by the time of a later report, ranks may have continued.
+        # The first report counts: by the time of a later one, ranks may have continued.
         if "\n" in first.message:
             error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
         return error
-    # Prefer the first report of a lost rank: it carries the original exception, later ones only "left".
+    # Prefer the first report of a lost rank, which has the original exception; later ones only say "left".
     if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
         return error
     told = error_of(first, group)
@@ -784,7 +784,7 @@ def _fingerprint(
     place: Place,
     origin: tuple[int, str] | None = None,
 ) -> Fingerprint:
-    """Return what ranks compare of a call; `like` is a tensor of its dtype, device and shape."""
+    """Return a call's fingerprint; `like` is a tensor of its dtype, device and shape."""
     op = ReduceOp.AVG if call.average else call.op
     read: tuple[int, ...] = ()
     written: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Tensors that must be equal on all ranks, bit for bit: compared for the price of reading them once."""
+"""Compares tensors that must be equal on all ranks, bit for bit, by reading them once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["assert_equal_tensors", "odd_ranks", "ranks_text", "sides_of", "tenso
 
 _CHUNK = 1 << 16
 _NAMED = 4
-# Words of 32 bits at most: products with odd keys of 64 bits then keep a trace of every bit.
+# Words of at most 32 bits, because their products with odd 64-bit keys then depend on every bit.
 _WORD = {1: torch.uint8, 2: torch.int16}
 
 
 class _Comm(Protocol):
-    """The part of a communicator that compares: communicators are above this room."""
+    """The needed part of a communicator, which is in a layer above."""
 
     @property
     def device(self) -> torch.device: ...
@@ -38,7 +38,7 @@ def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm,
     Args:
         named: Tensors with their names: the same names, shapes and dtypes on all ranks.
         comm: The ranks to compare.
-        complaint, advice: First and last words of the error.
+        complaint, advice: Beginning and end of the error text.
     """
     if not named:
         return
@@ -59,10 +59,10 @@ def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm,
 
 
 def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits that depend on every bit of a tensor and on its place: a 0-d int64 tensor on the same device.
+    """Return a 64-bit hash that depends on every bit of a tensor and its position: a 0-d int64 tensor on its device.
 
-    It is multilinear (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of words
-    times odd keys, modulo 2**64. Strides do not matter, the order of elements does.
+    Multilinear hashing (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of words times odd
+    keys, modulo 2**64. Independent of strides, but not of the order of elements.
 
     Example:
         >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
@@ -73,13 +73,13 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return total
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Unlike view(-1), this has stride 1 also where there is only one element: else it cannot be viewed as words.
+    # Unlike view(-1), this has stride 1 even for a single element, as viewing it as words requires.
     flat = dense.as_strided((dense.numel(),), (1,))
     words = flat.view(_WORD.get(flat.itemsize, torch.int32))
     keys = _keys().to(tensor.device)
     turns = random.Random(_CHUNK)
     for chunk in words.split(_CHUNK):
-        # Integers wrap around, which is the modulus.
+        # Integers wrap around, which gives the modulus.
         total += (chunk * keys[: chunk.numel()]).sum() * _odd(turns)
     return total
 

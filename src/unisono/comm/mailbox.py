@@ -1,4 +1,4 @@
-"""Opening of a mailbox for a communicator's ranks, and its detection of lost peers."""
+"""Opens a mailbox for a communicator's ranks, with detection of lost peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class IncomingStream:
-    """Incoming stream of one rank: an envelope, what did not fit into it, the bodies, then the next envelope."""
+    """Incoming stream of one rank: an envelope, the rest of the head, the bodies, then the next envelope."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -43,14 +43,14 @@ class IncomingStream:
         self.work: Work | None = None
 
     def wanted(self) -> list[Message]:
-        """The receives to post next."""
+        """Return the receives to post next."""
         return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
 
     def arrived(self) -> Envelope | None:
         """Handle the arrival of the posted receives. Return the message if it is complete.
 
         Raises:
-            ValueError: No rank sends such a message, or there is no memory for it.
+            ValueError: The message is invalid, or there is no memory for it.
         """
         if self._message is None:
             (arrived,) = self.rest or [self.envelope]
@@ -70,10 +70,10 @@ class IncomingStream:
 
 
 class PointToPointMailbox(Mailbox):
-    """Mailbox over one stream of messages with tag 0 per ordered pair of ranks: 2 KiB envelopes, longer parts apart.
+    """Mailbox over one stream of messages with tag 0 per ordered pair of ranks: 2 KiB envelopes, then longer parts.
 
-    Needs only `post` of a transport and the futures of its works, and so keeps what wrappers do to
-    messages. Cost: that of the transport's messages, and two switches between threads.
+    Needs only a transport's `post` and its works' futures, so wrappers still apply to its messages. Cost: the
+    transport's messages, and two thread switches.
 
     Args:
         transport: Transport of a separate group, for this mailbox only. Closed with the mailbox.
@@ -86,7 +86,8 @@ class PointToPointMailbox(Mailbox):
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
-        # Some transports connect two ranks on their first message, one pair after another: use one order on all ranks.
+        # Some transports connect pairs of ranks at their first message, one after another: use the same order on all
+        # ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
             transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
@@ -111,7 +112,7 @@ class PointToPointMailbox(Mailbox):
         try:
             self._wait_for(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # The message may or may not arrive. A timeout is different: posted messages stay in flight.
+            # The message may or may not arrive. After a timeout, by contrast, posted messages stay in flight.
             self.abort_message(peer, error)
             raise
 
@@ -181,7 +182,7 @@ class PointToPointMailbox(Mailbox):
 
 
 def _partners(rank: int, size: int) -> list[int]:
-    """Return the other ranks in an order in which all ranks can meet in pairs, as in a round-robin tournament."""
+    """Return the other ranks in the order of a round-robin tournament, in which all ranks pair up at once."""
     even = size + size % 2
     found = []
     for day in range(even - 1):
@@ -203,9 +204,9 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     """Return a mailbox, and the metadata that each rank passed. Collective.
 
     Args:
-        engine: Of the communicator.
+        engine: Engine of the communicator.
         number: Number of the mailbox among the communicator's.
-        metadata: As of `Communicator.mailbox`.
+        metadata: As for `Communicator.mailbox`.
     """
     control = engine.control
     timeout = engine.options.timeout_s
@@ -215,7 +216,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     pairs: list[Group] = []
     box: Mailbox | None = None
     try:
-        # All ranks join before any allocation, so that no rank waits for memory of a missing one.
+        # All ranks join before any allocation, so that no rank waits for a missing one's memory.
         values = control.exchange(group, "cards", metadata, timeout)
         box = transport.mailbox(group)
         if box is None:
@@ -234,7 +235,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
         raise
     finally:
         control.leave(group)
-    # The open mailbox holds the engine, and by that the control plane, whatever becomes of the communicator.
+    # The open mailbox keeps the engine, and so the control plane, alive, whatever happens to the communicator.
     box.on_close(partial(_leave, engine, pairs))
     return box, values
 
@@ -257,7 +258,7 @@ def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
         box = known()
         if box is None:
             return
-        # In the pair ranks are 0 and 1, so the cause's own text would name the wrong ones.
+        # In the pair, ranks are 0 and 1, so the cause's own text would name the wrong ones.
         told = Cause(
             "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
         )

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a communicator: their checks, their works, and receives from any rank."""
+"""Point-to-point messages of a communicator: checks, works, and receives from any rank."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _NAMED = 8
 class AnySource:
     """Queue of one communicator's any-source receives, which probes the transport for ranks that have sent.
 
-    Receives of one tag are served in the order of calls. Of several ranks that have sent, the rank that follows the
-    last match of this tag is chosen, so that no rank starves the others.
+    Receives of one tag are served in call order. If several ranks have sent, the next one after this tag's last match
+    is chosen, so that no rank starves the others.
     """
 
     def __init__(self, engine: Engine) -> None:
-        # An item that is served may call back, and that may call the communicator.
+        # Reentrant, because serving an item may run callbacks that call the communicator.
         self._engine = engine
         self._lock = threading.RLock()
         self._queues: dict[int, deque[Matching]] = {}
@@ -73,7 +73,7 @@ class AnySource:
             return found
 
     def serve(self, tag: int) -> None:
-        """Start the receives that have a sender now; fail all of the tag if no message can arrive any more."""
+        """Start the receives that now have a sender; fail all of a tag if no message can arrive any more."""
         with self._lock:
             queue = self._queues.get(tag, deque())
             try:
@@ -90,7 +90,7 @@ class AnySource:
         engine = self._engine
         lost = list[PeerLostError]()
         engine.check("recv")
-        # Tags that are equal modulo 256 share a place: a program may use each tag once.
+        # Tags equal modulo 256 share a slot, because a program may use each tag only once.
         last = self._found.get(tag % _TAGS, -1)
         for peer in [peer for peer in peers if peer > last] + [peer for peer in peers if peer <= last]:
             try:
@@ -105,7 +105,7 @@ class AnySource:
         return None
 
     def without_oneself(self, peers: list[int]) -> list[int]:
-        """Return these ranks but this one."""
+        """Return these ranks without this one."""
         return [peer for peer in peers if peer != self._engine.group.rank]
 
 
@@ -129,7 +129,7 @@ class Matching(Work):
         self._begun = self._begin(peer)
 
     def fail(self, error: CommError) -> None:
-        """Complete with an error: no message will arrive."""
+        """Complete with an error, because no message will arrive."""
         self._begun = Completion.ended(error)
 
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -148,7 +148,7 @@ class Matching(Work):
         return self._begun
 
     def _late(self, waited_s: float) -> CommTimeoutError:
-        # A rank that waits cannot send to itself.
+        # A waiting rank cannot send to itself.
         peers = self._queue.without_oneself(self.peers) or self.peers
         more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
         ranks = f"{'ranks' if len(peers) > 1 else 'rank'} {', '.join(map(str, peers[:_NAMED]))}{more}"
@@ -177,7 +177,7 @@ class Matching(Work):
 
 
 class PointToPointWork(Work):
-    """A transport's work, with errors that name their call, and the remaining actions at the end."""
+    """A transport's work whose errors name their call, with actions to run at its end."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class PointToPointWork(Work):
         self._awaited = awaited
         self._inner = inner
         self._staging = staging
-        # Messages are counted by themselves: each rank has its own number of them.
+        # Messages have their own count, which differs between ranks.
         self._operation = record[0]
         self._number = engine.activity.messages
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class PointToPointWork(Work):
             try:
                 self._inner.wait(limit)
             except CommTimeoutError as error:
-                # The message may still arrive: a wait with an explicit timeout does not break the communicator.
+                # The message may still arrive, so a wait with an explicit timeout does not break the communicator.
                 engine = self._engine
                 told = with_hang_report(error, engine.control, engine.group)
                 assert isinstance(told, CommError)
@@ -216,7 +216,7 @@ class PointToPointWork(Work):
         self._finish()
 
     def wait_or_break(self, timeout: Timeout | None) -> None:
-        """Wait; any failure, a timeout too, breaks the communicator."""
+        """Wait; any failure, including a timeout, breaks the communicator."""
         with self._seen():
             try:
                 self._inner.wait(resolve_timeout(timeout, self._engine.options.timeout_s))
@@ -226,7 +226,7 @@ class PointToPointWork(Work):
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Show to other ranks the messages that this rank waits for."""
+        """Publish the messages that this rank waits for, for reports."""
         activity = self._engine.activity
         activity.enter(*self._record, self._awaited)
         try:
@@ -285,10 +285,10 @@ class PointToPointWork(Work):
 
 
 class Messages:
-    """Point-to-point messages of one communicator, on a channel of their own: they never match a collective's.
+    """Point-to-point messages of one communicator, on a separate channel, so that they never match a collective's.
 
     Args:
-        engine: Of the communicator.
+        engine: Engine of the communicator.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -300,7 +300,7 @@ class Messages:
 
         Args:
             operation: Name of the method, for messages.
-            messages: With the caller's buffers; at least one.
+            messages: Messages with the caller's buffers; at least one.
         """
         engine = self._engine
         engine.enter(operation)
@@ -325,7 +325,7 @@ class Messages:
 
         Args:
             operation: Name of the method, for messages.
-            tensor, src, tag: As of `Communicator.recv`.
+            tensor, src, tag: As for `Communicator.recv`.
         """
         if src is not None:
             return self.post(operation, [Recv(tensor, src, tag)])
@@ -341,7 +341,7 @@ class Messages:
         return self._returned(record, (), work, staging)
 
     def _note(self, operation: str, messages: Sequence[Message]) -> tuple[str, None, str, Place]:
-        """Keep a batch for reports; return what `Activity.enter` takes."""
+        """Record a batch for reports; return the arguments of `Activity.enter`."""
         record = operation, None, _detail(messages), callers_place()
         self._engine.activity.note(*record)
         return record
@@ -375,7 +375,7 @@ class Messages:
 
         Args:
             operation: Name of the method, for messages.
-            src, tag: As of `Communicator.probe`.
+            src, tag: As for `Communicator.probe`.
         """
         self._engine.enter(operation)
         self._check_source(src, tag)
@@ -403,5 +403,5 @@ def _detail(messages: Sequence[Message]) -> str:
 
 
 def _done(_peer: int) -> Work:
-    """Return a completed work: a probed message needs no further action."""
+    """Return a completed work, because a probed message needs no further action."""
     return Completion.ended()

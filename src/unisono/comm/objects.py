@@ -1,4 +1,4 @@
-"""Python values as bytes: without pickle, unless the caller trusts its peers."""
+"""Python values as bytes, without pickle unless the caller trusts its peers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _PICKLED = b"\1"
 _REFUSED = b"\2"
 _WRONG = b"\3"
 _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
-"""Exceptions to raise where an error arrives instead of a value."""
+"""Exceptions to raise if an error arrives instead of a value."""
 
 
 def encode_each(objs: Sequence[Any] | None, rank: int, size: int, trusted: bool) -> list[bytes]:
-    """Return the bytes for each rank; if any value cannot be sent, the reason for all ranks."""
+    """Return the bytes for each rank; if any value cannot be sent, return the reason for all ranks."""
     try:
         values = [] if objs is None else list(objs)
     except TypeError:
-        # An object that is not a list has no value for any rank.
+        # Anything but a list has no value for any rank.
         values = []
     parts = [encode(value, rank, trusted) for value in values]
     if len(parts) != size:
@@ -38,7 +38,7 @@ def encode_each(objs: Sequence[Any] | None, rank: int, size: int, trusted: bool)
 
 
 def encode(obj: Any, rank: int, trusted: bool) -> bytes:
-    """Return a value's bytes; if it cannot be sent, those of the reason, so that receivers get an error."""
+    """Return a value's bytes; if it cannot be sent, encode the reason, so that receivers get an error."""
     try:
         return _PICKLED + dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
     except Exception as error:
@@ -47,13 +47,13 @@ def encode(obj: Any, rank: int, trusted: bool) -> bytes:
 
 
 def check_sent(data: bytes) -> None:
-    """Raise the error of a value that cannot be sent, from the bytes that `encode` made."""
+    """Raise the error of a value that could not be sent, given the bytes from `encode`."""
     if data[:1] in _REASONS:
         raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
 
 
 def decode(buffer: torch.Tensor, trusted: bool) -> Any:
-    """Return the value of received bytes; raise `ValueError` for a pickled one that is not trusted."""
+    """Return the value of received bytes; raise `ValueError` for an untrusted pickle."""
     here = buffer.cpu()
     data = bytes(view_of(here)) if here.numel() else b""
     if data[:1] == _PLAIN:

@@ -9,22 +9,22 @@ __all__ = ["Event", "Life", "Phase"]
 
 
 class Phase(Enum):
-    """What becomes of a communicator's next call."""
+    """What happens to a communicator's next call."""
 
     OPEN = "open"
-    """It is made."""
+    """It runs."""
     HELD = "held"
-    """It waits until a debugger lets the ranks go."""
+    """It waits until a debugger releases the ranks."""
     BROKEN = "broken"
     """It raises the group's first cause of failure."""
     CLOSED = "closed"
-    """It raises `ClosedError`. Calls that were started before still end."""
+    """It raises `ClosedError`. Calls started earlier still complete."""
     RETIRED = "retired"
-    """It raises `ClosedError`, as do those that were started: another communicator has replaced this one."""
+    """It raises `ClosedError`, as do calls started earlier: another communicator has replaced this one."""
 
 
 class Event(Enum):
-    """What changes the phase."""
+    """Event that changes the phase."""
 
     HOLD = "hold"
     GO = "go"
@@ -44,7 +44,7 @@ _NEXT = {
 
 
 class Life:
-    """The phase of a communicator, which `change` alone changes. Other events leave a phase as it is:
+    """The phase of a communicator, changed only by `change`. Events without an entry leave it unchanged:
 
     | phase | hold | go | fail | close | retire |
     |---|---|---|---|---|---|
@@ -63,12 +63,12 @@ class Life:
 
     def __init__(self, phase: Phase = Phase.OPEN) -> None:
         self.phase: Phase = phase
-        # Three threads change it: the program's, the control plane's for failures, and the one that holds the ranks.
-        # A bare lock works in simulations, too; a reentrant one in a signal handler that interrupts `change`.
+        # Three threads change it: the program's, the control plane's for failures, and the one that holds the ranks. A
+        # bare lock also works in simulations; reentrant, because a signal handler may interrupt `change`.
         self._lock = _thread.RLock()
 
     def change(self, event: Event) -> bool:
-        """Pass an event; return whether the phase is another one now."""
+        """Apply an event; return whether the phase has changed."""
         with self._lock:
             then = _NEXT[self.phase].get(event)
             if then is not None:

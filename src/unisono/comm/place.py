@@ -1,4 +1,4 @@
-"""What a communicator is: its rank, size, backend and device."""
+"""Rank, size, backend and device of a communicator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Place"]
 
 
 class Place:
-    """Base of `Communicator`, in a file of its own: Dynamo traces what is in it into the graphs of its callers."""
+    """Base of `Communicator`, in a separate file, because Dynamo traces this file into its callers' graphs."""
 
     _engine: Engine
     _options: Options

@@ -1,4 +1,4 @@
-"""Collectives of tensors whose shapes other ranks do not know: an exchange of these comes first."""
+"""Collectives on tensors whose shapes other ranks do not know, preceded by an exchange of shapes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST_DIMENSIONS = 16
 _NUMBERS = 2 + _MOST_DIMENSIONS
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _REFUSED = -1
-"""Instead of a dtype's number, where the root has nothing that can be sent."""
+"""In place of a dtype's number, if the root has nothing that can be sent."""
 
 
 class ShapeExchange:
-    """One rank's side of one call: the headers that it gives and gets, and the tensors that follow from them.
+    """One rank's side of one call: the headers that it sends and receives, and the tensors that follow from them.
 
     Args:
         collective: A collective that allocates its output.
@@ -40,11 +40,11 @@ class ShapeExchange:
 
     Attributes:
         header: Collective that moves the headers.
-        mine, table: Its input and output: dtype, number of dimensions and shape of each tensor that this rank sends,
-            and of those that it needs to know.
-        input, output: Arguments of the collective itself; the output is there after `allocate`.
+        mine, table: Input and output of the header collective: dtype, number of dimensions and shape of each tensor
+            that this rank sends, and of those that it needs to know.
+        input, output: Arguments of the collective itself; the output exists after `allocate`.
         device: Device of the output.
-        lengths: As of `Call`.
+        lengths: As in `Call`.
     """
 
     mine: torch.Tensor
@@ -64,11 +64,12 @@ class ShapeExchange:
         self.lengths: tuple[int, ...] = ()
 
     def give(self, tensors: Tensors, device: str) -> None:
-        """Make the headers of this rank's tensors, or, on a rank that only receives, room for those that it gets.
+        """Make the headers of this rank's tensors, or, on a rank that only receives, room for others' headers.
 
-        Its output is on the device of its tensors, or on this one. Headers are in CPU memory where that can be sent.
+        The output will be on the device of its tensors, or else on `device`. Headers are in CPU memory if that can be
+        sent.
 
-        A root that sends gives its refusal to all ranks: they wait for its headers, and know nothing else of it.
+        A sending root passes its refusal to all ranks, which wait for its headers and would not notice otherwise.
         """
         what = self._what
         given = tuple[torch.Tensor, ...]()
@@ -91,7 +92,7 @@ class ShapeExchange:
         self.table = self.mine if self.header.in_place else self.mine.new_empty(self._size, _NUMBERS)
 
     def _checked(self, tensors: Any) -> tuple[torch.Tensor, ...]:
-        """Return what this rank sends, if it can be sent."""
+        """Return the tensors that this rank sends, after checking them."""
         what = self._what
         name = self._what.input
         if what.scatters:
@@ -112,11 +113,11 @@ class ShapeExchange:
         return found
 
     def allocate(self) -> None:
-        """Make the output, by what the table says now.
+        """Allocate the output from the received table.
 
         Raises:
             MismatchError: Tensors of several ranks do not match.
-            TypeError, ValueError: The root has refused its tensors.
+            TypeError, ValueError: The root has rejected its tensors.
         """
         rows: list[list[int]] = self.table.tolist()
         if rows[0][0] == _REFUSED:
@@ -141,7 +142,7 @@ class ShapeExchange:
 
 
 def _fixed(dtype: torch.dtype, shape: torch.Size) -> tuple[torch.dtype, int, torch.Size]:
-    """Return what ranks' tensors must have in common."""
+    """Return the properties that must be equal on all ranks."""
     return dtype, len(shape), shape[1:]
 
 
@@ -154,7 +155,7 @@ def run_uneven(
     async_op: bool,
     timeout: Timeout | None,
 ) -> Any:
-    """Exchange shapes, allocate the output, and move the data. A blocking call may take the fast path for both."""
+    """Exchange shapes, allocate the output, and move the data. A blocking call may use the fast path for both."""
     engine.enter(what.name)
     group = engine.group
     if what.root is not None:

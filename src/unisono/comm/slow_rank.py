@@ -1,4 +1,4 @@
-"""Search for the rank that holds up the others, by the time that each spends outside of calls."""
+"""Search for the rank that holds up the others, based on the time that each spends outside calls."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = ["SlowRank"]
 _log = logging.getLogger("unisono")
 
 _BLOCKS = 20
-"""Parts of the latest calls, each of which counts as one observation."""
+"""Number of parts of the latest calls, each of which counts as one observation."""
 _FEWEST = 100
-"""Calls that are looked at, also if fewer were made since the figures were asked for."""
+"""Minimum number of calls considered, even if fewer were made since the last query."""
 _SAMPLES_EVERY_S = 0.005
 _SAMPLES_KEPT = 4096
 """The samples of 20 seconds."""
@@ -45,11 +45,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_CALLS = tuple(_PACKAGE + name for name in ("comm", "core", "collectives", "control", "rpc", "transports"))
 
 _Doing = Counter[tuple[str, str]]
-"""Samples of a thread, by what it did ("computing", "in a collective", "in the loader", "waiting") and the line."""
+"""Samples of a thread, by activity ("computing", "in a collective", "in the loader", "waiting") and line."""
 
 
 class _Comm(Protocol):
-    """The part of a communicator that carries the figures."""
+    """The needed part of a communicator."""
 
     _engine: Any
 
@@ -62,7 +62,7 @@ class _Comm(Protocol):
 
 
 class _Part(NamedTuple):
-    """One rank's part: of each call its number, when it was made, and the time spent outside of calls before it."""
+    """One rank's data: for each call, its number, its time, and the time spent outside calls before it."""
 
     numbers: list[int]
     times: list[float]
@@ -74,15 +74,15 @@ class _Part(NamedTuple):
 class SlowRank:
     """Search for the rank that holds up the others of one communicator.
 
-    A rank that is late at a collective has spent more time outside of calls than the others, which have waited inside
-    for as long. So each rank's latest calls tell how long it was outside, no clocks are compared, and it does not
-    matter whether calls block. The sums of 20 parts of these calls go to `find_straggler`.
+    A rank that is late at a collective has spent more time outside calls than the others, which have waited inside
+    meanwhile. So it suffices to record how long each rank was outside before its latest calls: no clocks are compared,
+    and it does not matter whether calls block. The sums over 20 parts of these calls go to `find_straggler`.
 
-    While a rank is named, each rank looks 200 times a second at the stack of the thread that makes the calls. What the
-    named rank does more often than the others is what makes it late.
+    While a rank is named, each rank samples the stack of its calling thread 200 times a second. Whatever the named rank
+    does more often than the others makes it late.
 
     Args:
-        activity: Of the communicator.
+        activity: The communicator's activity.
     """
 
     def __init__(self, activity: Activity) -> None:
@@ -104,14 +104,14 @@ class SlowRank:
             self._core_wait_share(comm.backend == "sim"),
             [] if self._samples is None else self._samples.since(oldest),
         )
-        # As lists, which take half as long to encode as named tuples of the same.
+        # As lists, which take half as long to encode as named tuples.
         parts = comm.gather_object(comm._engine.measured("times of calls", lambda: list(part)))
         found: dict[str, Any] | None = None
         if parts is not None:
             names = {record[1]: _name(record[0], site_text(record[3])) for record in records}
-            # Also of the threads' stacks and lines, which a replay does not have.
+            # Measured values, because they depend on stacks and lines, which a replay does not have.
             found = comm._engine.measured("a slow rank", lambda: _figures([_Part(*each) for each in parts], names))
-            # What this took is no time of the program's.
+            # The time that this took must not count as the program's.
             activity.since = clock.now()
         told: dict[str, Any] = comm.broadcast_object(found, 0)
         self._until = activity.calls
@@ -119,7 +119,7 @@ class SlowRank:
         return told
 
     def _core_wait_share(self, simulated: bool) -> float:
-        """Return the fraction of the time since the last call for which this thread has waited for a core."""
+        """Return the fraction of the time since the last call that this thread has waited for a core."""
         begun_s, before_s = self._since
         now_s = clock.now()
         waited_s = core_wait_s()
@@ -138,13 +138,13 @@ class SlowRank:
         if other and self._samples is not None:
             self._samples.stop()
             self._samples = None
-        # Threads of a simulation would take turns with its ranks.
+        # Sampling threads in a simulation would take turns with its ranks.
         if other and named is not None and comm.backend != "sim":
             self._samples = _StackSamples(self._activity)
 
 
 class _StackSamples:
-    """Samples of what the thread that makes a communicator's calls does, until `stop` or the communicator's end."""
+    """Samples of the thread that makes a communicator's calls, until `stop` or the communicator's end."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = weakref.ref(activity)
@@ -157,7 +157,7 @@ class _StackSamples:
         self._over.set()
 
     def since(self, call: int) -> list[tuple[str, str, int]]:
-        """Return what was done where from a call on, and how often it was seen."""
+        """Return the counts of activities and lines since a call."""
         counts = Counter((doing, line) for calls, doing, line in self._samples.copy() if calls >= call)
         return [(doing, line, count) for (doing, line), count in counts.items()]
 
@@ -170,7 +170,7 @@ class _StackSamples:
 
 
 def _doing(activity: Activity) -> tuple[str, str]:
-    """Return what the thread that owns the communicator does, and the user's line."""
+    """Return the activity of the thread that owns the communicator, and the user's line."""
     if activity.inside:
         return "waiting", ""
     frame = thread_frames().get(activity.owner)
@@ -190,7 +190,7 @@ def _name(operation: str, site: str | None) -> str:
 
 
 def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[str, Any]:
-    """Return the figures of the calls that all ranks still have."""
+    """Return the figures for the calls that all ranks still have."""
     common = sorted(set(parts[0].numbers).intersection(*(part.numbers for part in parts)))
     places = [{number: place for place, number in enumerate(part.numbers)} for part in parts]
     outside = [[part.outside[place[n]] for n in common] for part, place in zip(parts, places, strict=True)]
@@ -207,7 +207,7 @@ def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[st
 def _straggler(
     parts: Sequence[_Part], outside: Sequence[Sequence[float]], times: Sequence[float], names: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return the rank that holds up the others, where, by how much, and what it does; None if there is none."""
+    """Return the rank that holds up the others, with place, delay and activity; None if there is none."""
     from unisono.diagnostics.trace_summary import find_straggler
 
     calls = len(times) - 1
@@ -240,7 +240,7 @@ def _straggler(
 
 
 def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None]:
-    """Return what a rank does more often than the others, and at which line; None unless samples prove it."""
+    """Return the activity and line that a rank has more often than the others; None unless samples prove it."""
     if not all(counts):
         return None, None
     totals = [count.total() for count in counts]
@@ -257,7 +257,7 @@ def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None
 
 
 def _more(rank: int, seen: Sequence[int], totals: Sequence[int]) -> float:
-    """Return by how many standard deviations a rank was seen more often than the median of the others."""
+    """Return by how many standard deviations a rank's count exceeds the median of the others."""
     shares = [count / total for count, total in zip(seen, totals, strict=True)]
     usual = median(_others(rank, shares))
     both = (shares[rank] + usual) / 2
@@ -270,7 +270,7 @@ def _others(rank: int, values: Sequence[float]) -> list[float]:
 
 
 def _sentence(straggler: Mapping[str, Any]) -> str:
-    """Return what is logged."""
+    """Return the text to log."""
     doing = "" if straggler["doing"] is None else f". It is {straggler['doing']} then"
     at = "" if straggler["line"] is None else f", at {straggler['line']}"
     share = f"{straggler['share']:.1%} of the time"

@@ -1,4 +1,4 @@
-"""Teardown of a communicator: after `close`, or after its last reference is dropped."""
+"""Teardown of a communicator, after `close`, or after its last reference is dropped."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from unisono.errors import CommError
 __all__ = ["CLOSE_S", "Teardown"]
 
 CLOSE_S = 1.0
-"""Longest wait, at the end of a communicator, for the other ranks to leave too."""
+"""Longest wait at the end of a communicator for the other ranks to leave."""
 _AT_EXIT_S = 5.0
 
 
 class Teardown:
-    """All resources that a communicator releases. Has no reference to the communicator, and so outlives it.
+    """All resources that a communicator releases. It does not refer to the communicator, so it can outlive it.
 
-    A top-level communicator without references is closed in the background, as by `close`. A subgroup waits for its
-    parent: its messages may still be in flight, and other ranks may not have finished. It is released when all its
-    ranks have dropped it, which they report when they create the next subgroup; at the latest with the parent.
+    A top-level communicator without references is closed in the background, like with `close`. A subgroup waits for its
+    parent, because its messages may still be in flight, and other ranks may not have finished. It is released when all
+    its ranks have dropped it, which they report when they create the next subgroup, and at the latest with the parent.
 
     Args:
         transport: Transport to close.
@@ -38,7 +38,7 @@ class Teardown:
     Attributes:
         closers: Further functions to call at the end.
         over: Whether teardown has run.
-        dropped: Whether the communicator has no references any more, and was not closed.
+        dropped: Whether the communicator has lost its last reference without being closed.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, helper: SerialWorker, timeout_s: float) -> None:
@@ -54,22 +54,22 @@ class Teardown:
         self._parts: list[Teardown] = []
         self._settled = threading.Event()
         self._process = os.getpid()
-        # Simulated threads end with the simulation, which must not depend on when memory is given back.
+        # Simulated threads end with the simulation, which must not depend on when memory is freed.
         if not control.simulated:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
-        """Leave the group and release all resources; wait briefly for the other ranks to leave too."""
+        """Leave the group and release all resources; wait briefly for the other ranks to leave."""
         self.over = True
         if os.getpid() != self._process:
-            # All resources belong to the parent process, which continues.
+            # In a forked child, all resources belong to the parent process, which continues.
             return
         self._helper.end()
         self._helper.join(self._timeout_s)
-        # The control plane may have ended first; then no rank can be notified.
+        # If the control plane has ended first, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
-            # Waiting ranks are notified immediately, but sent messages are not cut off before all ranks have left.
+            # Waiting ranks are notified immediately, but sent messages are not cut off until all ranks have left.
             self._control.leave(self.group, patience)
         self._transport.close()
 
@@ -85,7 +85,7 @@ class Teardown:
 
     # -- parts ---------------------------------------------------------------------------------
     def adopt(self, part: Teardown) -> None:
-        """Register a subgroup to be released with this communicator, if not before."""
+        """Register a subgroup to be released with this communicator, if not earlier."""
         part._is_part = True
         self._parts = [*self.left(), part]
 
@@ -97,7 +97,7 @@ class Teardown:
         other._parts = []
 
     def left(self) -> list[Teardown]:
-        """Return the subgroups that are not closed."""
+        """Return the open subgroups."""
         return [part for part in self._parts if not part.over]
 
     def dropped_parts(self) -> list[str]:
@@ -122,7 +122,7 @@ class Teardown:
 
     # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:
-        """Mark as dropped. Called from a finalizer, so takes no lock: this thread may hold the control plane's."""
+        """Mark as dropped. Called from a finalizer, so it takes no lock: this thread may hold the control plane's."""
         if self._control.simulated or os.getpid() != self._process:
             return
         self.dropped = True

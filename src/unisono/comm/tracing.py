@@ -1,4 +1,4 @@
-"""Traces of a program: one file for all ranks, with their clocks aligned."""
+"""Traces a program into one file for all ranks, with their clocks aligned."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
 
     With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at both ends, and
     an arrow for each message. The file is JSON in the trace-event format that Perfetto and chrome://tracing open;
-    `unisono trace summary` reads it. If the program of a rank raises, this rank writes its own part instead:
-    `run.rank3.json` beside `run.json`, and `unisono trace merge` joins such parts.
+    `unisono trace summary` reads it. If a rank's program raises, this rank writes only its own part, such as
+    `run.rank3.json` beside `run.json`, which `unisono trace merge` joins.
 
-    Calls of other threads are not recorded. Inside, calls take the general path, as with an algorithm that is named.
+    Calls of other threads are not recorded. Recorded calls take the general path, as if an algorithm were named.
 
     Args:
-        path: File to write, replaced if it exists. Without `comm`, each rank needs one of its own.
-        comm: The ranks that are traced together, all of them inside the `with`; None for this rank alone.
+        path: File to write, replaced if it exists. Without `comm`, each rank needs its own.
+        comm: The ranks that are traced together, which all enter the `with`; None for this rank alone.
 
     Yields:
-        The list of this rank's events, which grows as they end.
+        The list of this rank's events, extended as they end.
 
     Raises:
-        OSError: The file cannot be written, found at the end of the `with`.
+        OSError: At the end of the `with`: the file cannot be written.
         CommError: A rank did not reach the beginning or the end of the `with`.
 
     Cost: about 10 us a call, and two times 17 short collectives for the clocks.
@@ -79,7 +79,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
     """
     events: list[TraceEvent] = []
     clocks = [] if comm is None else [ClockReading(comm)]
-    # The waits of simulated ranks for a processor take none of their time.
+    # Simulated ranks' waits for a processor take no virtual time.
     waited = None if comm is not None and comm.backend == "sim" else core_wait_s()
     try:
         with recording(events.append):
@@ -103,25 +103,25 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
 def _write_own(
     path: str | os.PathLike[str], comm: _TracedComm | None, part: list[Json], clocks: list[ClockReading]
 ) -> None:
-    """Write the part of this rank alone."""
+    """Write only this rank's part."""
     own = Path(path)
     own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
     _write(own, [part], clocks)
 
 
 class ClockReading:
-    """This rank's clock beside that of rank 0. Collective.
+    """This rank's clock relative to rank 0's. Collective.
 
-    In each round all ranks gather their times. No rank can have all of them before the last one has passed its own, so
-    what a rank passes is earlier than the end of the round on any other; over the rounds this bounds the offset from
-    both sides. Clocks that may be equal by these bounds are: ranks of one host read one clock, and clocks of two hosts
-    count from different moments.
+    In each round all ranks gather their times. No rank can have all of them before the last one has sent its own, so a
+    rank's time is earlier than the end of the round on any other; over the rounds this bounds the offset from both
+    sides. Clocks that may be equal within these bounds count as equal: ranks on one host read the same clock, and
+    clocks of different hosts start at different moments.
 
     Attributes:
         at_s: Time of the reading, on this rank's clock.
-        offset_s: This rank's clock minus that of rank 0.
-        uncertainty_s: Greatest error of an offset, over all ranks.
-        digest: Hash of all ranks' times, the same on all ranks and at no other reading.
+        offset_s: This rank's clock minus rank 0's.
+        uncertainty_s: Largest error of an offset, over all ranks.
+        digest: Hash of all ranks' times, equal on all ranks and unique to this reading.
     """
 
     def __init__(self, comm: _TracedComm) -> None:
@@ -146,7 +146,7 @@ class ClockReading:
 
 
 def _aligned(clocks: list[ClockReading]) -> Callable[[float], float]:
-    """Return the map from this rank's clock to that of rank 0; the offset drifts linearly between two readings."""
+    """Return the map from this rank's clock to rank 0's, whose offset drifts linearly between two readings."""
     if not clocks:
         return lambda moment: moment
     first = clocks[0]

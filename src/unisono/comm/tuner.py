@@ -1,4 +1,4 @@
-"""Agreement of a communicator's ranks on one cost table: that of rank 0, before the first call that uses it."""
+"""Makes a communicator's ranks use rank 0's cost table, before the first call that needs it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Tuner:
     """Cost table of a communicator.
 
     Args:
-        transport: Its built-in constants serve where there is no table.
-        control: Passes rank 0's table to all ranks.
-        options: For the backend and the timeout.
+        transport: Source of built-in constants if there is no table.
+        control: Control plane that passes rank 0's table to all ranks.
+        options: Source of the backend and the timeout.
         hosts: Name of each rank's host.
 
     Attributes:
-        control: As passed; a recording of the communicator replaces it.
+        control: As passed; replaced while the communicator is recorded.
         hosts: As passed.
     """
 
@@ -55,7 +55,10 @@ class Tuner:
         self._traced: Sink | None = None
 
     def machine(self) -> Machine:
-        """Return the table and the hosts. Collective at first: rank 0 loads its table, and all ranks use it."""
+        """Return the table and the hosts.
+
+        Collective on the first call: rank 0 loads its table, and all ranks use it.
+        """
         machine = self._machine or self._share(None)
         sink = SINK.get()
         if sink is not None and sink is not self._traced:
@@ -79,7 +82,7 @@ class Tuner:
         topic = f"cost table {self._agreements}"
         mine = "", ""
         if group.rank == 0:
-            # A replay neither reads nor replaces the table of this host.
+            # A replay neither reads nor replaces this host's table.
             mine = self.control.measured(group, topic, lambda: self._offer(measured))
         refusal, text = self.control.exchange(group, topic, mine, self._options.timeout_s)[0]
         if refusal:
@@ -93,14 +96,14 @@ class Tuner:
         return self._machine
 
     def _offer(self, measured: CostTable | None) -> tuple[str, str]:
-        """Return why rank 0 has no table, or the table as text."""
+        """Return rank 0's table as text, or why it has none."""
         try:
             return "", self._own(measured).to_json()
         except ValueError as error:
             return str(error), ""
 
     def _own(self, measured: CostTable | None) -> CostTable:
-        """Return rank 0's table, with the overrides of its file and of its environment."""
+        """Return rank 0's table, with the overrides from its file and environment."""
         file = TableFile(self._options.backend, self._ranks)
         stored = file.load()
         if measured is not None:
@@ -111,10 +114,10 @@ class Tuner:
 
 
 _SIZES = (64, 64 << 10, 512 << 10, 4 << 10)
-"""The first two are always measured: one size cannot separate bytes from latency."""
+"""The first two are always measured, because one size cannot separate bandwidth from latency."""
 _ALGORITHMS = ("recursive_doubling", "ring", "two_shot", "one_shot", "chunked_ring:segments=8")
 _CALLS = 4
-"""Calls per sample: a call overlaps with the next one, as in a program."""
+"""Number of calls per sample, because a call overlaps with the next one, as in a program."""
 
 
 def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> CostTable:
@@ -124,7 +127,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
         comm: The communicator.
         tuner: Its table of costs.
         device: Device of the tensors.
-        seconds: Time for all of it, at most about this.
+        seconds: Approximate upper limit of the time taken.
     """
     if comm.size == 1:
         return tuner.machine().table
@@ -146,9 +149,9 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
 
 
 def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
-    """Return the constants that fit the calls of a communicator; None except on rank 0, and if there is no other.
+    """Return the constants that fit a communicator's calls, on rank 0; None elsewhere, and for a single rank.
 
-    Its ranks share the cores; 0 if each is on a host of its own.
+    Its ranks share `cores`, which is 0 if each is on its own host.
     """
     cells = _measured(comm, device, seconds) if comm.size > 1 else []
     return fit(cells, cores) if cells and comm.rank == 0 else None

@@ -76,7 +76,7 @@ _NO_SHM = "unisono: no shared memory between these ranks: %s"
 
 TIMEOUT_S = 300.0
 HEARTBEAT = "UNISONO_HEARTBEAT"
-"""The variable with the heartbeat, in seconds, where the program passes none."""
+"""Environment variable with the heartbeat in seconds, for programs that pass none."""
 CHUNK_BYTES = 2 << 20
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -84,7 +84,7 @@ OnFailure = Literal["end", "continue", "replace"]
 
 
 class Instead(Protocol):
-    """Answers to `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
+    """Overrides of `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
 
     def communicator(self) -> Communicator:
         """Return the communicator of `init`."""
@@ -96,7 +96,7 @@ class Instead(Protocol):
 
 
 INSTEAD: ContextVar[Instead | None] = ContextVar("unisono instead", default=None)
-"""Those of this context; None to start ranks or join them."""
+"""Overrides in this context; None to start or join ranks."""
 
 
 def init(
@@ -117,40 +117,40 @@ def init(
 ) -> Communicator:
     """Join the other ranks of a job, and return the communicator of all of them.
 
-    The ranks and their meeting point come from `init_method`, else from torchrun's environment, MPI or Slurm, else
-    this process is a world of one. The decision is logged (logger "unisono", level info).
+    Ranks and rendezvous come from `init_method`, or else from torchrun's environment, MPI or Slurm; otherwise this
+    process is the only rank. The decision is logged (logger "unisono", level info).
 
     Args:
-        backend: A transport's name, two of them as in "shm+tcp" (within a host, and between hosts), or "auto":
-            nccl where each rank has a GPU, shared memory where all ranks are on one host, tcp where no two are,
-            else "shm+tcp"; under mpirun, "mpi" instead of tcp, and gloo where a rank has no native core. The variable
-            UNISONO_BACKEND, which `unisono run --backend` sets, replaces "auto". None is "auto".
+        backend: A transport's name, a pair such as "shm+tcp" (within a host, and between hosts), or "auto": nccl if
+            each rank has a GPU, shared memory if all ranks are on one host, tcp if no two are, else "shm+tcp"; "mpi"
+            instead of tcp under mpirun, and gloo if a rank has no native core. The variable UNISONO_BACKEND, set by
+            `unisono run --backend`, replaces "auto". None is "auto".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
-        timeout: For joining, and the default of every operation: seconds or a `datetime.timedelta`.
-        heartbeat: Time after which a host that answers no more is lost, with its ranks: at least 2 s. A call that
-            waits may give up earlier, and a process that has ended is noticed immediately. If None, the variable
-            UNISONO_HEARTBEAT, in seconds, which `unisono run --heartbeat` sets, else the timeout.
-        device: Device of this rank's tensors; if None, with nccl "cuda:<local rank>", modulo the visible GPUs;
-            else "cpu".
-        secret: Key by which ranks authenticate each other. If None, the variable
-            UNISONO_SECRET, else a key of this user that the first rank of a host creates (mode 0600).
+        timeout: Timeout for joining, and default of every operation: seconds or a `datetime.timedelta`.
+        heartbeat: Time after which a silent host and its ranks are lost, at least 2 s. A waiting call may give up
+            earlier, and a process that has ended is noticed immediately. If None, the variable UNISONO_HEARTBEAT in
+            seconds, set by `unisono run --heartbeat`, else the timeout.
+        device: Device of this rank's tensors; if None, "cuda:<local rank>" modulo the visible GPUs with nccl, else
+            "cpu".
+        secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, else this user's
+            key, which the first rank on a host creates (mode 0600).
         check: "auto" compares the calls of all ranks before each collective; "off" does not.
-        deterministic: Whether sums and products of rounded numbers are reduced in one fixed order: the balanced binary
-            tree over the ranks, whose first half is the longer one, each addition rounded in the tensor's dtype. All
-            algorithms that keep it, chunk sizes and transports then give the same bits; others are refused. The
-            native core and other native collectives are not used then.
+        deterministic: Whether sums and products of rounded numbers are reduced in one fixed order: a balanced binary
+            tree over the ranks, whose first half is the longer one, with each addition rounded in the tensor's dtype.
+            Algorithms that keep this order give the same bits with all chunk sizes and transports; others are refused.
+            Disables the native core and other native collectives.
         chunk_bytes: Largest message of an algorithm; the same on all ranks.
-        wrap: Applied to the transport, for tracing or fault injection.
-        interface: The network interface, such as "eth0", by which ranks on other hosts reach this one. If None, the
-            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one on the route to the
+        wrap: Function applied to the transport, for tracing or fault injection.
+        interface: Network interface, such as "eth0", through which ranks on other hosts reach this one. If None, the
+            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the interface of the route to the
             first rank. The choice is logged.
 
-    Returns: The communicator of all ranks, to be closed by the caller; `with` does it.
+    Returns: The communicator of all ranks, which the caller closes, for example with `with`.
 
     Raises:
-        ValueError: An unknown backend, interface or init method, or inconsistent numbers.
+        ValueError: An unknown backend, interface or init method, or inconsistent ranks.
         CommTimeoutError: The first rank cannot be reached, or ranks are missing.
         UnavailableError: The backend is not available here; the error says how to get it.
 
@@ -201,13 +201,13 @@ def communicator_at(
     hosts: Hosts | None = None,
     heartbeat_s: float | None = None,
 ) -> Communicator:
-    """Return the communicator of the ranks that have met at `place`, which it closes at its end, or on failure.
+    """Return the communicator of the ranks at a rendezvous, which it closes at its end, or on failure.
 
     Args:
         place: The rendezvous.
         backend: As for `init`; no variable replaces "auto".
-        timeout_s, heartbeat_s: As `timeout` and `heartbeat` of `init`, in seconds.
-        hosts: Hosts to assume instead of those that the ranks find.
+        timeout_s, heartbeat_s: `timeout` and `heartbeat` of `init`, in seconds.
+        hosts: Hosts to assume instead of detecting them.
         device, check, deterministic, chunk_bytes, wrap, interface: As for `init`.
 
     Raises:
@@ -233,7 +233,7 @@ def communicator_at(
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
     except BaseException as error:
-        # The others, which wait for this rank, learn why. Else they would be told that it has left.
+        # Report the reason to the ranks that wait for this one, which would otherwise only see that it has left.
         world = Group.world(place.rank, place.size, place.name)
         place.control.report_failure(world, to_cause(error, place.rank, "init"))
         place.close()
@@ -266,45 +266,44 @@ def launch(
 ) -> list[T]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
-    Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
-    each further one), or threads of this process with backend "thread" (which take turns with "sim":
-    see `simulate`). Works from a script (call it under `if __name__ == "__main__":`), from `python -`,
-    from tests and from a notebook: functions that a process cannot import are sent by value. With `on`,
-    ranks run on the workers of an executor, on this host or others.
+    Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for each further one),
+    or threads of this process with backend "thread" (which take turns with "sim": see `simulate`). Works in a script
+    (under `if __name__ == "__main__":`), `python -`, tests and notebooks: functions that a process cannot import are
+    sent by value. With `on`, ranks run on the workers of an executor, on this host or others.
 
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
         backend: A transport's name; "auto", or None, is nccl where each rank has a GPU, else shared memory ("tcp"
             where the platform has none).
-        args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
-        timeout: Default of every operation of the communicator (seconds or a `timedelta`); not of the whole run.
-        on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
-            are ended, and the first error is raised here, with that rank's traceback before it.
-            "continue": the results of the survivors are returned; a failed rank's entry is its error.
-            "replace": as "end", but a rank that is lost (its process, or the host of that) is started again: `fn` is
-            called with a communicator of this rank alone, which joins the others by `un.elastic.Recovery` or
-            `comm.rebuild`, while they are in `recover(size=...)` or `rebuild(size=...)`. Two replacements in a row
-            that are lost before they have joined end the job. For processes of this host, Ray and Dask.
+        args, kwargs: Arguments of `fn`; pickled for ranks that are processes.
+        timeout: Default timeout of the communicator's operations (seconds or a `timedelta`), not of the whole run.
+        on_failure: "end": after a rank's exception the others have 3 s to end with their own error, and are then ended;
+            the first error is raised here, preceded by that rank's traceback. "continue": returns the survivors'
+            results; a failed rank's entry is its error. "replace": as "end", but a rank whose process or host is lost
+            is started again. It calls `fn` with a communicator of this rank alone, which joins the others through
+            `un.elastic.Recovery` or `comm.rebuild`, while they are in `recover(size=...)` or `rebuild(size=...)`.
+            Losing two replacements in a row before they have joined ends the job. For processes on this host, Ray and
+            Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
-        threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
-        hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
-            to test programs for several hosts.
+        threads: Number of torch threads of each rank; if None, OMP_NUM_THREADS or an equal share of the cores.
+        hosts: Groups of ranks to treat as separate hosts, such as `[[0, 1], [2, 3]]`, although all are on this one: to
+            test programs for several hosts.
         seed: With backend "sim": seed of the scheduling order. UNISONO_SEED, or 0, if None.
         on: An engine: "ray", "dask", "submitit" or "mpi"; one with options, such as `un.engines.Ray(num_cpus=2)`; or an
-            executor of `concurrent.futures` or of its kind, whose workers are processes, such as a
-            `ProcessPoolExecutor`. It needs `nprocs` free workers within `timeout`, of one thread each. Backend "auto"
-            is then chosen as by `init`, by the hosts of the workers, which are left as they were found. On Dask, MPI
-            and executors, a rank that does not end after another one's failure cannot be ended: it runs until its
-            next call of the communicator, which fails. None, or "local", is processes of this host.
+            executor with the interface of `concurrent.futures` whose workers are processes, such as a
+            `ProcessPoolExecutor`. It needs `nprocs` free single-threaded workers within `timeout`. "auto" then chooses
+            as in `init`, by the workers' hosts. Workers are left as they were found. On Dask, MPI and executors, a rank
+            cannot be ended after another one's failure: it runs until its next call on the communicator, which fails.
+            None, or "local", is processes on this host.
 
-    Returns: What `fn` returned on each rank, in the order of ranks.
+    Returns: Each rank's result of `fn`, in rank order.
 
     Raises:
-        Exception: What the first failing rank raised.
+        Exception: The first failing rank's error.
         PeerLostError: A rank's process ended without a report (names the signal or code), or by `sys.exit`.
-        CommTimeoutError: The executor has not started all ranks within `timeout`; the error says how many it has.
-        TypeError: `on` is no executor of processes, and no engine.
+        CommTimeoutError: The executor did not start all ranks within `timeout`; the error says how many it started.
+        TypeError: `on` is neither an executor of processes nor an engine.
         UnavailableError: The engine is not installed; the error says how to install it.
 
     Example:
@@ -399,10 +398,10 @@ def job_of(
 
 
 def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
-    """Return the heartbeat that was given, else that of $UNISONO_HEARTBEAT, in seconds; None if neither is.
+    """Return the given heartbeat, else $UNISONO_HEARTBEAT, in seconds; None if neither is set.
 
     Raises:
-        ValueError: It is shorter than kernels can tell, or no number.
+        ValueError: It is shorter than kernels can measure, or not a number.
     """
     name = HEARTBEAT if heartbeat is None else "heartbeat"
     given = os.environ.get(HEARTBEAT) or None if heartbeat is None else heartbeat
@@ -426,7 +425,7 @@ def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed: int | None) -> list[Any]:
-    """Start ranks in the way that the transport wants."""
+    """Start ranks in the transport's way."""
     if on_failure == "replace" and (job.transport.in_process or job.transport.launcher == "mpirun"):
         raise ValueError(
             f"on_failure='replace' starts lost processes again, and ranks of backend {job.options.backend!r} are none, "
@@ -447,7 +446,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
 
 
 def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
-    """Return the ranks of a job, started in the way that its transport wants, or ready to be started."""
+    """Return the ranks of a job, started in its transport's way, or ready to be started."""
     if job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import MpirunRanks
 
@@ -468,7 +467,7 @@ def _options(
     if device is not None:
         chosen = str(device)
     elif backend == "nccl":
-        # A launcher may show each rank its own GPU alone, whatever its number.
+        # A launcher may show each rank only its own GPU, whatever its number.
         chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
     else:
         chosen = "cpu"
@@ -482,7 +481,7 @@ _BY_ADDRESS = ("tcp", "gloo", "nccl", "ucc", "xccl")
 
 
 def _check_backends(names: Sequence[str]) -> None:
-    """Raise `MismatchError`, on every rank, unless all ranks use the same backend: others would wait for each other."""
+    """Raise `MismatchError` on every rank unless all use the same backend; otherwise they would wait for each other."""
     if len(set(names)) > 1:
         quoted = "; ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
         raise MismatchError(
@@ -493,16 +492,16 @@ def _check_backends(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Facts that all ranks know of each other.
+    """Facts about all ranks, known to each.
 
     Attributes:
-        hosts: Ranks of each host: those that share a kernel and a network.
-        sharing: Ranks of each shareable memory: those that proved to each other that they share it.
+        hosts: Ranks on each host, that is, with a common kernel and network.
+        sharing: Sets of ranks that have proved to each other that they can share memory.
         gpus: Whether each rank has a GPU to itself.
         network: The backend between hosts.
-        address: Address of this host, for the others.
-        interface: The network interface of that address, and why it was chosen, for the log.
-        backends: What each rank passed.
+        address: This host's address, for the others.
+        interface: Network interface of that address, and why it was chosen, for the log.
+        backends: Backend that each rank passed.
     """
 
     hosts: Hosts
@@ -524,7 +523,7 @@ class Topology:
         return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
 
     def prepare(self, backend: str, place: Rendezvous, timeout: float) -> None:
-        """Prepare a backend between hosts: check that hosts reach each other, and set the libraries' interface.
+        """Prepare a backend between hosts: check that they reach each other, and set the libraries' interface.
 
         Raises:
             CommError: On every rank: names the hosts that cannot connect, the address, and what to set.
@@ -534,7 +533,7 @@ class Topology:
             return
         name = interface_of(self.address)
         if outer == "nccl" and name is not None:
-            # NCCL chooses for itself otherwise, and has no other setting for it.
+            # Otherwise NCCL chooses itself, and it has no other setting.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if backend == outer:
             check_reachability(
@@ -543,14 +542,14 @@ class Topology:
 
 
 def discover(place: Rendezvous, interface: str | None, timeout: float, backend: str = "auto") -> Topology:
-    """Find out together with the other ranks, over the control plane.
+    """Return the topology, determined together with the other ranks, over the control plane.
 
     Args:
-        place: This rank's.
-        interface: The network interface to be reached by; else a variable names it, else it is the one by which
-            this rank reached the first one.
+        place: This rank's place.
+        interface: Network interface for incoming connections; by default from a variable, or the one through which this
+            rank reached the first one.
         timeout: Seconds for the others to answer.
-        backend: This rank's, or "auto".
+        backend: This rank's backend, or "auto".
 
     Raises:
         ValueError: There is no such interface here, or it has no address.
@@ -577,7 +576,8 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
     gpus = all(count >= names.count(name) for name, count in zip(names, counts, strict=True))
     if not gpus and all(counts) and all(selections):
-        # Engines and Slurm show each rank its own GPU alone, which may be number 0 for all. This initializes CUDA.
+        # Engines and Slurm show each rank only its own GPU, which may be number 0 on all of them. This initializes
+        # CUDA.
         number = names[: place.rank].count(names[place.rank]) if place.local_rank is None else place.local_rank
         seen = torch.cuda.get_device_properties(number % torch.cuda.device_count()).uuid
         gpus = len(set(place.control.exchange(group, "GPUs", str(seen), timeout))) == place.size
@@ -602,10 +602,10 @@ def network_of(builds: Sequence[str]) -> str:
 
 
 def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "tcp") -> str:
-    """The backend for ranks that share memory in these parts.
+    """Return the backend for ranks that share memory within these sets.
 
-    Nccl where each rank has a GPU; else threads for a world of one, shared memory if that is all, the network if no
-    ranks share any, and shared memory with the network between where some do.
+    nccl if each rank has a GPU; else threads for a single rank, shared memory if all share it, the network if none do,
+    and otherwise shared memory within hosts and the network between them.
 
     Example:
         >>> [choose_backend(hosts, gpus=False) for hosts in (((0, 1),), ((0, 1), (2,)), ((0,), (1,)))]
@@ -622,10 +622,10 @@ def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "tcp") -> str:
 
 
 def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | None:
-    """The hosts that a caller has named, if they make sense.
+    """Return the hosts passed by a caller, after validation.
 
     Raises:
-        ValueError: They name a rank twice, or one that is none, or leave one out.
+        ValueError: They repeat a rank, contain one that does not exist, or leave one out.
     """
     if hosts is None:
         return None
@@ -638,8 +638,8 @@ def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | 
 def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     """Run a job on `size` threads; outcomes in the order in which ranks ended.
 
-    A thread cannot be ended from outside: one that does not end within the grace after a failure
-    is left behind as a daemon, and counts as ended.
+    A thread cannot be ended from outside. One that does not end within the grace period after a failure is abandoned as
+    a daemon, and counts as ended.
     """
     refuse_green_threads()
     hub = LocalHub()
@@ -668,7 +668,7 @@ def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         with own_generators:
             return Supervisor(start, ends, range(size), on_failure).run()
     except BaseException as error:
-        # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
+        # The caller was interrupted: nobody waits for the ranks any more, and they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
         hub.control().report_failure(Group.world(0, size), cause)
         raise

@@ -1,4 +1,4 @@
-"""A rank on a worker that an executor lends: it joins the others, runs the program, and leaves the worker as it was."""
+"""A rank on an executor's worker: it joins the others, runs the program, and restores the worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from unisono.launcher.replacement import replacement
 __all__ = ["JOB", "OVER", "Program", "host_of", "run_rank", "started"]
 
 JOB = "launch"
-"""Prefix of the names of the ranks' worlds on the control plane."""
+"""Prefix of the ranks' group names on the control plane."""
 OVER = "over"
 """Key of the control plane that is set when ranks must not start any more."""
 _REACH_WITHIN_S = 10.0
@@ -41,10 +41,10 @@ class Program:
     """The program of every rank.
 
     Attributes:
-        connect: Makes the communicator of the ranks that have met.
-        options, wrap: Of a rank that is started for a lost one.
+        connect: Function that makes the communicator of all ranks after the rendezvous.
+        options, wrap: Options and wrapper for a replacement rank.
         timeout_s: Seconds within which all ranks must arrive.
-        threads: Torch threads of each rank; if None, as of `share_of_cores` among the ranks of a host.
+        threads: Torch threads of each rank; if None, from `share_of_cores` among a host's ranks.
     """
 
     fn: Callable[..., Any]
@@ -59,16 +59,16 @@ class Program:
 
 
 def started(rank: int, attempt: int) -> str:
-    """Return the key of the control plane that counts how often a start of a rank was tried."""
+    """Return the control plane's key that counts the attempts to start a rank."""
     return f"started/{rank}/{attempt}"
 
 
 def host_of(rank: int) -> str:
-    """Return the key of the control plane that has the address of a rank's host."""
+    """Return the control plane's key with the address of a rank's host."""
     return f"host/{rank}"
 
 
-# Of the process, as its environment, signal handlers and default group are.
+# Global to the process, like its environment, signal handlers and default group.
 _ranks: dict[int, object] = {}
 
 
@@ -82,15 +82,15 @@ def run_rank(
     timeout_s: float,
     owned: bool,
 ) -> bytes:
-    """Be a rank, on a worker of the executor; return its outcome.
+    """Run a rank on a worker of the executor; return its outcome.
 
     Args:
         rank, size: This rank, and the number of ranks.
-        attempt: Number of this start of it: 0, or more for one that is started for a lost one.
+        attempt: Number of this start of the rank: 0, or more for a replacement.
         payload: The `Program`, pickled.
-        address, secret: Of the control plane, which the caller of launch hosts.
-        timeout_s: As of the program, which may not be readable here.
-        owned: Whether the process was started for the launch, and ends with the caller, whatever the program does.
+        address, secret: Address and secret of the control plane, hosted by the caller of launch.
+        timeout_s: The program's timeout, in case the payload is not readable here.
+        owned: Whether the process was started for this launch, and must end with the caller, whatever the program does.
     """
     with ExitStack() as leaving:
 
@@ -98,7 +98,7 @@ def run_rank(
             with _only_rank_here(rank), _borrowed_process():
                 here = _address_here(address)
                 orphaned = exit_with_children if owned else None
-                # Not the communicator's handle, which a program may close long before it ends.
+                # A separate handle, because the program may close the communicator's long before it ends.
                 watch = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
                 leaving.callback(_leave, watch, rank, attempt)
                 _check_in(watch, rank, attempt, size)
@@ -106,11 +106,11 @@ def run_rank(
                 return _run_rank(watch, rank, attempt, size, payload, secret)
 
         outcome = run_reported(rank, program)
-        # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
+        # Hooks on a model form reference cycles that hold its communicator's descriptors.
         gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        # A process pool's workers would wait forever for the next task of a caller that was killed.
+        # A process pool's workers would wait forever for the next task from a caller that was killed.
         exit_with_children()
     return outcome
 
@@ -141,7 +141,7 @@ def _run_rank(watch: SocketControl, rank: int, attempt: int, size: int, payload:
 
 
 def _communicator(program: Program, control: SocketControl, rank: int, attempt: int, size: int) -> Communicator:
-    """Return the communicator of all ranks; of this one alone if it is started for a lost one."""
+    """Return the communicator of all ranks, or, for a replacement, of this one alone."""
 
     def share_cores(comm: Communicator) -> None:
         here_too = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
@@ -160,7 +160,7 @@ def _address_here(address: tuple[str, int]) -> str:
     """Return the address of this host on the way to the server.
 
     Raises:
-        AbortedError: The server has ended: executors start again tasks whose results they have lost.
+        AbortedError: The server has ended. Executors rerun tasks whose results they have lost.
     """
     try:
         with socket.create_connection(address, _REACH_WITHIN_S) as connection:
@@ -178,7 +178,7 @@ def _address_here(address: tuple[str, int]) -> str:
 
 
 def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> None:
-    """Count this start of the rank: executors start again by themselves what was on a worker that has ended."""
+    """Count this start of the rank, because executors rerun tasks of a worker that has ended."""
     control.identify(f"{rank}/{attempt}/0")
     if control.add(started(rank, attempt), 1) > 1:
         raise PeerLostError(
@@ -189,7 +189,7 @@ def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> Non
 
 
 def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
-    """Report that the outcome is with the engine, which may lose it: a Dask worker that is retired delivers nothing."""
+    """Report that the engine has the outcome, because it may lose it: a retired Dask worker delivers nothing."""
     with suppress(CommError):
         watch.identify(f"{rank}/{attempt}/1")
     watch.close()
@@ -197,7 +197,7 @@ def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
 
 @contextmanager
 def _borrowed_process() -> Iterator[None]:
-    """Leave the process as it was: environment, signal handlers, torch's threads and default group."""
+    """Restore the process at the end: environment, signal handlers, torch's threads and default group."""
     environment = dict(os.environ)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main else {}

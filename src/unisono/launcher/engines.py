@@ -1,4 +1,4 @@
-"""Ranks on the workers of an executor of `concurrent.futures`, which meet at a control server of the caller."""
+"""Ranks on the workers of a `concurrent.futures` executor, which meet at the caller's control server."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["address_for_workers", "resolve", "run_on"]
 
 _LOCAL = "local"
 _EXPLAIN_WITHIN_S = 1.0
-"""Seconds in which the engine may report more about a rank that is lost."""
+"""Seconds for the engine to report more about a lost rank."""
 
 
 def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
-    """Return what `on=` of `launch` and `Pool` names; None for processes of this host, which is also "local".
+    """Return the engine or executor for `on=` of `launch` and `Pool`; None for processes on this host ("local").
 
     Args:
-        on: An executor, an engine, or the name of one, which is then made without arguments.
+        on: An executor, an engine, or the name of an engine, which is then made without arguments.
 
     Raises:
-        TypeError: It is neither.
-        ValueError: There is no engine of this name.
+        TypeError: It is none of these.
+        ValueError: No engine of this name.
 
     Example:
         >>> resolve("local") is None, type(resolve("ray")).__name__
@@ -60,11 +60,11 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) -> list[Outcome]:
-    """Run a program on `size` workers of an executor; outcomes with that of the rank that failed first in front.
+    """Run a program on `size` workers of an executor; return the outcomes, the first failed rank's first.
 
     Args:
         on: The executor, or an engine that has one.
-        program: Of each rank.
+        program: Program of each rank.
         size: Number of ranks.
         on_failure: As for `launch`.
 
@@ -92,12 +92,12 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
 
 
 class _Gang(Closing):
-    """Ranks on an executor, as their caller sees them.
+    """Ranks on an executor, from their caller's side.
 
-    Two sources tell it how ranks end: their futures, and the control plane, which notices at once when a rank's process
-    leaves, whatever the executor does about that. An executor may lose the result of a rank that has ended, and then
-    its future never does: so each has a deadline from then on. An event is a rank, the number of its start, and its
-    future, or whether the rank had ended when its process left.
+    Ranks' ends are reported by their futures and by the control plane, which notices immediately when a rank's process
+    leaves, whatever the executor does about that. An executor may lose the result of a rank that has ended, whose
+    future then never completes, so each has a deadline from then on. An event is a rank, the number of its start, and
+    its future, or whether the rank had ended when its process left.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class _Gang(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # For some ranks when something must have come of them, and what looks after that: it is given whether the time
-        # is over, and returns the outcome then.
+        # Deadlines of some ranks, each with a check that is passed whether the time is over and returns the outcome if
+        # there is one.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
@@ -123,7 +123,7 @@ class _Gang(Closing):
         self.supervisor = Supervisor(self._start, self._ends, range(size), on_failure, admits)
 
     def _note_left(self, label: str) -> None:
-        """Note that a rank has ended or is lost, in the thread of the control plane."""
+        """Record, in the control plane's thread, that a rank has ended or is lost."""
         rank, attempt, ended = map(int, label.split("/"))
         if not ended and not self._first_lost.done():
             self._first_lost.set_result(rank)
@@ -141,7 +141,7 @@ class _Gang(Closing):
 
     def _ends(self, limit_s: float | None) -> list[Outcome]:
         dues = [self._start_by, *(due for due, _ in self._due.values())]
-        # Checks may ask the engine, which may know before the time is over.
+        # Checks may query the engine, which may know before the deadline.
         limits = [limit_s, _EXPLAIN_WITHIN_S if self._due else None, *(due and seconds_left(due) for due in dues)]
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
@@ -160,7 +160,7 @@ class _Gang(Closing):
         return []
 
     def _overdue(self) -> list[Outcome]:
-        """Check that all ranks have arrived in time, and return outcomes of ranks of which nothing more is expected."""
+        """Check that all ranks have arrived in time, and return the outcomes of ranks that will not report any more."""
         now = clock.now()
         if self._start_by is not None and now >= self._start_by and not self._complete():
             arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
@@ -178,7 +178,7 @@ class _Gang(Closing):
         return found
 
     def _gone(self, rank: int, late: bool) -> Outcome | None:
-        """Some engines say nothing about a lost worker until all ranks have ended."""
+        """Return the outcome of a lost rank; some engines do not report a lost worker until all ranks have ended."""
         return self._lost(rank, "its worker has ended") if late else None
 
     def _unstarted(self, rank: int, late: bool) -> Outcome | None:
@@ -193,7 +193,7 @@ class _Gang(Closing):
         why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
         if not why:
             return None
-        # It has done its work, so it is not started again as a lost rank is.
+        # It has finished, so unlike a lost rank it is not started again.
         text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
         return Outcome(rank, error=PeerLostError(text, peer=rank))
 
@@ -207,7 +207,7 @@ class _Gang(Closing):
             text = f"rank {rank} of {self._size} was cancelled before it started"
             return Outcome(rank, error=AbortedError(text, peer=rank))
         except BaseException as error:
-            # Ray's have a paragraph more.
+            # Ray's errors have an additional paragraph.
             return self._lost(rank, f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
             outcome.reported = False
@@ -217,7 +217,7 @@ class _Gang(Closing):
         return lost(rank, self._size, f"was lost: {why}")
 
     def _concluded(self, outcome: Outcome) -> Outcome:
-        """Return how a rank has ended; if that keeps the others from starting, end them."""
+        """Return how a rank has ended; end the others if they can no longer start."""
         self._due.pop(outcome.rank, None)
         if outcome.error is not None and not self._complete():
             self.supervisor.stop()
@@ -231,16 +231,16 @@ class _Gang(Closing):
         return self._start_by is None
 
     def culprit(self) -> int | None:
-        """Return the rank that was lost first, by the control plane: an executor may end all workers at once."""
+        """Return the rank that was lost first, as the control plane saw it: executors may end all workers at once."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)
         return None
 
     def name_lost_hosts(self, found: Sequence[Outcome]) -> None:
-        """Name a host in the errors of its ranks, if all that it had are lost, and other hosts have ranks."""
+        """Name a host in its ranks' errors if all of them are lost, and other hosts have ranks."""
         lost = {outcome.rank: outcome for outcome in found if not outcome.reported}
         hosts: dict[bytes, list[int]] = {}
-        # Without the control plane, the errors say what they say.
+        # Without the control plane, leave the errors as they are.
         with suppress(CommError):
             for rank in range(self._size if len(lost) > 1 else 0):
                 if self._control.check([host_of(rank)]):
@@ -253,7 +253,7 @@ class _Gang(Closing):
                     lost[rank].error = PeerLostError(text, peer=rank)
 
     def _cancel(self, why: str) -> None:
-        """End ranks that run by the failure of their group, and keep others from starting."""
+        """End running ranks by failing their group, and keep others from starting."""
         with suppress(CommError):
             self._control.set(OVER, b"")
             self._control.fail_all(Cause("AbortedError", None, why))
@@ -261,7 +261,7 @@ class _Gang(Closing):
             future.cancel()
 
     def close(self) -> None:
-        """End the ranks that still run, if they heed the communicator, and the control plane."""
+        """End the ranks that still run, as soon as they use the communicator, and the control plane."""
         if self._futures:
             self._cancel("launch has ended")
         deadline = clock.now() + END_S
@@ -275,7 +275,7 @@ class _Gang(Closing):
 
 
 def address_for_workers(on: Executor | Engine) -> str:
-    """Return the address of this host for the workers of an executor or an engine."""
+    """Return this host's address for the workers of an executor or engine."""
     if isinstance(on, ProcessPoolExecutor):
         return "127.0.0.1"
     requested = requested_interface()

@@ -23,18 +23,18 @@ from unisono.host.processors import cores
 __all__ = ["ForkedRank", "fork_ranks", "sets_environment", "why_plain"]
 
 _WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
-"""Variables that tell Python to watch a whole process, which `sys.flags` does not show."""
+"""Variables that make Python observe a whole process, which `sys.flags` does not show."""
 _CHANGES = ("setdefault", "update", "pop", "clear")
 _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
 class ForkedRank:
-    """A rank that the template has forked, or will: until then, signals to it go to the template.
+    """A rank that the template has forked or will fork; until then, its signals go to the template.
 
     Attributes:
-        pid: The process, which leads a session.
+        pid: The process, which is a session leader.
         returncode: The exit status; negative if a signal ended it, None while it runs.
-        stdout, stderr: What it prints.
+        stdout, stderr: Its output.
     """
 
     def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
@@ -64,14 +64,14 @@ class ForkedRank:
 
 
 def why_plain(command: Sequence[str], ranks: int, *, binding: str, stdin: int | None, asked: bool) -> str | None:
-    """Return why the ranks of a script are not forked, in words; None if they are.
+    """Return why a script's ranks are not forked, as text; None if they are.
 
     Args:
         command: The file, or "-m" and the module, and the script's arguments.
         ranks: Number of ranks on this host.
-        binding: As of `ScriptJob`.
+        binding: As in `ScriptJob`.
         stdin: The rank that reads standard input.
-        asked: Whether to fork also where that gains little, or where the script looks as if it minded.
+        asked: Whether to fork even if that gains little, or the script seems unsuitable.
     """
     flags = sys.flags
     options = any((sys.warnoptions, sys._xoptions, flags.verbose, flags.inspect, flags.dev_mode))
@@ -91,10 +91,10 @@ def why_plain(command: Sequence[str], ranks: int, *, binding: str, stdin: int | 
 
 
 def sets_environment(command: Sequence[str]) -> bool:
-    """Return whether the text of a script sets a variable of the environment; True if there is none that is Python."""
+    """Return whether a script's source sets an environment variable; True if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            # Those of the text are for the ranks to print.
+            # The ranks print the source's own warnings.
             warnings.simplefilter("ignore")
             nodes = [*ast.walk(ast.parse(_text(command)))]
     except (SyntaxError, ValueError):
@@ -112,7 +112,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _text(command: Sequence[str]) -> bytes:
-    """Return the text of the module or file of a command. Raises `ValueError` if there is none."""
+    """Return the source of a command's module or file; raise `ValueError` if there is none."""
     if command[0] == "-m":
         places = [Path(folder, command[1].replace(".", "/")) for folder in (str(Path.cwd()), *sys.path[1:])]
         files = [file for place in places for file in (place.with_suffix(".py"), place / "__main__.py")]
@@ -131,16 +131,17 @@ def fork_ranks(
     reports: Sequence[int],
     on_end: Callable[[int, int], object],
 ) -> tuple[list[ForkedRank], IO[bytes]]:
-    """Start the process that forks the ranks of a script, and return the ranks, and what that process itself prints.
+    """Start the process that forks a script's ranks; return the ranks, and that process's own output.
 
-    Returns immediately: ranks are forked when torch has been imported, or started plainly if that cannot be.
+    Returns immediately: ranks are forked once torch has been imported, or started as separate interpreters if they
+    cannot be forked.
 
     Args:
         command: A file or "-m" and a module, then the script's arguments.
         environments: Variables of each rank.
         alive: File descriptor of a pipe that ends with this process.
-        reports: For each rank the descriptor of the file for its uncaught error.
-        on_end: Called in a thread with the index and the exit status of each rank that ends.
+        reports: For each rank, the descriptor of the file for its uncaught error.
+        on_end: Called in a thread with the index and exit status of each rank that ends.
     """
     first = environments[0]
     shared = {name: value for name, value in first.items() if all(each.get(name) == value for each in environments)}
@@ -157,7 +158,7 @@ def fork_ranks(
     ]
     written = [writer for pair in outputs for _, writer in pair]
     template = subprocess.Popen(
-        # With the script's words, by which `ps` shows the ranks.
+        # With the script's arguments, so that `ps` shows them.
         [
             sys.executable,
             *interpreter_flags(),
@@ -180,7 +181,7 @@ def fork_ranks(
     ranks = [ForkedRank(template.pid, *(os.fdopen(reader, "rb") for reader, _ in pair)) for pair in outputs]
 
     def follow() -> None:
-        # Whatever ends the template, a torn frame included, ends its ranks below.
+        # Whatever ends the template, even a torn frame, ends its ranks below.
         with own, suppress(OSError, ValueError):
             channel = FrameChannel()
             own.sendall(b"".join(channel.encode_json(Kind.ORDER, order) for order in orders))
@@ -206,7 +207,7 @@ def _on_frame(ranks: list[ForkedRank], frame: Frame, on_end: Callable[[int, int]
 
 
 def _end_left(ranks: list[ForkedRank], status: int, on_end: Callable[[int, int], object]) -> None:
-    """End ranks whose template has ended before them: nothing else would tell of their end."""
+    """End ranks whose template ended before them, because nothing else would report their end."""
     for number, rank in enumerate(ranks):
         if rank.returncode is None:
             with suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,8 @@
-"""The process on another host that runs a script's ranks there for `unisono run --hosts`.
+"""The agent on another host that runs a script's ranks there for `unisono run --hosts`.
 
-It gets its orders by standard input, and ends, with all ranks, when that ends: so nothing outlives its launcher. It
-answers by a marker and then frames on standard output: a shell whose `.bashrc` prints has written there before.
+It receives commands on standard input, and ends with all ranks when that ends, so nothing outlives the launcher. It
+answers with a marker and then frames on standard output, because a shell whose `.bashrc` prints has written there
+before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unisono.launcher.script_job import Report, ScriptJob
 __all__ = ["MARKER"]
 
 MARKER = b"\0unisono host agent\n"
-"""Precedes the first frame. It ends a line, so that its reader can show others as they come."""
+"""Precedes the first frame. It ends a line, so that its reader can show other lines as they arrive."""
 
 
 class _Frames:
@@ -45,13 +46,13 @@ class _Frames:
             self.send(Kind(stream), data, -1 if rank is None else rank)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        # If the launcher has gone, so has the input, by which the main thread learns that.
+        # If the launcher is gone, the input has ended too, which the main thread notices.
         with suppress(OSError):
             self.send(Kind.ENDED, json.dumps([status, report]).encode(), rank)
 
 
 def _main() -> None:
-    # Whatever else prints here must not get between the frames.
+    # Other output of this process must not mix with the frames.
     link = _Frames(os.dup(1))
     os.dup2(2, 1)
     orders = FrameChannel()

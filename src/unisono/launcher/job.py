@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 _SKIPS = frozenset({"Skipped", "SkipTest", "XFailed"})
-"""Names of the errors of pytest and unittest that end a test which has not failed."""
+"""Names of pytest's and unittest's exceptions that end a test which has not failed."""
 _SHOWN = 4
-"""Errors of other ranks of which a failure shows the first line."""
+"""Number of other ranks' errors whose first line a failure shows."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Job:
             return self.fn(comm, *self.args, **self.kwargs)
 
     def options_of(self, rank: int) -> Options:
-        """Return the options of one rank, with a GPU of its own if it needs one."""
+        """Return the options of one rank, with its own GPU if it needs one."""
         options = self.options
         if options.device in ACCELERATORS:
             count = torch.get_device_module(options.device).device_count()
@@ -102,7 +102,7 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
 
 
 def run_reported(rank: int, program: Callable[[], Any]) -> bytes:
-    """Run a rank's program, and return its outcome for the launching process, which reads it by `reported`."""
+    """Run a rank's program, and return its outcome for the launching process, to be read with `reported`."""
     try:
         message = ("result", _packed_result(program(), rank))
     except BaseException as error:
@@ -144,11 +144,11 @@ def reported(rank: int, data: bytes) -> Outcome:
 
 
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
-    """Return the results by rank, or raise the failure that was first, with its rank's own traceback.
+    """Return the results by rank, or raise the first failure with its rank's traceback.
 
     Args:
-        ended: In the order in which ranks ended.
-        size: How many there are.
+        ended: Outcomes in the order in which ranks ended.
+        size: Number of ranks.
         on_failure: "end" and "replace" raise; "continue" puts a failed rank's error in its place.
     """
     results: list[Any] = [None] * size
@@ -161,11 +161,11 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     error = first.error
     assert error is not None
     if isinstance(error, SystemExit | KeyboardInterrupt):
-        # Raised here unchanged, it would silently end the caller, which did not ask for that.
+        # Raised unchanged, SystemExit would silently end the caller.
         error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
     witness = next((outcome for outcome in failures if outcome.reported), None)
     if not first.reported and witness is not None and witness.error is not None:
-        # A rank that ended unheard has no traceback; another one's shows where it was missed.
+        # A rank that died without reporting has no traceback; show one from a rank that noticed.
         error.__traceback__ = witness.error.__traceback__
         error.add_note(f"noticed by rank {witness.rank} of {size}")
     elif not isinstance(error, CommError) or error.rank is None:
@@ -176,13 +176,13 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
 
 
 def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
-    """Return what the other ranks failed by: the first line of their own errors, unless it is that of the one shown."""
+    """Return the first lines of other ranks' own errors, if they differ from the one shown."""
     if not failures:
         return []
     notes: list[str] = []
     for outcome in sorted(failures, key=attrgetter("rank")):
         error = outcome.error
-        # An assertion that fails with other values, say.
+        # For example the same assertion with other values.
         if error is not None and not isinstance(error, CommError):
             line = text_of(error).partition("\n")[0]
             if line != shown.partition("\n")[0] and len(notes) < _SHOWN:
@@ -194,12 +194,12 @@ def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
 
 
 def first_failure(ended: Sequence[Outcome]) -> Outcome:
-    """Return the failed outcome that caused the others."""
+    """Return the failure that caused the others."""
     return min((outcome for outcome in ended if outcome.error is not None), key=_consequence)
 
 
 def _consequence(outcome: Outcome) -> int:
-    """0 for a rank that ended unheard, 1 for an error of its own, 2 for a skip, 3 for an error about another rank."""
+    """0 for a rank that died unreported, 1 for its own error, 2 for a skip, 3 for an error about another rank."""
     if not outcome.reported:
         return 0
     if isinstance(outcome.error, PeerLostError | AbortedError):

@@ -1,4 +1,4 @@
-"""Ranks that have a connection to the process that started them, over which they report, and may take orders."""
+"""Ranks with a connection to the process that started them, over which they report, and may receive commands."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
 
 
 def own_link() -> Connection[Any, Any]:
-    """Return this rank's connection, for a program that takes orders from the process that started it.
+    """Return this rank's connection, for a program that receives commands from the process that started it.
 
-    A function, because programs may be sent by value, and with them what their module refers to.
+    A function, because programs may be sent by value, together with everything that their module refers to.
     """
     return LINK.get()
 
@@ -34,7 +34,7 @@ def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
 
 
 class LinkedRanks(Closing):
-    """Ranks of a job on this host, as the process that starts them sees them. None outlives `close`.
+    """Ranks of a job on this host, from the side of the process that starts them. None outlives `close`.
 
     Args:
         size: Number of ranks.
@@ -42,9 +42,9 @@ class LinkedRanks(Closing):
 
     Attributes:
         size, on_failure: As given.
-        links: For each rank its connection.
+        links: Connection of each rank.
         running: The ranks whose next outcome is awaited.
-        control: The control plane of ranks that are started again if they are lost.
+        control: Control plane of ranks that are replaced if they are lost.
     """
 
     control: SocketControl | None = None
@@ -61,18 +61,18 @@ class LinkedRanks(Closing):
 
     @abstractmethod
     def start(self, rank: int, attempt: int) -> None:
-        """Start a rank, instead of its last process if it has one."""
+        """Start a rank, replacing its last process if it has one."""
 
     @abstractmethod
     def how(self, rank: int) -> str:
-        """Return how a rank has ended that has not reported."""
+        """Return how a rank that has not reported has ended."""
 
     def signs(self, rank: int) -> list[Any]:
-        """Return what is ready when a rank has reported or ended."""
+        """Return objects to wait on that become ready when a rank reports or ends."""
         return [self.links[rank]]
 
     def ends(self, limit_s: float | None) -> list[Outcome]:
-        """Return outcomes as soon as there are any, or none after a number of seconds; None is no limit."""
+        """Return outcomes as soon as there are any, or none after this many seconds; None for no limit."""
         signs = {rank: self.signs(rank) for rank in self.running}
         ready = wait([sign for each in signs.values() for sign in each], limit_s)
         over = [rank for rank, each in signs.items() if not {*each}.isdisjoint(ready)]

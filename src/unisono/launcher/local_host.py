@@ -1,4 +1,4 @@
-"""Ranks of a script on this host: started, listened to, and ended with all that they have started."""
+"""Ranks of a script on this host: starts them, passes their output on, and ends them with everything they started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LocalHost"]
 _log = logging.getLogger("unisono")
 
 _LINE_S = 0.05
-"""Seconds that the rest of a line may take, so that lines of several ranks do not run into each other."""
+"""Seconds to wait for the rest of a line, so that lines of several ranks do not mix."""
 
 
 class LocalHost:
@@ -35,9 +35,9 @@ class LocalHost:
 
     Args:
         job: The script, and its ranks on this host.
-        ports: Where ranks meet: of this library, and of torch.
-        attempt: How often all ranks were started before.
-        events: Called with what ranks print, and when they end.
+        ports: Ports of the rendezvous, of this library and of torch.
+        attempt: Number of earlier starts of all ranks.
+        events: Called with the ranks' output and their ends.
     """
 
     def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events) -> None:
@@ -48,9 +48,9 @@ class LocalHost:
         self._ranks: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._readers: list[threading.Thread] = []
         self._files = ExitStack()
-        # Where ranks write their uncaught errors.
+        # Files for the ranks' uncaught errors.
         self._reports: list[IO[bytes]] = []
-        # A rank notices by the end of this pipe that its launcher is gone.
+        # The end of this pipe tells ranks that their launcher is gone.
         self._alive, self._held = os.pipe()
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class LocalHost:
             process.send_signal(number)
 
     def end(self) -> dict[int, int]:
-        """End the ranks that still run, and all that any of them has started; return the exit status of each."""
+        """End the ranks that still run, and everything that any rank has started; return the exit status of each."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._ranks:
                 with suppress(ProcessLookupError, PermissionError):
@@ -106,7 +106,8 @@ class LocalHost:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=(alive, report),
-            # An interrupt at the terminal is for the launcher, which passes it on; and what the rank starts is with it.
+            # A separate session: an interrupt at the terminal must only reach the launcher, which passes it on, and the
+            # rank's own children belong to it.
             start_new_session=True,
         )
         self._follow(rank, process)
@@ -128,7 +129,7 @@ class LocalHost:
         self._events.ended(self._job.before + rank, status, _report_in(self._reports[rank]))
 
     def _follow(self, rank: int, process: subprocess.Popen[bytes] | ForkedRank) -> None:
-        """Pass on what a rank prints."""
+        """Pass on a rank's output."""
         self._ranks.append(process)
         assert process.stdout is not None
         assert process.stderr is not None
@@ -141,9 +142,9 @@ class LocalHost:
         self._readers.append(reader)
 
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
-        """Pass a stream on as it comes; the beginning of a line waits a moment for the rest."""
+        """Pass a stream on as it arrives; the beginning of a line waits briefly for the rest."""
         left = b""
-        # The reader of this output may leave, as that of a command before `| head`.
+        # The reader of this output may have gone, as with `| head`.
         with source, suppress(BrokenPipeError):
             while True:
                 chunk = b""
@@ -161,7 +162,7 @@ class LocalHost:
 
 
 def _report_in(file: IO[bytes]) -> Report | None:
-    """Return what a rank wrote about its uncaught error, if it wrote it whole."""
+    """Return a rank's report about its uncaught error, if it is complete."""
     try:
         file.seek(0)
         report = json.loads(file.read())
@@ -172,7 +173,7 @@ def _report_in(file: IO[bytes]) -> Report | None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Defer interrupts of this thread. Ranks inherit this, and unblock them when they can end without a traceback."""
+    """Defer this thread's interrupts. Ranks inherit this, and unblock them once they can end without a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

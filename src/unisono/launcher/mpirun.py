@@ -39,18 +39,18 @@ __all__ = ["MpirunRanks", "run_rank", "running"]
 
 _ORDERS = "orders"
 _RANKS = "ranks"
-"""Names in the ranks' folder: the file with their orders, and the socket at which they report."""
+"""Names in the ranks' folder: the file with their job, and the socket for their reports."""
 
 _LOOK_EVERY_S = 0.1
 
 
 class MpirunRanks(LinkedRanks):
-    """Ranks that mpirun has started together.
+    """Ranks started together by mpirun.
 
-    With on_failure "continue", Open MPI is set to go on without a rank that dies; by default it ends all ranks.
+    With on_failure "continue", Open MPI is told to continue without a dead rank; by default it ends all ranks.
 
     Raises:
-        UnavailableError: There is no mpirun; the error says how to get one.
+        UnavailableError: mpirun is missing; the error says how to get it.
     """
 
     def __init__(self, job: Job, size: int, on_failure: str, threads: int | None) -> None:
@@ -93,7 +93,7 @@ class MpirunRanks(LinkedRanks):
                 if over:
                     break
         if len(self.links) < self.size:
-            # Whatever `on_failure` says, the others cannot start without a rank that never joined.
+            # Whatever `on_failure` is, the others cannot start without a rank that never joined.
             self.on_failure = "end"
 
     def start(self, rank: int, attempt: int) -> None:
@@ -129,7 +129,7 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
 
 @contextmanager
 def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run mpirun, with more environment variables, and end it with the block; its ranks print as this process does."""
+    """Run mpirun with additional environment variables for the block; its ranks print to this process's output."""
     environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
@@ -149,7 +149,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_rank(folder: Path) -> None:
-    """Be one rank, which mpirun has started: run the orders in the folder, and report there."""
+    """Run one rank started by mpirun: run the job in the folder, and report there."""
     found = launched()
     assert found is not None
     assert found.rank is not None

@@ -1,4 +1,4 @@
-"""Modules that a forkserver imports before the first rank starts: all that ranks would import slowly."""
+"""Modules that a forkserver imports before the first rank starts: everything that ranks would import slowly."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ PRELOADED = (
 gc.disable()
 for _name in PRELOADED:
     importlib.import_module(_name)
-# What is there now stays. No rank has to look through it for garbage, which would copy the memory they share.
+# Freeze everything loaded so far, so that no rank's garbage collector visits it, which would copy the shared pages.
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""Ranks as processes of this host, forked from a server that has torch in memory already."""
+"""Ranks as processes on this host, forked from a server that has already imported torch."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ __all__ = [
     "share_of_cores",
     "start_process",
 ]
-# Of the process, as `__main__` is, which it guards.
+# Global to the process, like `__main__`, which it guards.
 _starting = threading.Lock()
 
 
 class ProcessRanks(LinkedRanks):
-    """Processes of a job's ranks, and the control plane by which they meet.
+    """Processes of a job's ranks, and the control plane on which they meet.
 
     Raises:
-        CommError: This process is a rank that imports the main script of its launcher.
+        CommError: This process is a rank that is importing its launcher's main script.
     """
 
     def __init__(self, job: Job, size: int, on_failure: str, threads: int | None) -> None:
@@ -98,7 +98,7 @@ class ProcessRanks(LinkedRanks):
         self.running.add(rank)
 
     def _release(self, rank: int) -> None:
-        """Release what is left of a rank's last process, whose number another process may get later."""
+        """Release a rank's last process, whose number another process may get later."""
         if rank in self._processes:
             _end([self._processes.pop(rank)], [])
             self.links.pop(rank).close()
@@ -118,14 +118,14 @@ class ProcessRanks(LinkedRanks):
         )
 
     def close(self) -> None:
-        """End all ranks, of which some are about to exit because they have reported, and the control plane."""
+        """End all ranks, some of which are about to exit because they have reported, and the control plane."""
         _end(
             [process for rank, process in self._processes.items() if rank in self.running],
             [process for rank, process in self._processes.items() if rank not in self.running],
         )
         for link in self.links.values():
             link.close()
-        # Descriptors of processes are closed with the objects, which this one would keep until it is collected.
+        # Processes' descriptors are closed with the objects, which this one would otherwise keep until it is collected.
         self._processes.clear()
         if self.control is not None:
             self.control.close()
@@ -133,7 +133,7 @@ class ProcessRanks(LinkedRanks):
 
 
 def start_process(rank: int, target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Start the process of a rank, which calls `target(*args, link)`; return it, and the other end of the link."""
+    """Start a rank's process, which calls `target(*args, link)`; return it and the other end of the link."""
     context = _context()
     own, link = context.Pipe()
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
@@ -162,18 +162,18 @@ def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-        # What the rank has started is in its group.
+        # The rank's children are in its process group.
         if process.pid is not None:
             with suppress(AttributeError, ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def _context() -> BaseContext:
-    """The forkserver with torch preloaded: 1.1 s for the first rank, 0.05 s for each further one."""
+    """Return the forkserver context with torch preloaded: 1.1 s for the first rank, 0.05 s for each further one."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The main script of a test run is pytest, which every rank would otherwise import again.
+    # In a test run the main script is pytest, which every rank would otherwise import again.
     context.set_forkserver_preload([*(["pytest"] if "pytest" in sys.modules else []), "unisono.launcher.preload"])
     return context
 
@@ -187,7 +187,7 @@ def share_of_cores(asked: int | None, size: int) -> int:
 
 
 def _outputs() -> tuple[Any, Any] | None:
-    """The caller's output, which the forkserver's is not if a test or a notebook has redirected it since."""
+    """Return the caller's outputs; the forkserver's differ if a test or notebook has redirected them since."""
     if sys.platform == "win32":
         return None
     return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
@@ -218,7 +218,7 @@ def _keep(copy: Any) -> Any:
 
 
 def dump(program: Any, found: bool) -> bytes:
-    """An object with `fn`, `args` and `kwargs`, by reference where ranks can import the function, else by value."""
+    """Pickle an object with `fn`, `args` and `kwargs`, by reference if ranks can import the function, else by value."""
     try:
         if found and not _is_rewritten(program.fn):
             return pickle.dumps(program)
@@ -235,7 +235,7 @@ def dump(program: Any, found: bool) -> bytes:
 
 
 def by_value(job: Any) -> bytes:
-    """The job, and with it all that a fresh process could not import.
+    """Pickle the job, including everything that a fresh process could not import.
 
     Raises:
         TypeError: Something in it cannot be sent.
@@ -250,7 +250,7 @@ def by_value(job: Any) -> bytes:
 
 
 def _unsendable(job: Any) -> str:
-    """Return which part of a job cannot be pickled."""
+    """Return the part of a job that cannot be pickled."""
     arguments = {f"args[{index}]": value for index, value in enumerate(job.args)}
     keywords = {f"kwargs[{name!r}]": value for name, value in job.kwargs.items()}
     for name, value in {"fn": job.fn, **arguments, **keywords}.items():
@@ -262,9 +262,9 @@ def _unsendable(job: Any) -> str:
 
 
 def importable(fn: Any) -> bool:
-    """Return whether ranks that are started now can import the function."""
+    """Return whether newly started ranks can import the function."""
     main = sys.modules.get("__main__")
-    # Objects that fn holds or receives may be from the main module too.
+    # Objects that fn holds or receives may also be from the main module.
     if main is None or not _is_file(main):
         return False
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
@@ -272,12 +272,12 @@ def importable(fn: Any) -> bool:
 
 
 def _is_rewritten(fn: Any) -> bool:
-    """Return whether pytest has rewritten the assertions of the function's module, which ranks would not do."""
+    """Return whether pytest has rewritten the assertions in the function's module, which ranks would not do."""
     return "@pytest_ar" in vars(sys.modules.get(getattr(fn, "__module__", "") or "", object))
 
 
 def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
-    """Return whether ranks, which import the main module, define the function: not if it is under the main guard."""
+    """Return whether importing the main module defines the function: not if it is under the main guard."""
     name = getattr(fn, "__qualname__", "").partition(".")[0]
     body = ast.parse(Path(str(main.__file__)).read_bytes()).body
     always = [node for node in body if not (isinstance(node, ast.If) and "__main__" in ast.dump(node.test))]
@@ -285,13 +285,13 @@ def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
 
 
 def _is_file(main: ModuleType) -> bool:
-    """Return whether ranks can import the main module: not if it was typed, piped in, or passed by -c."""
+    """Return whether ranks can import the main module: not if it was typed, piped in, or passed with -c."""
     return Path(getattr(main, "__file__", None) or "").is_file()
 
 
 @contextmanager
 def _main_as_ranks_see_it() -> Iterator[None]:
-    """Multiprocessing would have the ranks run the file of the main module, also one called "<stdin>"."""
+    """Hide a main module without a file, because multiprocessing would make ranks run even a file called "<stdin>"."""
     main = sys.modules["__main__"]
     if _is_file(main) or "__file__" not in vars(main):
         yield
@@ -305,7 +305,7 @@ def _main_as_ranks_see_it() -> Iterator[None]:
 
 
 def _found(module: ModuleType) -> bool:
-    """Return whether a fresh process with the same path would import this very module by its name."""
+    """Return whether a fresh process with the same path would import this module under its name."""
     if module.__spec__ is not None and module.__spec__.origin in ("built-in", "frozen"):
         return True
     parent, _, _ = module.__name__.rpartition(".")
@@ -319,15 +319,15 @@ def _found(module: ModuleType) -> bool:
 # -- the rank --------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class WorkerSpec:
-    """Orders of the launching process to a rank. Multiprocessing passes them from parent to child.
+    """Everything that the launching process passes to a rank, through multiprocessing.
 
     Attributes:
-        job: A `Job`, pickled: it may need the caller's main module, which is imported first.
-        environment: The caller's, because the forkserver keeps the one it was started with.
-        address, secret: Of the control plane, which the caller hosts.
+        job: A pickled `Job`, which may need the caller's main module to be imported first.
+        environment: The caller's environment, because the forkserver keeps the one it was started with.
+        address, secret: Address and secret of the control plane, hosted by the caller.
         outputs: Copies of the caller's standard output and error; None for a closed one.
-        start_method: How the caller lets processes start, if it has chosen; None is the platform's way.
-        attempt: Number of this start of the rank: 0, or more for one that is started for a lost one.
+        start_method: Multiprocessing start method chosen by the caller; None for the platform's default.
+        attempt: Number of this start of the rank: 0, or more for a replacement.
     """
 
     rank: int
@@ -344,10 +344,10 @@ class WorkerSpec:
 
 def run_worker(orders: WorkerSpec, link: Connection) -> None:
     """Run a rank: set up, run the job, send its outcome to the launching process."""
-    # An interrupt at the terminal is for the launching process, which then ends its ranks.
+    # An interrupt at the terminal must only reach the launching process, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
-        # What this rank starts is with it, and ends with it.
+        # The rank's children are in its process group, and end with it.
         os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(orders.environment)
@@ -357,13 +357,13 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
                 os.dup2(copy.detach(), number)
     reseed_generators()
     configure_process(orders.threads)
-    # Workers of a loader start as those of a plain script do, not as ranks do.
+    # A loader's workers start as in a plain script, not like ranks.
     multiprocessing.set_start_method(orders.start_method, force=True)
     run_job(orders, link)
 
 
 def reseed_generators() -> None:
-    """Seed the default generators of a forked process from the system, as in a Python of its own.
+    """Seed the default generators of a forked process from the system, as in a new interpreter.
 
     Without that, dropout would have the same masks on all ranks. Python seeds `random` itself.
     """
@@ -373,10 +373,10 @@ def reseed_generators() -> None:
 
 
 def configure_process(threads: int) -> None:
-    """Set up how a rank prints and computes."""
+    """Set up a rank's output and threads."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Whole lines, so that those of several ranks do not run into each other.
+            # Whole lines, so that those of several ranks do not mix.
             stream.reconfigure(line_buffering=True, write_through=False)
     torch.set_num_threads(threads)
 
@@ -402,7 +402,7 @@ def run_job(orders: WorkerSpec, link: Connection) -> None:
 
 
 def flush_streams() -> None:
-    """Flush what a rank has printed. A stream may be missing, or its reader gone: the outcome is reported anyway."""
+    """Flush a rank's output. A stream may be missing, or its reader gone; the outcome is reported anyway."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Ranks of a script on another host, started by ssh."""
+"""Ranks of a script on another host, started over ssh."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "GPG_", "SUDO_", "SLURM", "PMI", "OMPI
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """Command that runs another one on another host.
+    """Command prefix that runs a command on another host.
 
     Attributes:
         name: The host's name.
-        words: The command before the one to run there, such as `ssh` and the host's name.
+        words: The prefix, such as `ssh` and the host's name.
         python: Python on that host.
     """
 
@@ -51,14 +51,14 @@ class Shell:
 
 
 class RemoteHost:
-    """Ranks of a script on another host. They end when this process does, because the agent's input ends then.
+    """Ranks of a script on another host. They end with this process, because the agent's input ends then.
 
     Args:
         job: The script, and its ranks on that host.
-        ports: Where ranks meet: of this library, and of torch.
-        attempt: How often all ranks were started before.
-        events: Called with what ranks print, and when they end.
-        shell: How the agent is started there.
+        ports: Ports of the rendezvous, of this library and of torch.
+        attempt: Number of earlier starts of all ranks.
+        events: Called with the ranks' output and their ends.
+        shell: Command prefix that starts the agent there.
     """
 
     def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events, shell: Shell) -> None:
@@ -72,7 +72,7 @@ class RemoteHost:
             "folder": os.getcwd(),  # noqa: PTH109
             "environment": _environment(),
         }
-        # For the agent; None ends its input.
+        # Messages for the agent; None ends its input.
         self._orders: queue.SimpleQueue[tuple[Kind, bytes, int] | None] = queue.SimpleQueue()
         self._last_words: deque[str] = deque(maxlen=6)
         self._started = False
@@ -85,14 +85,14 @@ class RemoteHost:
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         command = [self._shell.python, *interpreter_flags(), "-m", "unisono.launcher.host_agent"]
         if paths:
-            # Under any shell, and before the agent has its orders.
+            # Works under any shell, and before the agent has received anything.
             command = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", *command]
         self._process = subprocess.Popen(
             [*self._shell.words, shlex.join(command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # An interrupt at the terminal is for the launcher, which passes it on.
+            # An interrupt at the terminal must only reach the launcher, which passes it on.
             start_new_session=True,
         )
         self._orders.put((Kind.ORDER, json.dumps(self._order).encode(), 0))
@@ -103,7 +103,7 @@ class RemoteHost:
         self._orders.put((Kind.SIGNAL, b"", int(number)))
 
     def end(self) -> dict[int, int]:
-        """End the ranks that still run, and all that any of them has started; return the exit status of each."""
+        """End the ranks that still run, and everything that any rank has started; return the exit status of each."""
         if self._process is None:
             return {}
         self._orders.put(None)
@@ -123,7 +123,7 @@ class RemoteHost:
         return range(self._job.before, self._job.before + self._job.ranks)
 
     def _follow(self) -> None:
-        """Read what the agent sends, to its end."""
+        """Read the agent's output to its end."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -132,7 +132,7 @@ class RemoteHost:
         listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
         writer.start()
         listener.start()
-        # A shell that reads its input, or becomes another one, never comes to the agent.
+        # A shell that reads its input, or executes another one, never starts the agent.
         why = f"no agent of unisono has begun there within {AGENT_START_S:g} s"
         limit = threading.Timer(AGENT_START_S, self._kill, [why])
         limit.daemon = True
@@ -149,17 +149,17 @@ class RemoteHost:
             try:
                 for frame in FrameChannel().frames(read, *_FROM_AGENT):
                     self._on_frame(frame)
-                    # What a shell prints after the last frame, as in `.bash_logout`, is no frame.
+                    # Anything that a shell prints after the last frame, for example in `.bash_logout`, is not a frame.
                     if frame.kind == Kind.STATUSES:
                         break
             except ConnectionError:
-                # The host was lost within a frame.
+                # The host was lost in the middle of a frame.
                 pass
             except ValueError as error:
                 self._kill(f"what came from there is not what an agent sends: {error}")
         self._orders.put(None)
         status = self._process.wait()
-        # A process that the shell has left behind may hold this open.
+        # A process left behind by the shell may hold this open.
         listener.join(1.0)
         for rank in self._ranks():
             if rank not in self._statuses:
@@ -169,7 +169,7 @@ class RemoteHost:
                 self._events.ended(rank, self._statuses[rank], report)
 
     def _on_frame(self, frame: Frame) -> None:
-        """Handle what the agent sends. Raises `ValueError` if no agent would send it."""
+        """Handle a frame from the agent; raise `ValueError` if it is invalid."""
         rank = frame.number
         match frame.kind, frame.json() if frame.kind in (Kind.ENDED, Kind.STATUSES) else None:
             case Kind.STARTED, None:
@@ -201,7 +201,7 @@ class RemoteHost:
                 self._last_words.append(line.decode(errors="replace").rstrip())
 
     def _loss(self, status: int) -> str:
-        """Return the sentence about a host that has ended before its ranks."""
+        """Return the error text for a host that ended before its ranks."""
         ranks = self._ranks()
         these = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         what = "was lost" if self._started else "has started none of them"
@@ -213,7 +213,7 @@ class RemoteHost:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of this process that mean the same on another host."""
+    """Return this process's variables that have the same meaning on another host."""
     return {
         name: value
         for name, value in os.environ.items()

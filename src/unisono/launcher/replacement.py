@@ -1,4 +1,4 @@
-"""Replacements: ranks that are started for lost ones. Each is alone at first, and joins the others when it rebuilds."""
+"""Replacements for lost ranks. Each is alone at first, and joins the others when it rebuilds."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def replacement(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Return a communicator of a replacement alone, whose `rebuild` joins the ranks of the job.
+    """Return a communicator of just a replacement, whose `rebuild` joins the job's ranks.
 
     Args:
-        control: This rank's handle to the job's control plane, which the communicator closes at its end.
-        rank, attempt: The rank that was lost, and the number of this start of it.
-        options: For the communicator of one; the job's come from its ranks, but for the device.
-        wrap: Applied to the transport of the job.
+        control: This rank's handle to the job's control plane, closed with the communicator.
+        rank, attempt: The lost rank, and the number of this start of it.
+        options: Options of the one-rank communicator; those of the job come from its ranks, except the device.
+        wrap: Function applied to the job's transport.
         on_joined: Called with the communicator of the job.
     """
 
@@ -62,19 +62,19 @@ def admitted(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Return the communicator of a running job whose ranks rebuild it, with this one among them.
+    """Return the communicator of a running job whose ranks rebuild it to include this one.
 
-    Applies until it goes well: ranks may be lost while the new communicator is made, and then all try again.
+    Retries until it succeeds: ranks may be lost while the new communicator is made, and then all try again.
 
     Args:
         control: A handle to the job's control plane.
         deadline: On the library's clock.
-        device: Of this rank's tensors.
-        wrap: Applied to the transport.
+        device: Device of this rank's tensors.
+        wrap: Function applied to the transport.
         on_joined: Called with the communicator before any rank returns from `rebuild`.
 
     Raises:
-        CommTimeoutError: The ranks have not called `rebuild` with `grow` or `size`.
+        CommTimeoutError: The ranks did not call `rebuild` with `grow` or `size`.
         CommError: The communicator cannot be made.
     """
     while True:

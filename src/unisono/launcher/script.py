@@ -1,4 +1,4 @@
-"""Ranks of a script on this host and others: pass output and signals on, end all when one fails."""
+"""Runs a script's ranks on this host and others: passes output and signals on, and ends all when one fails."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = ["ScriptResult", "run_script"]
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _PIECES = re.compile(rb"\r\n|\r?[^\r\n]*\n|\r?[^\r\n]+|\r")
-"""Parts of an output that begin a line, or begin it again."""
+"""Splits output into parts that begin a line, or overwrite it."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _ORDER = {"HostLostError": 0, "PeerLostError": 2, "AbortedError": 2}
-"""Kinds of errors that are the cause of others, or follow from others."""
+"""Error classes that may cause others, or follow from others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptResult:
-    """The end of a script's ranks.
+    """Result of a script's ranks.
 
     Attributes:
-        status: 0, or the exit status of the rank that failed first: 128 and the signal's number if a signal ended it,
-            or if it ended this launcher. With "continue", 0 if any rank has ended well. If ranks have stopped on
-            request (`un.stop.exit_status`), and none has failed, 75 if all of these have a checkpoint, else 74.
+        status: 0, or the exit status of the rank that failed first: 128 plus the signal's number if a signal ended it
+            or this launcher. With "continue", 0 if any rank has succeeded. If ranks have stopped on request
+            (`un.stop.exit_status`) and none has failed, 75 if all of these have a checkpoint, else 74.
         first: The rank that failed first; None if none did.
         ranks: Exit status of each rank that was started from here, by rank; negative if a signal ended it.
-        restarts: How often all ranks were started again.
+        restarts: Number of restarts of all ranks.
     """
 
     status: int
@@ -54,18 +54,18 @@ class ScriptResult:
 def run_script(
     jobs: Sequence[ScriptJob], restarts: int = 0, on_failure: str = "end", shells: Mapping[int, Shell] | None = None
 ) -> ScriptResult:
-    """Run a script's ranks to their end, again after a failure.
+    """Run a script's ranks to their end, restarting them after failures.
 
-    Standard output and error of the ranks are passed on as they come. When a rank fails, the others may end by their
-    own error for 5 s, then they are ended, and the first failure is printed; failures that follow from it are counted.
-    Signals to this process reach the ranks; after SIGTERM, SIGHUP or SIGINT they have the grace to save and leave, but
-    none after a second one. What ranks have started ends with them.
+    The ranks' standard output and error are passed on as they arrive. When a rank fails, the others have 5 s to end
+    with their own error, and are then ended; the first failure is printed, and failures that follow from it are
+    counted. Signals to this process are passed to the ranks. After SIGTERM, SIGHUP or SIGINT they have a grace period
+    to save and leave, which a second signal ends. Everything that ranks have started ends with them.
 
     Args:
         jobs: The script, and its ranks on each host.
-        restarts: How often all ranks are started again after a failure.
-        on_failure: "continue" lets the others go on after a failure, which is printed immediately.
-        shells: How to start ranks on other hosts, by the index in `jobs`; the rest are on this one.
+        restarts: Maximum number of restarts of all ranks after a failure.
+        on_failure: "continue" lets the others continue after a failure, which is printed immediately.
+        shells: Command prefixes for other hosts, by index in `jobs`; the rest are on this host.
     """
     _open_standard_streams()
     for attempt in range(restarts + 1):
@@ -85,17 +85,17 @@ class _Attempt:
         self._job = jobs[0]
         self._continues = on_failure == "continue"
         ranks = [job.before + rank for job in jobs for rank in range(job.ranks)]
-        # Hosts start their ranks all at once, so the supervisor starts none by itself.
+        # Hosts start all their ranks at once, so the supervisor starts none.
         self._supervisor = Supervisor(lambda rank, attempt: None, self._ends, ranks, on_failure, grace_s=SCRIPT_GRACE_S)
         self._size = self._job.size or self._job.ranks
-        # Ranks that have ended, with their status; and signals, after the rank -1.
+        # Ranks that have ended, with their status; and signals, marked with rank -1.
         self._events: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
         self._reports: dict[int, Report | None] = {}
         self._writing = threading.Lock()
-        # For each output the stream whose line has not ended.
+        # For each output, the stream with an unfinished line.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
-        # Whether ranks end because this launcher ends them.
+        # Whether this launcher is ending the ranks.
         self._ending = False
         self.signal: int | None = None
         self.first: int | None = None
@@ -109,7 +109,7 @@ class _Attempt:
         ]
 
     def run(self) -> int:
-        """Start the ranks, wait for their end, and return the exit status."""
+        """Start the ranks, wait for them to end, and return the exit status."""
         try:
             with _passing_on_signals(self._events):
                 for host in self._hosts:
@@ -130,7 +130,7 @@ class _Attempt:
         return 128 + self.signal
 
     def _stopped(self) -> int:
-        """Return the exit status of ranks that have stopped on request; 0 if none has, or some ended in another way."""
+        """Return the exit status of ranks that stopped on request; 0 if none did, or some ended differently."""
         ends = set(self.statuses.values()) - {0}
         if not ends or not ends <= {STOPPED_SAVED, STOPPED_UNSAVED}:
             return 0
@@ -138,7 +138,7 @@ class _Attempt:
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Write to this process's output, each line after its rank; end another stream's unfinished line first."""
+        """Write to this process's output, with each line's rank; first end another stream's unfinished line."""
         target = sys.stderr if stream == 2 or self._job.to_stderr else sys.stdout
         front = f"[{rank}] " if self._job.prefix and rank is not None else ""
         if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
@@ -149,7 +149,7 @@ class _Attempt:
             try:
                 _write_bytes(data, target)
             except BrokenPipeError:
-                # As of a command before `| head`.
+                # The reader has gone, as with `| head`.
                 self._events.put((-1, signal.SIGPIPE))
                 raise
 
@@ -167,7 +167,7 @@ class _Attempt:
         return b"".join(made)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        """Take the end of a rank."""
+        """Handle the end of a rank."""
         self._reports[rank] = report
         self._events.put((rank, status))
 
@@ -188,7 +188,7 @@ class _Attempt:
         return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
-        """Pass a signal on. One that ends the job sets the deadline: to now, if it is the second."""
+        """Pass a signal on. One that ends the job sets the deadline; a second one sets it to now."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)
@@ -205,7 +205,7 @@ class _Attempt:
         reports = {rank: self._reports[rank] for rank, _ in self._failures}
 
         def order(failure: tuple[int, int]) -> tuple[int, float]:
-            """A rank that a signal ended comes first, then the earliest error that does not follow from another's."""
+            """Sort a rank ended by a signal first, then the earliest error that does not follow from another's."""
             report = reports[failure[0]]
             if report is None:
                 return (0 if failure[1] < 0 else 1), 0.0
@@ -214,7 +214,7 @@ class _Attempt:
         self.first, status = min(self._failures, key=order)
         if not self._continues:
             self._print_failure(self.first, status, reports.pop(self.first))
-            # Where the others missed a rank that ended unheard.
+            # Show where others noticed a rank that died without reporting.
             heard = [report for report in reports.values() if report and report["kind"] != "HostLostError"]
             witness = next(iter(heard), None)
             if status < 0 and witness:
@@ -233,7 +233,7 @@ class _Attempt:
 
 @contextmanager
 def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[None]:
-    """Let signals become events, unless they are ignored, as SIGHUP under nohup. Only the main thread may do that."""
+    """Turn signals into events, unless they are ignored, like SIGHUP under nohup. Only possible in the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
@@ -248,7 +248,7 @@ def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[
 
 
 def _open_standard_streams() -> None:
-    """Open descriptors 0 to 2 where they are closed, as under cron: another file would get such a number."""
+    """Open descriptors 0 to 2 if they are closed, as under cron, because other files would get their numbers."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""A script and where its ranks run; and what the processes that start them report."""
+"""A script, where its ranks run, and what the processes that start them report."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from unisono.launcher.forked_ranks import why_plain
 __all__ = ["Events", "Report", "ScriptJob"]
 
 Report = dict[str, Any]
-"""Report of a rank on its uncaught error: `kind`, `time`, and its `text` and `brief` form."""
+"""A rank's report about its uncaught error: `kind`, `time`, and its `text` and `brief` form."""
 
 
 class Events(Protocol):
-    """Callbacks for what ranks do while they run, called in several threads."""
+    """Callbacks for events of running ranks, called in several threads."""
 
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Take what a rank printed to stream 1 or 2; None is the process that forks ranks. May raise `OSError`."""
+        """Handle a rank's output on stream 1 or 2; rank None is the process that forks ranks. May raise `OSError`."""
         ...
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        """Take the exit status of a rank, negative if a signal ended it, and what it wrote about its error.
+        """Handle a rank's exit status, negative if a signal ended it, and its error report.
 
-        Must not raise: other ranks' ends come by the same thread.
+        Must not raise, because the same thread reports other ranks' ends.
         """
         ...
 
@@ -40,19 +40,19 @@ class ScriptJob:
         command: Arguments of Python: a file or "-m" and a module, then the script's own arguments.
         ranks: Number of ranks on this host.
         host: Index of this host among all hosts.
-        before: Number of ranks on the hosts before it.
-        size: Number of ranks on all hosts; those of this one if None.
+        before: Number of ranks on earlier hosts.
+        size: Number of ranks on all hosts; this host's if None.
         address: Address of the first host.
-        port: Where rank 0 listens, for torch too at the port after it; free ports if None.
-        backend, heartbeat_s: What `init` uses where a program passes none; None for its own choice.
-        binding: Which processors a rank may use; see `unisono.host.processors.placement`.
+        port: Port of rank 0; torch's rendezvous uses the next one. Free ports if None.
+        backend, heartbeat_s: Defaults of `init`; None for its own choice.
+        binding: Processors that a rank may use; see `unisono.host.processors.placement`.
         prefix: Whether each line of output begins with its rank.
-        to_stderr: Whether the ranks' standard output goes to standard error too.
-        grace_s: Seconds in which ranks that were asked to end may save and leave.
+        to_stderr: Whether the ranks' standard output also goes to standard error.
+        grace_s: Seconds for ranks to save and leave after a request to end.
         stdin: The rank on this host that reads standard input.
-        secret: By which ranks authenticate each other; that of the environment or of the user if None.
-        start: "fork" forks the ranks from one process that has imported torch, "plain" starts a Python for each;
-            "auto" forks where there are more ranks than cores, and the script shows no objection.
+        secret: Secret with which ranks authenticate each other; the environment's or the user's if None.
+        start: "fork" forks the ranks from one process that has imported torch, "plain" starts an interpreter for each;
+            "auto" forks if there are more ranks than cores, and the script seems suitable.
     """
 
     command: Sequence[str]
@@ -73,15 +73,16 @@ class ScriptJob:
     start: Literal["auto", "fork", "plain"] = "auto"
 
     def why_plain(self) -> str | None:
-        """Return why each rank gets a Python of its own, in words; None if ranks are forked from one process."""
+        """Return why each rank gets its own interpreter, as text; None if ranks are forked from one process."""
         if self.start == "plain":
             return "that was asked for"
         return why_plain(self.command, self.ranks, binding=self.binding, stdin=self.stdin, asked=self.start == "fork")
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
-        """Return the variables of one rank: torchrun's, and the port of this library beside torch's.
+        """Return one rank's variables: torchrun's, and this library's port beside torch's.
 
-        The former names the latter, so that it does not lead a job that another launcher starts in a rank here.
+        UNISONO_PORT contains torch's port as well, so that it does not apply to a job that another launcher starts
+        inside a rank.
         """
         places = {
             "RANK": self.before + local_rank,
@@ -103,6 +104,6 @@ class ScriptJob:
             chosen["UNISONO_SECRET"] = self.secret
         if self.binding != "none":
             chosen[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
-        # An outer torchrun's would lead the ranks to its own store.
+        # An outer torchrun's variable would direct the ranks to its store.
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         return {**outer, **{name: str(value) for name, value in places.items()}, **chosen}

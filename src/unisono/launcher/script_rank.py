@@ -1,4 +1,4 @@
-"""One rank of `unisono run`: runs a script as `__main__`, and ends when the launcher has gone."""
+"""One rank of `unisono run`: runs a script as `__main__`, and ends when the launcher is gone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
 
 
 def arrange(command: list[str]) -> None:
-    """Set `sys.argv` and `sys.path` as Python would for a script: before anything is imported for it."""
+    """Set `sys.argv` and `sys.path` as Python does for a script, before anything is imported for it."""
     if command[0] == "-m":
         sys.argv = command[1:]
         _search_first(str(Path.cwd()))
@@ -54,7 +54,7 @@ def arrange(command: list[str]) -> None:
 
 
 def run_as_main(command: list[str]) -> None:
-    """Run a module, a file, or a folder or archive with `__main__.py`, in the surroundings that Python gives it."""
+    """Run a module, a file, or a folder or archive with `__main__.py`, as Python does."""
     arrange(command)
     if command[0] == "-m":
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -72,7 +72,7 @@ def run_as_main(command: list[str]) -> None:
 
 
 def _absolute(path: str) -> str:
-    # As Python makes it: neither links nor dots are resolved.
+    # Like Python, without resolving links or dots.
     return path if Path(path).is_absolute() else f"{Path.cwd()}/{path}"
 
 

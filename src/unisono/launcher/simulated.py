@@ -1,4 +1,4 @@
-"""Ranks that take turns on a virtual clock: a run depends on its seed, and on nothing else."""
+"""Ranks that take turns on a virtual clock, so that a run depends only on its seed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Simulated:
     """Result of a simulation.
 
     Attributes:
-        results: The return value of each rank; with `on_failure="continue"` a failed rank's error.
-        time_s: The clock when the last rank ended, in virtual seconds.
+        results: Each rank's return value; with `on_failure="continue"`, a failed rank's error.
+        time_s: Virtual seconds when the last rank ended.
         seed: The seed.
         trace: The events, one per line. The same seed gives the same trace.
         digest: A hash of the trace.
@@ -78,11 +78,11 @@ def simulate(
 ) -> Simulated:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` simulated ranks of this process, and return results and trace.
 
-    Exactly one rank runs at a time. Wherever a rank waits, sends, or queries the control plane, the seed decides
-    which rank runs next. Time is virtual: it passes only while all ranks wait, so timeouts of minutes cost
-    nothing. Numbers are real. The same seed gives the same run, step by step; another seed, another order.
-    Inside, `time`, `threading` and `queue` are those of the simulation, each rank has its own random
-    generators (torch's, Python's and numpy's), and threads that a rank starts take turns, too.
+    Exactly one rank runs at a time. Wherever a rank waits, sends, or queries the control plane, the seed decides which
+    rank runs next. Time is virtual: it passes only while all ranks wait, so timeouts of minutes cost nothing.
+    Computations are real. The same seed gives the same run, step by step. Inside, `time`, `threading` and `queue` are
+    simulated, each rank has its own random generators (torch's, Python's and numpy's), and threads that a rank starts
+    take turns as well.
 
     If no rank can proceed, every rank raises `DeadlockError` immediately, which names what each rank waits for. A
     wait with its own timeout ends at that time with `CommTimeoutError`.
@@ -90,24 +90,22 @@ def simulate(
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
-        args, kwargs: Passed on to `fn`.
+        args, kwargs: Arguments of `fn`.
         seed: Seed of the scheduling order, of the network's jitter and of faults. If None, the
             variable UNISONO_SEED, else 0.
         network: Duration of messages; see `unisono.transports.sim.SimNetwork`.
-        faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside of `wrap`.
-        preempt: Chance that the seed also switches ranks at a lock that is free: to find races between a check and
-            the lock.
+        faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside `wrap`.
+        preempt: Probability of also switching ranks at a free lock, to find races between a check and the lock.
         timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is of virtual time.
         backend: "sim", or another transport with threads as ranks.
 
     Returns: The results of all ranks, the virtual time, and the trace.
 
     Raises:
-        Exception: What the first failing rank raised; a note names the seed.
+        Exception: The first failing rank's error; a note names the seed.
         ValueError, TypeError: An option is invalid, or names a fault or a rank that does not exist.
 
-    Cost: a few thread switches per message. A wait for something real (a process, a socket) stops all
-    ranks.
+    Cost: a few thread switches per message. A real wait (for a process or a socket) stops all ranks.
 
     Example:
         >>> def program(comm):
@@ -145,7 +143,7 @@ def simulate(
 
 
 def seed_of(given: int | None) -> int:
-    """The seed that was given, else that of $UNISONO_SEED, else 0."""
+    """Return the given seed, else $UNISONO_SEED, else 0."""
     text = os.environ.get(_SEED, "0") if given is None else str(given)
     try:
         return int(text)
@@ -165,7 +163,7 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
     refuse_green_threads()
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []
-    # Where ranks share torch's generator, it begins by the seed, too.
+    # If ranks share torch's generator, it is also seeded.
     shared = nullcontext() if OWN_GENERATORS else torch.random.fork_rng(devices=[])
     with unpatched(), own_generators, interposed(), shared:
         scheduler = TaskScheduler(seed, job.options.timeout_s, preempt=preempt)
@@ -173,7 +171,7 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
         world = Group.world(0, size)
 
         def main(rank: int) -> None:
-            # Made by the first rank, so that its locks are of the simulation.
+            # Made by the first rank, so that its locks are simulated.
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
             # The same on all ranks, whatever their order.
@@ -211,7 +209,7 @@ def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
 
 
 def _end_all(scheduler: TaskScheduler, size: int) -> None:
-    """A rank has failed, and the others have had their time."""
+    """End all ranks after a failure, when the others have had their time."""
     for rank in range(size):
         for task in scheduler.of_rank(rank):
             scheduler.throw(task, EndedError())

@@ -1,6 +1,6 @@
-"""The one supervisor of ranks: collects how they end, starts lost ones again, and limits the time after a failure.
+"""The supervisor of ranks, which collects their outcomes, replaces lost ones, and limits the time after a failure.
 
-How ranks are started, and how their ends are seen, are two functions of its caller. This module loads without torch.
+The caller supplies functions that start ranks and report their ends. This module loads without torch.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ __all__ = [
 ]
 
 GRACE_S = 3.0
-"""After a first failure, how long the other ranks of `launch` may take to end by their own error."""
+"""Seconds for the other ranks of `launch` to end with their own error after a first failure."""
 SCRIPT_GRACE_S = 5.0
-"""The same for the ranks of `unisono run`, which print theirs."""
+"""The same for the ranks of `unisono run`, which print their errors."""
 END_S = 1.0
-"""How long ranks may take to end when they have been asked to, before they are killed."""
+"""Seconds for ranks to end after a request, before they are killed."""
 MPIRUN_END_S = 5.0
 """The same for mpirun, which ends its ranks first."""
 AGENT_END_S = 10.0
 """The same for the agent on another host, which ends its ranks first."""
 MPIRUN_START_S = 120.0
-"""In which mpirun must have started its ranks."""
+"""Seconds for mpirun to start its ranks."""
 AGENT_START_S = 300.0
-"""In which the agent must begin: by default, ranks on other hosts wait no longer for its own."""
+"""Seconds for the agent to start: by default, ranks on other hosts wait no longer for its ranks."""
 _MOST_UNJOINED = 2
-"""Replacements of a rank that may be lost in a row before they have joined the others."""
+"""Number of a rank's replacements that may be lost in a row before they have joined the others."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Outcome:
 
     Attributes:
         result: The return value of its program.
-        error: The error that it raised, with its traceback, or one that describes how its process ended.
+        error: The rank's error with its traceback, or one that describes how its process ended.
         reported: Whether the rank itself has sent this.
     """
 
@@ -71,27 +71,28 @@ def lost(rank: int, size: int, how: str) -> Outcome:
 
 
 def joined(rank: int, attempt: int) -> str:
-    """Return the key of the control plane that is set when a replacement has joined the others."""
+    """Return the control plane's key that is set when a replacement has joined the others."""
     return f"joined/{rank}/{attempt}"
 
 
 class Supervisor:
     """Ranks from their start to their end.
 
-    A lost rank is started again, unless two of its replacements in a row have not joined, or no rank is left to admit
-    another one. An error that ends a rank ends the job, so no rank is started again afterwards.
+    A lost rank is replaced, unless two of its replacements in a row have not joined, or no rank is left to admit
+    another one. An error that ends a rank ends the job, after which no rank is replaced.
 
     Args:
-        start: Starts a rank; its second argument is 1 for the first replacement of a lost one.
-        ends: Returns outcomes as soon as there are any, or none after a number of seconds; None is no limit.
+        start: Function that starts a rank; its second argument is 1 for a rank's first replacement.
+        ends: Function that returns outcomes as soon as there are any, or none after this many seconds; None for no
+            limit.
         ranks: Numbers of the ranks.
-        on_failure: With "continue", no failure limits the time of the others. Ranks that are replaced have not ended.
-        control: The control plane of the ranks; None if lost ones are not started again.
-        grace_s: After a first failure, how long the others may take to end by their own error; `GRACE_S` if None.
+        on_failure: With "continue", no failure limits the time of the others. Replaced ranks do not count as ended.
+        control: The ranks' control plane; None if lost ones are not replaced.
+        grace_s: Seconds for the others to end with their own error after a first failure; `GRACE_S` if None.
 
     Attributes:
         open: The ranks that have not ended.
-        last: For each rank the number of its last start: 0 is the first.
+        last: For each rank, the number of its last start, from 0.
         ended: Outcomes in the order in which ranks ended.
     """
 
@@ -107,7 +108,7 @@ class Supervisor:
         self._start = start
         self._ends = ends
         self._control = control
-        # What the first failure leaves to the others; None if it changes nothing.
+        # Time left to the others after the first failure; None if failures set no limit.
         self._grace_s = None if on_failure == "continue" else grace_s or GRACE_S
         self._deadline = math.inf
         self.open: set[int] = set(ranks)
@@ -116,9 +117,9 @@ class Supervisor:
         self.ended: list[Outcome] = []
 
     def run(self, limit_s: float = math.inf) -> list[Outcome]:
-        """Start the ranks; return their outcomes in the order in which they ended, when all have, or at the limit.
+        """Start the ranks; return their outcomes, in order of ending, when all have ended, or at the limit.
 
-        Those that run then, or when this raises, are left to the caller.
+        Ranks that still run then, or when this raises, are left to the caller.
         """
         for rank in sorted(self.open):
             self._start(rank, 0)
@@ -126,7 +127,7 @@ class Supervisor:
         return self.wait()
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes of all ranks that have ended, when all have, or at the limit."""
+        """Return the outcomes of ended ranks, when all have ended, or at the limit."""
         while self.open and (left_s := seconds_left(self._deadline)):
             for outcome in self._ends(None if left_s == math.inf else left_s):
                 self.ended += self._settled(outcome)
@@ -137,18 +138,18 @@ class Supervisor:
         return self.ended
 
     def limit(self, within_s: float) -> None:
-        """Have `wait` return within this time, whatever fails meanwhile."""
+        """Make `wait` return within this time, whatever fails meanwhile."""
         self._deadline = clock.now() + within_s
         self._grace_s = None
 
     def stop(self) -> None:
-        """Start no rank again from now on."""
+        """Replace no rank from now on."""
         self._control = None
 
     def _settled(self, outcome: Outcome) -> list[Outcome]:
-        """Return the outcome of a rank, with those of replacements that no rank is left to admit.
+        """Return a rank's outcome, and those of replacements that no rank is left to admit.
 
-        Nothing if the rank was lost and is started again.
+        Empty if the rank was lost and is replaced.
         """
         rank = outcome.rank
         if rank not in self.open:
@@ -175,6 +176,6 @@ class Supervisor:
         return self._unjoined[rank] < _MOST_UNJOINED
 
     def _has_joined(self, rank: int) -> bool:
-        """Return whether a rank is one of the first, or has joined them."""
+        """Return whether a rank is an original one, or a replacement that has joined."""
         assert self._control is not None
         return not self.last[rank] or self._control.check([joined(rank, self.last[rank])])

@@ -1,6 +1,6 @@
-"""The process that the ranks of a script are forked from: it has torch in memory, and otherwise does nothing.
+"""The process from which a script's ranks are forked: it has imported torch, and otherwise does nothing.
 
-It runs no thread, draws no random number, and makes no call of CUDA, all of which its children would share.
+It runs no threads, draws no random numbers, and does not call CUDA, because its children would share all that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
     """Fork the ranks of a script, and report their ends. Returns in each rank as well.
 
     Args:
-        link: Connection to the launcher. It gives one order for each rank: `variables` of its environment, and the
-            descriptors `stdout`, `stderr` and `report`. It gets frames: a rank has started, with its process; or has
-            ended, with its exit status.
+        link: Connection to the launcher. It supplies for each rank the `variables` of its environment, and the
+            descriptors `stdout`, `stderr` and `report`. It receives frames: a rank has started, with its process; or
+            has ended, with its exit status.
         alive: File descriptor of a pipe that ends with the launcher.
         command: A file or "-m" and a module, then the script's arguments.
 
@@ -46,7 +46,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
     started = {}
     for rank, order in enumerate(ranks):
         if select.select([alive], [], [], 0)[0]:
-            # The launcher has gone.
+            # The launcher is gone.
             return None
         if obstacle is not None:
             process = _start_plainly(order, ranks, alive, command)
@@ -66,8 +66,8 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
 
 
 def _load() -> str | None:
-    """Import torch and this library, and return why no rank can be forked from this process; None if it can."""
-    # Without a traceback, as long as there is nothing else to end.
+    """Import torch and this library; return why ranks cannot be forked from this process, or None."""
+    # End without a traceback on an interrupt, as long as there is nothing to clean up.
     interrupts = signal.getsignal(signal.SIGINT)
     if interrupts is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -91,14 +91,14 @@ def _load() -> str | None:
 
 
 def _is_observed() -> bool:
-    """Return whether a debugger, profiler or coverage watches this process, which would not see its children's end."""
+    """Return whether a debugger, profiler or coverage observes this process, which would miss its children's end."""
     monitoring = getattr(sys, "monitoring", None)
     tools = () if monitoring is None else (monitoring.get_tool(number) for number in range(6))
     return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))
 
 
 def _start_plainly(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, command: list[str]) -> int:
-    """Start a rank as a Python of its own, and return its process."""
+    """Start a rank as a new interpreter, and return its process."""
     words = [
         sys.executable,
         *interpreter_flags(),
@@ -116,8 +116,8 @@ def _start_plainly(order: dict[str, Any], ranks: list[dict[str, Any]], alive: in
 
 
 def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Turn this forked process into what a Python of its own would be."""
-    # What the rank starts is with it; and an interrupt at the terminal is for the launcher.
+    """Make this forked process like a new interpreter."""
+    # A new session: the rank's children belong to it, and an interrupt at the terminal must only reach the launcher.
     os.setsid()
     os.dup2(order["stdout"], 1)
     os.dup2(order["stderr"], 2)
@@ -129,7 +129,7 @@ def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 
 
 def _not_kept(order: dict[str, Any], ranks: list[dict[str, Any]]) -> list[int]:
-    """Return the descriptors that a rank must close: the launcher reads another rank's output to its end."""
+    """Return the descriptors that a rank must close, so that the launcher sees the end of other ranks' outputs."""
     names = ("stdout", "stderr", "report")
     return [other[name] for other in ranks for name in names if name != "report" or other is not order]
 

@@ -27,7 +27,8 @@ PROVISIONAL = {
     "un.data": {"dirichlet"},
     "un.debugger": {"Session", "attach", "breakpoint"},
     "un.gradients": {
-        "ClippedMean", "DiLoCo", "Gossip", "LocalSGD", "LogicalShards", "PeriodicAverager", "SlowMo", "TrimmedMean",
+        "ClippedMean", "DiLoCo", "Gossip", "LocalSGD", "LogicalShards", "OuterUpdate", "PeriodicAverager", "SlowMo",
+        "TrimmedMean",
     },
     "un.interop": {"watch"},
 }  # fmt: skip

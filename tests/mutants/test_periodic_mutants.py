@@ -19,7 +19,16 @@ from unisono.communicator import Communicator
 from unisono.core import threads
 from unisono.core.types import Message, Send
 from unisono.errors import CommError
-from unisono.gradients import gossip, local_sgd, periodic, periodic_averager, sync_batch_norm, topology
+from unisono.gradients import (
+    anchor,
+    exchanges,
+    gossip,
+    local_sgd,
+    periodic,
+    periodic_averager,
+    sync_batch_norm,
+    topology,
+)
 from unisono.utils import flatten
 
 UNIT = Path(__file__).parents[1] / "unit" / "gradients"
@@ -78,13 +87,13 @@ def goes_the_wrong_way(patch: Patch) -> None:
         for change in bucket:
             change.neg_()
 
-    patch.setattr(periodic_averager, "flat_apply", wrong)
+    patch.setattr(exchanges, "flat_apply", wrong)
     formula()
 
 
 def steps_apart(patch: Patch) -> None:
     """Each rank takes its own change for the mean one."""
-    patch.setattr(periodic_averager, "flat_apply", lambda bucket, action: None)
+    patch.setattr(exchanges, "flat_apply", lambda bucket, action: None)
     formula()
 
 
@@ -129,9 +138,11 @@ def streams(interval: int = 6, lag: int = 3, alpha: float | None = 0.5) -> None:
 
 
 def applies_too_soon(patch: Patch) -> None:
-    right = periodic_averager.PeriodicAverager._start
+    right = exchanges.StepExchanges._exchange
     patch.setattr(
-        periodic_averager.PeriodicAverager, "_start", lambda self, fragment, lag, alpha: right(self, fragment, 0, alpha)
+        exchanges.StepExchanges,
+        "_exchange",
+        lambda self, fragment, step, lag, alpha, *rest, **how: right(self, fragment, step, 0, alpha, *rest, **how),
     )
     streams()
 
@@ -148,20 +159,20 @@ def sends_all_fragments_together(patch: Patch) -> None:
 
 
 def forgets_what_was_learnt_meanwhile(patch: Patch) -> None:
-    right = periodic_averager.PeriodicAverager._apply
+    right = exchanges.Exchanges.apply
 
-    def apply(self: Any, fragment: Any) -> bool:
+    def apply(self: Any, fragment: Any, tensors: Any) -> bool:
         if fragment.exchange is not None:
-            fragment.exchange.expected = None
-        return right(self, fragment)
+            fragment.exchange.ahead = None
+        return right(self, fragment, tensors)
 
-    patch.setattr(periodic_averager.PeriodicAverager, "_apply", apply)
+    patch.setattr(exchanges.Exchanges, "apply", apply)
     streams(alpha=None)
 
 
 def stays_where_it_is(patch: Patch) -> None:
     """Does not look ahead while an exchange is under way."""
-    patch.setattr(periodic_averager.PeriodicAverager, "_go_ahead", lambda self, _, here, __: [p.clone() for p in here])
+    patch.setattr(anchor.Anchor, "look_ahead", lambda self, _, here, __: [p.clone() for p in here])
     streams(alpha=None)
 
 
@@ -174,7 +185,7 @@ def blocks_in_step(patch: Patch) -> None:
 
 
 def anchors_in_the_parameters_dtype(patch: Patch) -> None:
-    patch.setattr(periodic_averager, "_wide", lambda tensor, dtype: tensor.detach().clone())
+    patch.setattr(anchor, "_wide", lambda tensor, dtype: tensor.detach().clone())
     unit("periodic_averager").test_a_hundred_small_outer_steps_are_kept_in_bfloat16()
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.core.lazy import load_on_use
 
 if TYPE_CHECKING:
+    from unisono.gradients.anchor import OuterUpdate
     from unisono.gradients.average import average_gradients, broadcast_parameters
     from unisono.gradients.averager import GradientAverager
     from unisono.gradients.gossip import Gossip
@@ -29,6 +30,7 @@ __all__ = [
     "LocalSGD",
     "LogicalShards",
     "NanGuard",
+    "OuterUpdate",
     "PeriodicAverager",
     "SlowMo",
     "SyncBatchNorm",
@@ -47,6 +49,7 @@ __dir__: Callable[[], list[str]]
 __getattr__, __dir__ = load_on_use(
     __name__,
     {
+        "unisono.gradients.anchor": "OuterUpdate",
         "unisono.gradients.average": "average_gradients broadcast_parameters",
         "unisono.gradients.averager": "GradientAverager",
         "unisono.gradients.gossip": "Gossip",

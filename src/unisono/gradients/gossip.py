@@ -10,7 +10,8 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.types import Message, Recv, Send
 from unisono.errors import MismatchError
-from unisono.gradients.periodic import Schedule
+from unisono.gradients.exchanges import StepExchanges
+from unisono.gradients.periodic import Schedule, compare
 from unisono.gradients.periodic_averager import PeriodicAverager, mean
 from unisono.gradients.topology import Neighbours, Topology, mixing
 from unisono.gradients.topology import topology as topology_of
@@ -54,6 +55,24 @@ class NeighbourMean:
         for peer, weight in senders.items():
             change.add_(received[peer].to(wide) - mine, alpha=weight)
         flat.copy_(mine + change)
+
+
+class _GossipExchanges(StepExchanges):
+    """Exchanges that each rank makes with its neighbours only."""
+
+    def _compare(self, state: Mapping[str, Any]) -> None:
+        # No collective compares what only neighbours exchange, and mixing changes nothing that neighbours have in
+        # common.
+        mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
+        mixed = mine.clone()
+        self._settings.reduce(mixed, self._comm, state["rounds"])
+        if not torch.equal(mixed, mine):
+            problem = (
+                f"rank {self._comm.rank} is at step {state['steps']}, round {state['rounds']}, and a neighbour is not: "
+                "they resumed from different states, or one has skipped steps"
+            )
+            self._comm.abort(problem)
+            raise MismatchError(problem, rank=self._comm.rank, size=self._comm.size)
 
 
 class Gossip(PeriodicAverager):
@@ -102,6 +121,8 @@ class Gossip(PeriodicAverager):
         [[1.5, 1.5], [0.5, 1.5], [1.5, 1.5], [2.5, 1.5]]
     """
 
+    _by_steps = _GossipExchanges
+
     def __init__(
         self,
         model: Model,
@@ -115,7 +136,7 @@ class Gossip(PeriodicAverager):
     ) -> None:
         mixer = NeighbourMean(topology_of(topology, comm.size))
         first = mixing(mixer.topology(comm.size, 0), comm.size)
-        settings = {"topology": topology if isinstance(topology, str) else str(first)}
+        self._topology = topology if isinstance(topology, str) else str(first)
         super().__init__(
             model,
             comm,
@@ -124,22 +145,10 @@ class Gossip(PeriodicAverager):
             overlap_steps=overlap_steps,
             alpha=alpha,
             bucket_cap_mb=bucket_cap_mb,
-            settings=settings,
         )
 
-    def _compare(self, state: Mapping[str, Any]) -> None:
-        # No collective compares what only neighbours exchange, and mixing changes nothing that neighbours have in
-        # common.
-        mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
-        mixed = mine.clone()
-        self._reduce(mixed, self._comm, state["rounds"])
-        if not torch.equal(mixed, mine):
-            problem = (
-                f"rank {self._comm.rank} is at step {state['steps']}, round {state['rounds']}, and a neighbour is not: "
-                "they resumed from different states, or one has skipped steps"
-            )
-            self._comm.abort(problem)
-            raise MismatchError(problem, rank=self._comm.rank, size=self._comm.size)
+    def _more_settings(self) -> dict[str, object]:
+        return {"topology": self._topology}
 
     def mix(self) -> None:
         """Run a round now, regardless of the schedule. Every rank calls it.
@@ -157,7 +166,7 @@ class Gossip(PeriodicAverager):
     def average(self) -> None:
         """Set every rank's parameters to the mean over all ranks, at the end of training. Collective."""
         self.finish()
-        super()._compare({"steps": self.steps, "rounds": self.rounds})
+        compare(self._comm, {"steps": self.steps, "rounds": self.rounds}, type(self).__name__)
         with torch.no_grad():
-            for message in self._messages(self._tensors(self._fragments[0])):
+            for message in self._exchange_settings.messages(self._tensors(self._fragments[0])):
                 flat_apply(message, lambda flat: self._comm.all_reduce(flat, "avg"))

@@ -13,8 +13,7 @@ from unisono.comm.equal_tensors import assert_equal_tensors
 from unisono.communicator import Communicator
 from unisono.errors import NotFiniteError
 from unisono.gradients.parameter_registry import hook_forward, hook_gradient
-from unisono.gradients.periodic import PeriodicAction, Schedule
-from unisono.gradients.periodic import every as every_nth
+from unisono.gradients.periodic import PeriodicAction, Schedule, compare, schedule_of
 from unisono.utils.parameters import Model, ModelMembers, agree_on_parameters, named_tensors
 
 __all__ = ["DivergenceGuard", "NanGuard", "agree_step", "assert_finite"]
@@ -214,7 +213,7 @@ class DivergenceGuard(PeriodicAction):
         self._now()
 
     def _act(self) -> None:
-        self._compare({"steps": self.steps})
+        compare(self._comm, {"steps": self.steps}, type(self).__name__)
         when = f" after step {self.steps}" if self.steps else ""
         advice = "un.broadcast_parameters(model, comm) makes them equal"
         assert_equal_tensors(self.named, self._comm, f"parameters differ between ranks{when}", advice)
@@ -260,7 +259,7 @@ def agree_step(
         ...
         unisono.errors.MismatchError: ...'the optimizer after step 1', at ['param_groups'][0]['lr']: ranks 0, 1: 0.1...
     """
-    schedule = every if callable(every) else every_nth(every)
+    schedule = schedule_of(every)
     steps = itertools.count(1)
 
     def hook(*_: object) -> None:

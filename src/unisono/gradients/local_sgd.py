@@ -8,8 +8,11 @@ import torch
 from typing_extensions import Unpack
 
 from unisono.communicator import Communicator
-from unisono.gradients.periodic import Schedule
-from unisono.gradients.periodic_averager import ExchangeOptions, Fragment, Outer, PeriodicAverager, floating
+from unisono.compression.codec import Spec
+from unisono.gradients.anchor import Outer, OuterUpdate
+from unisono.gradients.exchange import Fragment
+from unisono.gradients.periodic import Schedule, TimedSchedule
+from unisono.gradients.periodic_averager import ExchangeOptions, PeriodicAverager, floating
 from unisono.utils.parameters import Model, Named, agree_on_parameters
 
 __all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
@@ -65,8 +68,10 @@ class LocalSGD(PeriodicAverager):
         bucket_cap_mb: float = 25,
     ) -> None:
         self._average_state = average_state
-        settings = {"average_state": average_state}
-        super().__init__(model, comm, every, buffers=buffers, bucket_cap_mb=bucket_cap_mb, settings=settings)
+        super().__init__(model, comm, every, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
+
+    def _more_settings(self) -> dict[str, object]:
+        return {"average_state": self._average_state}
 
     def step(self, samples: int | None = None) -> bool:
         if self._average_state and self._optimizer is None:
@@ -113,12 +118,13 @@ class DiLoCo(PeriodicAverager):
         model: A module, or its parameters, equal on all ranks. Integer parameters stay unchanged.
         comm: The ranks that train.
         every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks of
-            different speed (see `PeriodicAverager`).
+            different speed, or an `every(timedelta(...), max_lag=...)` (see `PeriodicAverager`).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
         outer: Factory of another outer optimizer, from the anchor's tensors; overrides the three settings above.
-        options: Of `PeriodicAverager`: `fragments`, `reduce`, `compression`, `overlap_steps`, `max_lag`, `alpha`,
-            `anchor_dtype`, `bucket_cap_mb`. Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100,
-            fragments=4, overlap_steps=5, alpha=0.5, compression="int4"`.
+        compression, anchor_dtype: As for `OuterUpdate`.
+        options: Of `PeriodicAverager`: `fragments`, `reduce`, `overlap_steps`, `alpha`, `bucket_cap_mb`. Streaming
+            DiLoCo (Douillard et al., 2025) is, for instance, `every=100, fragments=4, overlap_steps=5, alpha=0.5,
+            compression="int4"`.
 
     Raises:
         MismatchError: Ranks have different parameters (values too: see `un.broadcast_parameters`) or arguments.
@@ -150,18 +156,21 @@ class DiLoCo(PeriodicAverager):
         self,
         model: Model,
         comm: Communicator,
-        every: int | Schedule | timedelta = 50,
+        every: int | Schedule | timedelta | TimedSchedule = 50,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         *,
         outer: Outer | None = None,
+        compression: Spec | None = None,
+        anchor_dtype: torch.dtype | None = None,
         **options: Unpack[ExchangeOptions],
     ) -> None:
         def sgd(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
             return torch.optim.SGD(anchor, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
 
-        super().__init__(model, comm, every, outer=outer or sgd, **options)
+        update = OuterUpdate(outer or sgd, anchor_dtype, compression)
+        super().__init__(model, comm, every, outer=update, **options)
 
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.

@@ -5,19 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from unisono.communicator import Communicator, engine_of
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
 from unisono.utils.parameters import Model, Named, agree_on_parameters, check_parameters, named_tensors
 
 __all__ = [
     "PeriodicAction",
     "PeriodicSchedule",
     "Schedule",
+    "TimedSchedule",
+    "compare",
     "every",
     "schedule_of",
     "whole_number",
@@ -51,19 +56,46 @@ class PeriodicSchedule:
         return step <= self.warmup or (step - self.warmup - self.offset) % self.n == 0
 
 
-def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
-    """Return the schedule of each of the first `warmup` steps, and then of each n-th step.
+@dataclass(frozen=True, slots=True)
+class TimedSchedule:
+    """Schedule that `every` returns for a time: ranks of different speed exchange at the same time, in any step.
+
+    Attributes:
+        interval: Time from one exchange of all parameters to the next.
+        max_lag: How long an exchange waits for a late rank; None: the time between exchanges.
+    """
+
+    interval: timedelta
+    max_lag: Timeout | None = None
+
+    def __post_init__(self) -> None:
+        positive_timeout(self.interval, "every")
+        if self.max_lag is not None:
+            positive_timeout(self.max_lag, "max_lag")
+
+
+@overload
+def every(n: int, *, warmup: int = 0) -> PeriodicSchedule: ...
+@overload
+def every(n: timedelta, *, max_lag: Timeout | None = None) -> TimedSchedule: ...
+def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None) -> PeriodicSchedule | TimedSchedule:
+    """Return the schedule of each of the first `warmup` steps, and then of each n-th step; or that of a time.
 
     To synchronize each step at first and less often later is known as post-local SGD (Lin, Stich,
     Patel, Jaggi: Don't use large mini-batches, use local SGD, 2020).
 
     Args:
-        n: Number of steps from one action to the next, 1 or more.
+        n: Number of steps from one action to the next, 1 or more. Or a `timedelta`, which `PeriodicAverager` and
+            `DiLoCo` take for ranks of different speed.
         warmup: Number of steps before that, 0 or more; n is counted from there.
+        max_lag: With a `timedelta`: seconds, or a timedelta, that an exchange waits for a late rank. After that it
+            proceeds without this rank's contribution, and the rank continues from the anchor after its next step. None:
+            the time between exchanges.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
-        ValueError: `n` is less than 1, or `warmup` less than 0.
+        ValueError: `n` is less than 1, or `warmup` less than 0; a time is not positive; `warmup` with a `timedelta`, or
+            `max_lag` without.
 
     Example:
         >>> from unisono.gradients.periodic import every
@@ -72,7 +104,25 @@ def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
         >>> [step for step in range(1, 13) if every(4, warmup=3)(step)]
         [1, 2, 3, 7, 11]
     """
+    if isinstance(n, timedelta):
+        if warmup:
+            raise ValueError("warmup= is a number of steps: it does not go with a timedelta")
+        return TimedSchedule(n, max_lag)
+    if max_lag is not None:
+        raise ValueError("max_lag= is for ranks of different speed: it needs a timedelta")
     return PeriodicSchedule(n, warmup)
+
+
+def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None:
+    """Make this thread's next collective compare the values that ranks must have in common when they act.
+
+    Args:
+        comm: The ranks.
+        state: These values, by name.
+        owner: Name of the class that acts, for the error.
+    """
+    if engine_of(comm).checked:
+        comm.agree(state, f"an action of {owner}")
 
 
 class PeriodicAction(ABC):
@@ -218,11 +268,6 @@ class PeriodicAction(ABC):
         self._detach()
         self._comm.__exit__(kind, error, trace)
 
-    def _compare(self, state: Mapping[str, object]) -> None:
-        """Make this thread's next collective compare the values that ranks must have in common when they act."""
-        if engine_of(self._comm).checked:
-            self._comm.agree(state, f"an action of {type(self).__name__}")
-
     def __getstate__(self) -> Any:
         raise TypeError(
             f"a {type(self).__name__} communicates with other ranks, so it can be neither pickled nor copied. Save and "
@@ -241,4 +286,4 @@ class PeriodicAction(ABC):
 
 def schedule_of(given: int | Schedule) -> Schedule:
     """Return a schedule from a number of steps, or the schedule itself."""
-    return given if callable(given) else every(given)
+    return given if callable(given) else PeriodicSchedule(given)

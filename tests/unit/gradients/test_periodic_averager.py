@@ -16,7 +16,7 @@ import unisono as un
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.errors import ClosedError, MismatchError, PeerLostError
-from unisono.gradients import DiLoCo, Gossip, LocalSGD, PeriodicAverager, SlowMo, every
+from unisono.gradients import DiLoCo, Gossip, LocalSGD, OuterUpdate, PeriodicAverager, SlowMo, every
 from unisono.gradients.topology import mixing, ring
 from unisono.testing import run_ranks
 from unisono.wrappers.base import Wrapper
@@ -681,8 +681,11 @@ def test_fragments_by_bytes_and_by_name() -> None:
         ({"fragments": 2, "every": lambda step: step == 7}, ValueError, "several fragments need a number of steps"),
         ({"reduce": "mode"}, ValueError, "unknown reduction 'mode'; known: clipped_mean, mean, median, trimmed_mean"),
         ({"reduce": 3}, TypeError, "reduce must be a name or a function, not int"),
-        ({"compression": "int4"}, ValueError, "compression= needs outer="),
-        ({"anchor_dtype": torch.int32}, ValueError, "anchor_dtype must be a dtype of real numbers, not torch.int32"),
+        (
+            {"reduce": "median", "outer": OuterUpdate(torch.optim.Adam, compression="int4")},
+            ValueError,
+            "compression= needs reduce='mean'",
+        ),
     ],
 )
 def test_bad_arguments_send_nothing(options: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -693,6 +696,11 @@ def test_bad_arguments_send_nothing(options: dict[str, Any], error: type[Excepti
         comm.barrier()
 
     run_ranks(program, 2)
+
+
+def test_anchors_hold_real_numbers() -> None:
+    with pytest.raises(ValueError, match=r"anchor_dtype must be a dtype of real numbers, not torch.int32"):
+        OuterUpdate(torch.optim.Adam, anchor_dtype=torch.int32)
 
 
 def test_different_arguments_are_named() -> None:

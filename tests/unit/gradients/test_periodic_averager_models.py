@@ -16,7 +16,7 @@ from torch import nn
 
 import unisono as un
 from unisono.errors import AbortedError, MismatchError
-from unisono.gradients import DivergenceGuard, Gossip, PeriodicAverager
+from unisono.gradients import DivergenceGuard, Gossip, PeriodicAverager, every
 from unisono.gradients.local_sgd import DiLoCo, LocalSGD
 from unisono.testing import pool, run_ranks
 
@@ -157,7 +157,7 @@ def test_results_under_way_are_dropped_without_an_anchor() -> None:
 def test_ranks_of_different_speed_follow_too() -> None:
     def program(comm: un.Communicator) -> set[float]:
         model = model_of()
-        diloco = DiLoCo(model, comm, timedelta(seconds=60), max_lag=1, overlap_steps=1)
+        diloco = DiLoCo(model, comm, every(timedelta(seconds=60), max_lag=1), overlap_steps=1)
         for _ in range(3 + comm.rank):
             learn(model, comm.rank)
             diloco.step(4)

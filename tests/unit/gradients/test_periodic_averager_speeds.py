@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,18 +17,21 @@ import torch
 from pairwise import short
 
 import unisono as un
-from unisono.errors import CommError, MismatchError, PeerLostError
-from unisono.gradients import DiLoCo, PeriodicAverager
+from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
+from unisono.gradients import DiLoCo, DivergenceGuard, PeriodicAverager, every
 from unisono.testing import run_ranks
 
 MESSAGE_S = 0.01
 """More than any exchange of these tests takes on the simulated network."""
 
 
-def averager(weights: Sequence[torch.Tensor], comm: un.Communicator, every_s: float, **options: Any) -> DiLoCo:
+def averager(
+    weights: Sequence[torch.Tensor], comm: un.Communicator, every_s: float, max_lag: float | None = None, **options: Any
+) -> DiLoCo:
     """Return a DiLoCo whose outer step is the mean itself, unless told otherwise."""
     plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False}
-    return DiLoCo(list(weights), comm, timedelta(seconds=every_s), **{**plain, **options})
+    schedule = every(timedelta(seconds=every_s), max_lag=max_lag)
+    return DiLoCo(list(weights), comm, schedule, **{**plain, **options})
 
 
 def train(
@@ -333,12 +338,50 @@ def test_a_lost_rank_is_named_and_the_others_go_on(fragments: int) -> None:
         assert end[2][0, 0].item() == pytest.approx(80, abs=10)
 
 
+class Failing(torch.optim.SGD):
+    """An outer optimizer that fails if it is to step in another thread than this."""
+
+    only: threading.Thread | None = None
+
+    def step(self, closure: Any = None) -> None:
+        if self.only not in (None, threading.current_thread()):
+            raise KeyError("not here")
+        super().step(closure)
+
+
+def test_an_outer_optimizer_that_fails_in_a_missed_turn_ends_training_on_all_ranks() -> None:
+    def program(comm: un.Communicator) -> None:
+        speeds = averager([torch.zeros(1)], comm, 10, max_lag=1, outer=Failing)
+        assert isinstance(speeds.outer, Failing)
+        speeds.outer.only = threading.current_thread()
+        for _ in range(99):
+            time.sleep(60.0 if comm.rank == 1 and speeds.steps == 15 else 1.0)
+            speeds.step()
+
+    first, second = un.simulate(program, 2, on_failure="continue").results
+    assert isinstance(first, AbortedError)
+    assert "DiLoCo of rank 1 has failed in a turn: KeyError('not here')" in str(first)
+    assert isinstance(second, KeyError)
+
+
+def test_an_averager_that_is_dropped_ends_its_thread() -> None:
+    def program(comm: un.Communicator) -> None:
+        speeds = averager([torch.zeros(1)], comm, 60)
+        speeds.step()
+        threads = [each for each in threading.enumerate() if each.name == f"unisono DiLoCo rank {comm.rank}"]
+        del speeds
+        gc.collect()
+        assert threads
+        for each in threads:
+            each.join()
+
+    run_ranks(program, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         ({"reduce": "median"}, ValueError, r"every=timedelta\(...\) needs outer=.* and reduce='mean'"),
-        ({"max_lag": 0}, ValueError, "max_lag must be a positive number of seconds"),
-        ({"max_lag": 3, "every": 5}, ValueError, "max_lag= is for ranks of different speed"),
         ({"every": timedelta(0)}, ValueError, "every must be a positive number of seconds"),
     ],
 )
@@ -349,6 +392,27 @@ def test_bad_arguments_send_nothing(options: dict[str, Any], error: type[Excepti
         comm.barrier()
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "said"),
+    [
+        (timedelta(seconds=5), {"max_lag": 0}, "max_lag must be a positive number of seconds"),
+        (timedelta(seconds=5), {"warmup": 2}, "warmup= is a number of steps"),
+        (timedelta(0), {}, "every must be a positive number of seconds"),
+        (5, {"max_lag": 3}, "max_lag= is for ranks of different speed"),
+    ],
+)
+def test_bad_times(n: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        every(n, **options)
+
+
+def test_actions_by_steps_take_no_times() -> None:
+    with un.init() as comm:
+        for given in (timedelta(seconds=5), every(timedelta(seconds=5))):
+            with pytest.raises(TypeError, match="every must be a number of steps, not"):
+                DivergenceGuard([torch.zeros(2)], comm, given)  # type: ignore[arg-type]
 
 
 def test_arguments_that_go_with_an_anchor_only() -> None:

@@ -1,0 +1,129 @@
+"""The anchor that ranks have in common, and the outer optimizer that steps it with the mean of their changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.compression.codec import Spec
+
+__all__ = ["Anchor", "Outer", "OuterUpdate"]
+
+Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""Factory of an outer optimizer, from the anchor's tensors."""
+
+
+@dataclass(frozen=True)
+class OuterUpdate:
+    """Setting of `PeriodicAverager`: ranks average changes from an anchor, which an outer optimizer steps.
+
+    Provisional: it may change in any minor version, without a deprecation.
+
+    Args:
+        optimizer: Factory of the outer optimizer, from the anchor's tensors.
+        anchor_dtype: Dtype of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
+        compression: A codec of `un.compression`, which computes the mean change. Complex parameters are sent
+            uncompressed.
+
+    Raises:
+        ValueError: `anchor_dtype` is not a dtype of real numbers.
+
+    Example:
+        >>> def sgd(anchor):
+        ...     return torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
+        >>> with un.init() as comm:
+        ...     outer = un.gradients.OuterUpdate(sgd, compression="int8")
+        ...     averager = un.gradients.PeriodicAverager(torch.nn.Linear(2, 1), comm, every=50, outer=outer)
+        ...     averager.anchor[0].dtype
+        torch.float32
+    """
+
+    optimizer: Outer
+    anchor_dtype: torch.dtype | None = None
+    compression: Spec | None = None
+
+    def __post_init__(self) -> None:
+        if self.anchor_dtype is not None and not self.anchor_dtype.is_floating_point:
+            raise ValueError(f"anchor_dtype must be a dtype of real numbers, not {self.anchor_dtype}")
+
+
+class Anchor:
+    """Copies of the parameters as they were when all ranks were last equal, and their optimizer.
+
+    Args:
+        parameters: The parameters.
+        update: How the anchor is stepped.
+
+    Attributes:
+        tensors: One for each parameter.
+        outer: The outer optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], update: OuterUpdate) -> None:
+        self.tensors: list[torch.Tensor] = [_wide(p, update.anchor_dtype) for p in parameters]
+        self.outer: torch.optim.Optimizer = update.optimizer(self.tensors)
+
+    def described(self) -> str:
+        """Return the optimizer's class and settings as text, for comparison between ranks."""
+        settings = {k: v for k, v in self.outer.defaults.items() if isinstance(v, bool | int | float | str | tuple)}
+        return f"{type(self.outer).__name__}({', '.join(f'{key}={value}' for key, value in settings.items())})"
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates of the outer optimizer."""
+        return [float(group["lr"]) for group in self.outer.param_groups if "lr" in group]
+
+    def step(self, part: list[torch.Tensor], changes: list[torch.Tensor], rates: Sequence[float] = ()) -> None:
+        """Step a part of the anchor with changes as its gradient, and with these learning rates if given."""
+        for group, rate in zip(self.outer.param_groups, rates, strict=False):
+            group["lr"] = rate
+        for there, change in zip(part, changes, strict=True):
+            there.grad = change
+        self.outer.step()
+        self.outer.zero_grad()
+
+    def look_ahead(
+        self, part: list[torch.Tensor], here: list[torch.Tensor], changes: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Move a rank to the result predicted from its own contribution, and return that.
+
+        The anchor and its optimizer stay unchanged: the step is made on copies that temporarily replace them.
+        """
+        settings = [dict(group) for group in self.outer.param_groups]
+        places = [there.data for there in part]
+        states = [self.outer.state.get(there) for there in part]
+        for there, state in zip(part, states, strict=True):
+            there.data = there.clone()
+            self.outer.state[there] = copy.deepcopy(state or {})
+        self.step(part, changes)
+        # An optimizer may count its steps, or change its learning rate, in its groups.
+        for group, values in zip(self.outer.param_groups, settings, strict=True):
+            group.clear()
+            group.update(values)
+        expected = []
+        for parameter, there, place, state in zip(here, part, places, states, strict=True):
+            expected.append(there.data.to(parameter.dtype))
+            parameter.copy_(expected[-1])
+            there.data = place
+            self.outer.state[there] = state or {}
+        return expected
+
+    def load(self, index: int, value: torch.Tensor) -> bool:
+        """Replace the anchor's value of a parameter; return False if it is equal already."""
+        value = value.to(self.tensors[index])
+        if torch.equal(self.tensors[index], value):
+            return False
+        self.tensors[index].copy_(value)
+        # The old weights' momentum would move the loaded ones.
+        self.outer.state.pop(self.tensors[index], None)
+        return True
+
+
+def _wide(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a copy of a parameter in the dtype of its anchor."""
+    if dtype is None or tensor.is_complex():
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.detach().to(dtype, copy=True)

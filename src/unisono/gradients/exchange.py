@@ -1,0 +1,165 @@
+"""An exchange of one fragment of a model's parameters, and the phases that it passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from unisono.compression.codec import Codec
+from unisono.core.staging import wait_for
+from unisono.core.work import Completion
+
+__all__ = ["TRANSITIONS", "Ahead", "Exchange", "Fragment", "Phase", "Share"]
+
+
+class Phase(Enum):
+    """What becomes of an exchange's result."""
+
+    UNDER_WAY = "ranks reduce it, or it is queued behind earlier exchanges"
+    OUTDATED = "ranks reduce it, but this rank's model was loaded meanwhile"
+    ARRIVED = "the result is here, and its step is not"
+    APPLIED = "the result is in the anchor or in the parameters"
+    DROPPED = "the result has no effect, because the model was loaded before it was applied"
+    FAILED = "it raised an error, which every later step raises again"
+
+
+TRANSITIONS: dict[str, dict[Phase, Phase]] = {
+    "arrive": {Phase.UNDER_WAY: Phase.ARRIVED, Phase.OUTDATED: Phase.DROPPED},
+    "load": {Phase.UNDER_WAY: Phase.OUTDATED, Phase.ARRIVED: Phase.DROPPED},
+    "apply": {Phase.ARRIVED: Phase.APPLIED},
+    "fail": {Phase.UNDER_WAY: Phase.FAILED, Phase.OUTDATED: Phase.FAILED},
+}
+"""By event and phase, the phase that follows; see `Exchange`."""
+
+
+@dataclass(eq=False)
+class Share:
+    """A rank's part in a turn: what it reports to the others, and what all agree on.
+
+    Attributes:
+        samples: Weight of this rank's contribution; 0 if it is late.
+        leaving: Whether this rank has nothing more to contribute.
+        behind_s: Time from the start of the turn until this rank took it.
+        rates: Learning rates of the outer optimizer, one for each parameter group.
+        of_all: Total weight of all ranks; if it is 0 there is no result.
+    """
+
+    samples: float
+    leaving: bool
+    behind_s: float
+    rates: list[float]
+    of_all: float = 1
+
+
+@dataclass(eq=False)
+class Ahead:
+    """Predicted result that training continues from, if its change since then is added to the true result.
+
+    Attributes:
+        expected: The predicted parameters.
+        own: With an outer optimizer: a copy of this rank's contributions, in case the exchange is repeated.
+    """
+
+    expected: list[torch.Tensor]
+    own: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """An exchange of one fragment: this rank's contributions, which become the result.
+
+    Phases, and what leads from one to the next:
+
+    =========  =======  ========  =======  ======
+    phase      arrive   load      apply    fail
+    =========  =======  ========  =======  ======
+    UNDER_WAY  ARRIVED  OUTDATED           FAILED
+    OUTDATED   DROPPED                     FAILED
+    ARRIVED             DROPPED   APPLIED
+    APPLIED
+    DROPPED
+    FAILED
+    =========  =======  ========  =======  ======
+
+    arrive: The thread that owns the fragments finds that the exchange has ended.
+    load: The model has loaded other values for a parameter of the fragment. This does not affect an exchange that is
+        over.
+    apply: The result steps the anchor, or is about to be copied to the parameters.
+    fail: The thread that owns the fragments finds that the exchange has raised.
+
+    Only the thread that owns the fragments (see `Turns`) changes the phase. The thread that reduces writes `tensors`
+    and `share`, and then completes `done`.
+
+    Attributes:
+        due: The step in which the result is applied.
+        tensors: One for each parameter of the fragment.
+        done: Completed by the thread that reduces.
+        alpha: Share of this rank's own parameters when the result is applied, if any.
+        in_place: Whether the contributions are the parameters themselves, so that there is nothing to copy.
+        is_last: Whether the anchor moves by the mean change, without the outer optimizer.
+        ahead: The predicted result, if training continues from one.
+        share: This rank's part in a turn; None if exchanges are scheduled by steps.
+        streams: Streams of accelerators on which the result is computed.
+        phase: The present one.
+    """
+
+    due: int
+    tensors: list[torch.Tensor]
+    done: Completion
+    alpha: float | None
+    in_place: bool = False
+    is_last: bool = False
+    ahead: Ahead | None = None
+    share: Share | None = None
+    streams: Sequence[torch.Stream] = ()
+    phase: Phase = Phase.UNDER_WAY
+
+    def change(self, event: str) -> None:
+        """Go on to the phase that follows an event: the only place that changes it."""
+        self.phase = TRANSITIONS[event][self.phase]
+
+    def wait(self) -> None:
+        """Wait for the result; raise the error of an exchange that failed."""
+        try:
+            self.done.wait()
+        except BaseException:
+            # An exchange may still end after its wait was interrupted, or timed out.
+            if self.done.is_completed() and self.phase is not Phase.FAILED:
+                self.change("fail")
+            raise
+        wait_for(self.streams)
+        if self.phase in TRANSITIONS["arrive"]:
+            self.change("arrive")
+
+    def load(self) -> None:
+        """Drop the result, because the model has loaded other values."""
+        if self.phase in TRANSITIONS["load"]:
+            self.change("load")
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Parameters that are exchanged together.
+
+    Attributes:
+        members: Their indices among the floating-point parameters.
+        anchor: Their part of the anchor, if there is one.
+        codecs: One for each message; None for an uncompressed one. Empty without compression.
+        rounds: Number of exchanges applied.
+        missed: Number of exchanges without this rank's contribution because it was late.
+        samples: Number of samples that this rank has trained on since its last contribution.
+        exchange: The exchange in flight.
+        is_loaded: Whether this rank has loaded the anchor since the last exchange; ranks then compare it.
+    """
+
+    members: list[int]
+    anchor: list[torch.Tensor]
+    codecs: list[Codec | None] = field(default_factory=list)
+    rounds: int = 0
+    missed: int = 0
+    samples: float = 0
+    exchange: Exchange | None = None
+    is_loaded: bool = False

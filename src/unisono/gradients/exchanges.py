@@ -1,0 +1,344 @@
+"""Exchanges of a model's fragments over one communicator: their common part, and the exchanges by steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from unisono.comm.equal_tensors import tensor_hash
+from unisono.communicator import Communicator, engine_of
+from unisono.compression.codec import Codec
+from unisono.core.staging import current_streams, entered, wait_for
+from unisono.core.threads import SerialWorker
+from unisono.core.work import Completion
+from unisono.gradients.anchor import Anchor
+from unisono.gradients.exchange import Ahead, Exchange, Fragment, Phase, Share
+from unisono.gradients.periodic import Schedule, compare
+from unisono.gradients.weights import ErrorContext
+from unisono.utils.flatten import buckets, flat_apply
+
+__all__ = ["ExchangeSettings", "Exchanges", "Reduction", "StepExchanges", "Tensors"]
+
+_CALLS = 4
+"""Largest number of collectives in the average of one message; each has the communicator's timeout."""
+
+Tensors = Callable[[Fragment], list[torch.Tensor]]
+"""Function of a fragment that returns its parameters as they are now."""
+
+
+class Reduction(Protocol):
+    """Reduction of one flat message over the ranks, in place; the same function on all ranks."""
+
+    def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How fragments are exchanged; arguments of `PeriodicAverager`.
+
+    Attributes:
+        lag: Number of steps that training continues before it applies a result.
+        alpha: Share of this rank's own parameters when a result is applied, if any.
+        reduce: The reduction.
+        cap: Bytes of a message.
+    """
+
+    lag: int
+    alpha: float | None
+    reduce: Reduction
+    cap: int
+
+    def messages(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the tensors of each message."""
+        return list(buckets(tensors, self.cap))
+
+
+class Exchanges(ABC):
+    """Exchanges of fragments over one communicator. Another communicator gets another object.
+
+    Everything but the reduction runs in the thread that owns the fragments: the training thread, unless a subclass says
+    otherwise.
+
+    Args:
+        owner: Name of the averager's class.
+        comm: A dedicated communicator.
+        fragments: The fragments.
+        anchor: None if the parameters themselves are averaged.
+        settings: How they are exchanged.
+        grace_s: How much longer than its calls an exchange may take.
+
+    Attributes:
+        error: Error of the first exchange that failed. None begins after it.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        comm: Communicator,
+        fragments: Sequence[Fragment],
+        anchor: Anchor | None,
+        settings: ExchangeSettings,
+        grace_s: float = 0.0,
+    ) -> None:
+        self.error: BaseException | None = None
+        self._owner = owner
+        self._comm = comm
+        self._fragments = fragments
+        self._anchor = anchor
+        self._settings = settings
+        # All fragments may have exchanges queued before one.
+        self._limit_s = (_CALLS * engine_of(comm).options.timeout_s + grace_s) * len(fragments)
+        self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
+
+    def ender(self) -> Callable[[], None]:
+        """Return a function that ends the thread. It takes no lock, because a finalizer may call it."""
+        return self._worker.end
+
+    def joiner(self) -> Callable[[], None]:
+        """Return a function that ends the thread after its last exchange, and waits until it has ended.
+
+        The function has no reference to this object, which a communicator would keep alive until it closes.
+        """
+        return partial(_join, self.ender(), self._worker, self._limit_s)
+
+    def check(self) -> None:
+        """Raise the error of the first exchange that failed, if any."""
+        if self.error is not None:
+            raise self.error
+
+    # -- when fragments are exchanged -----------------------------------------------------------
+    @abstractmethod
+    def step(self, step: int, samples: int, tensors: Tensors) -> bool:
+        """Send the fragments that are due after a step, and apply the results that are; return whether any was."""
+
+    @abstractmethod
+    def exchange_all(self, step: int, tensors: Tensors) -> None:
+        """Exchange all fragments now, and continue from the results, without this rank's share of parameters."""
+
+    @abstractmethod
+    def finish(self, step: int, tensors: Tensors) -> None:
+        """Wait for the exchanges in flight, apply their results, and average the changes since."""
+
+    def held(self) -> AbstractContextManager[object]:
+        """Context in which this thread owns the fragments."""
+        return nullcontext()
+
+    def check_between(self) -> None:
+        """Raise `RuntimeError` if the state of the fragments is not one to resume from."""
+
+    # -- an exchange ---------------------------------------------------------------------------
+    def _contribution(self, fragment: Fragment, here: list[torch.Tensor], *, in_place: bool) -> list[torch.Tensor]:
+        if not fragment.anchor:
+            return here if in_place else [p.clone() for p in here]
+        # Ranks started from the anchor rounded to the parameter's dtype; the rounding must not count as a change.
+        return [a.to(p.dtype).to(a.dtype) - p.to(a.dtype) for a, p in zip(fragment.anchor, here, strict=True)]
+
+    def _begin(
+        self,
+        fragment: Fragment,
+        here: list[torch.Tensor],
+        step: int,
+        lag: int,
+        alpha: float | None,
+        *,
+        share: Share | None = None,
+        is_last: bool = False,
+    ) -> Exchange:
+        """Return a new exchange of a fragment with these parameters, for `_task` to send."""
+        self.check()
+        if (failure := self._comm.exception()) is not None:
+            raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
+        in_place = self._anchor is None and not lag and not alpha
+        given = self._contribution(fragment, here, in_place=in_place)
+        ahead = None
+        if lag and alpha is None:
+            if self._anchor is None:
+                ahead = Ahead([p.clone() for p in here])
+            else:
+                own = [change.clone() for change in given]
+                ahead = Ahead(self._anchor.look_ahead(fragment.anchor, here, own), own)
+        return Exchange(step + lag, given, self._completion(given), alpha, in_place, is_last, ahead, share)
+
+    def _completion(self, given: list[torch.Tensor]) -> Completion:
+        return Completion(self._limit_s * len(self._settings.messages(given)))
+
+    def _task(self, fragment: Fragment, exchange: Exchange, step: int | None, *, aside: bool) -> Callable[[], None]:
+        """Return the task that reduces a new exchange; it raises nothing.
+
+        Args:
+            fragment: Whose exchange it is.
+            exchange: The exchange.
+            step: The present step, if all ranks are at the same one.
+            aside: Whether another thread will run the task.
+        """
+        streams = current_streams(t.device for t in exchange.tensors) if aside else []
+        exchange.streams = [torch.Stream(device=stream.device) for stream in streams]
+        state = {
+            "rounds": fragment.rounds,
+            "steps": step,
+            "digests of what was loaded": [tensor_hash(a).item() for a in fragment.anchor if fragment.is_loaded],
+        }
+        fragment.is_loaded = False
+        return partial(self._run, fragment, exchange, streams, state)
+
+    def _run(
+        self, fragment: Fragment, exchange: Exchange, after: Sequence[torch.Stream], state: Mapping[str, object]
+    ) -> None:
+        """Reduce the contributions of an exchange, ordered after the work queued on streams."""
+        error: BaseException | None = None
+        what = f"averaging fragment {self._fragments.index(fragment)}, whose result is for step {exchange.due}"
+        try:
+            with torch.no_grad(), ErrorContext(what), entered(exchange.streams):
+                wait_for(after)
+                self._compare(state)
+                self._reduce(fragment, exchange)
+        except BaseException as raised:
+            error = raised
+        self.error = self.error or error
+        exchange.done.complete(error)
+
+    def _compare(self, state: Mapping[str, object]) -> None:
+        """Make the reduction compare the values that ranks must have in common when they exchange."""
+        compare(self._comm, state, self._owner)
+
+    def _reduce(self, fragment: Fragment, exchange: Exchange) -> None:
+        """Reduce the contributions of an exchange, one message after another."""
+        for index, message in enumerate(self._settings.messages(exchange.tensors)):
+            codec = fragment.codecs[index] if fragment.codecs else None
+            shapes = [t.shape for t in message]
+            flat_apply(message, partial(self._reduce_message, codec, shapes, fragment.rounds))
+
+    def _reduce_message(self, codec: Codec | None, shapes: list[torch.Size], turn: int, memory: torch.Tensor) -> None:
+        flat = memory.detach().view(-1)
+        if codec is None:
+            self._settings.reduce(flat, self._comm, turn)
+        else:
+            codec.average(flat, self._comm, shapes)
+
+    # -- its result ----------------------------------------------------------------------------
+    def apply(self, fragment: Fragment, tensors: Tensors) -> bool:
+        """Wait for a fragment's exchange, and apply the result; return False if none is in flight."""
+        exchange = fragment.exchange
+        if exchange is None:
+            return False
+        self._step_anchor(fragment, exchange)
+        if exchange.in_place or exchange.phase is Phase.DROPPED:
+            return True
+        results = exchange.tensors if self._anchor is None else fragment.anchor
+        ahead = exchange.ahead
+        for index, (here, there) in enumerate(zip(tensors(fragment), results, strict=True)):
+            if ahead is not None:
+                here.sub_(ahead.expected[index]).add_(there)
+            else:
+                here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
+        if ahead is None and not exchange.alpha:
+            # The parameters equal the anchor now, so there is nothing to weigh.
+            fragment.samples = 0
+        return True
+
+    def _step_anchor(self, fragment: Fragment, exchange: Exchange) -> None:
+        """Wait for a fragment's exchange, and step the fragment's part of the anchor with its result."""
+        exchange.wait()
+        fragment.exchange = None
+        fragment.rounds += 1
+        if exchange.phase is Phase.DROPPED:
+            return
+        exchange.change("apply")
+        share = exchange.share
+        if self._anchor is None or (share is not None and not share.of_all):
+            return
+        if exchange.is_last:
+            for there, change in zip(fragment.anchor, exchange.tensors, strict=True):
+                there.sub_(change)
+            return
+        self._anchor.step(fragment.anchor, exchange.tensors, share.rates if share is not None else ())
+
+    def _apply_due(self, step: int, tensors: Tensors) -> bool:
+        """Apply the results that are due after a step; return whether any was."""
+        applied = False
+        for fragment in self._fragments:
+            if fragment.exchange is not None and fragment.exchange.due <= step:
+                applied |= self.apply(fragment, tensors)
+        return applied
+
+
+class StepExchanges(Exchanges):
+    """Exchanges after the steps that a schedule names, so that ranks agree on their order without a message.
+
+    If a result may lag, a worker thread runs the exchanges in that order; otherwise the training thread does.
+
+    Args:
+        owner, comm, fragments, anchor, settings: As for `Exchanges`.
+        schedules: For each fragment, a predicate of the step: whether it is sent after it.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        comm: Communicator,
+        fragments: Sequence[Fragment],
+        anchor: Anchor | None,
+        settings: ExchangeSettings,
+        schedules: Sequence[Schedule],
+    ) -> None:
+        super().__init__(owner, comm, fragments, anchor, settings)
+        self._schedules = schedules
+        if settings.lag:
+            comm.allow_any_thread()
+
+    def step(self, step: int, samples: int, tensors: Tensors) -> bool:
+        applied = False
+        for fragment in self._due(step):
+            # First: a fragment may be due again before its result is.
+            applied |= self.apply(fragment, tensors)
+            self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
+        return self._apply_due(step, tensors) or applied
+
+    def _due(self, step: int) -> Iterator[Fragment]:
+        return (each for each, schedule in zip(self._fragments, self._schedules, strict=True) if schedule(step))
+
+    def _exchange(
+        self,
+        fragment: Fragment,
+        step: int,
+        lag: int,
+        alpha: float | None,
+        tensors: Tensors,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        exchange = self._begin(fragment, tensors(fragment), step, lag, alpha, is_last=is_last)
+        task = self._task(fragment, exchange, step, aside=lag > 0)
+        if lag > 0:
+            self._worker.run(task)
+        else:
+            task()
+        # Last, because `apply` must only wait for an exchange that was started.
+        fragment.exchange = exchange
+
+    def exchange_all(self, step: int, tensors: Tensors) -> None:
+        self._exchange_now(step, tensors, is_last=False)
+
+    def finish(self, step: int, tensors: Tensors) -> None:
+        for fragment in self._fragments:
+            self.apply(fragment, tensors)
+        if self._anchor is not None:
+            self._exchange_now(step, tensors, is_last=True)
+
+    def _exchange_now(self, step: int, tensors: Tensors, *, is_last: bool) -> None:
+        for fragment in self._fragments:
+            self.apply(fragment, tensors)
+        for fragment in self._fragments:
+            self._exchange(fragment, step, 0, None, tensors, is_last=is_last)
+            self.apply(fragment, tensors)
+
+
+def _join(end: Callable[[], None], worker: SerialWorker, limit_s: float) -> None:
+    end()
+    worker.join(limit_s)

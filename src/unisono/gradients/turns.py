@@ -1,0 +1,292 @@
+"""Exchanges of ranks of different speed: turns that begin at a time, in whatever step a rank then is."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from unisono.communicator import Communicator, engine_of
+from unisono.core import clock
+from unisono.core.threads import SerialWorker
+from unisono.gradients.anchor import Anchor
+from unisono.gradients.exchange import Exchange, Fragment, Share
+from unisono.gradients.exchanges import Exchanges, ExchangeSettings, Tensors
+
+__all__ = ["Turns"]
+
+_log = logging.getLogger("unisono")
+
+
+@dataclass(eq=False)
+class _Interval:
+    """Turns from the first step, or the first after `finish`, until all ranks have called `finish`.
+
+    The worker alone writes the first three attributes, before it completes `last`. So once a thread has seen `last`
+    complete, they do not change before the next exchange.
+
+    Attributes:
+        due_s: Start of the turn.
+        left: Number of consecutive turns in which all ranks were leaving.
+        is_over: Whether all ranks have left.
+        last: The latest exchange.
+        step: The step that training has reached.
+    """
+
+    due_s: float
+    left: int = 0
+    is_over: bool = False
+    last: Exchange | None = None
+    step: int = 0
+
+    def is_due(self) -> bool:
+        """Return whether the turn has begun and this rank has not taken it yet."""
+        return (self.last is None or self.last.done.is_completed()) and clock.now() >= self.due_s
+
+
+class Turns(Exchanges):
+    """Turns in which ranks of different speed exchange one fragment after another.
+
+    A turn begins one interval after the previous one. Its exchange tells all ranks how late the last of them took it,
+    and so when it began on all; clocks are not compared. Training takes a turn at the end of a step. If it does not
+    within the lag, the worker takes part in its place, with zeros that weigh nothing, so that no rank waits for it.
+
+    There are two threads, and no lock between them:
+
+    - The worker alone leads from turn to turn. It waits for the training thread's contribution until the turn has to
+      take place, runs the exchange, and then schedules the next turn.
+    - The fragments, with the anchor and its optimizer, belong to the thread that holds the token. Training takes it
+      when it enters a method, and puts it back when it leaves. The worker takes it if training is late, while it steps
+      the anchor on training's behalf. The worker never waits for the token: if training holds it, training is about to
+      contribute. Nor does it wait for another rank while it holds it. So training waits for one step of the anchor at
+      most, and only if it was late.
+
+    What happens if a rank leaves during an exchange depends on how it leaves:
+
+    - A rank that has called `finish` contributes the rest of its samples, and then takes part in each turn until all
+      ranks have called `finish`, as each exchange reports. Its leaving does not disturb the others.
+    - A rank that dies, or aborts, breaks the communicator. The exchange raises in the worker of every other rank, and
+      the worker ends. Training there gets the error, which names the rank, from its next `step` or `finish`, and from
+      all later ones. The anchor keeps the result of the previous exchange, and after `move_to` another communicator the
+      lost contribution is made again.
+    - A rank that is alive but stuck in a step has not left: its worker takes part.
+
+    Args:
+        owner, comm, fragments, anchor, settings: As for `Exchanges`.
+        interval_s: Seconds from turn to turn.
+        max_lag_s: Seconds from the beginning of a turn until it takes place without this rank's contribution.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        comm: Communicator,
+        fragments: Sequence[Fragment],
+        anchor: Anchor,
+        settings: ExchangeSettings,
+        interval_s: float,
+        max_lag_s: float,
+    ) -> None:
+        super().__init__(owner, comm, fragments, anchor, settings, interval_s + max_lag_s)
+        self._interval_s = interval_s
+        self._max_lag_s = max_lag_s
+        # Number of the turn, which only the worker changes.
+        self._number = 0
+        self._interval: _Interval | None = None
+        self._contributions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._token: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._token.put(None)
+        comm.allow_any_thread()
+
+    def ender(self) -> Callable[[], None]:
+        return partial(_end, self._contributions, self._worker)
+
+    # -- the training thread -------------------------------------------------------------------
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._token.get()
+        try:
+            yield
+        finally:
+            self._token.put(None)
+
+    def step(self, step: int, samples: int, tensors: Tensors) -> bool:
+        with self.held():
+            for fragment in self._fragments:
+                fragment.samples += samples
+            interval = self._begun(step)
+            applied = False
+            if interval.is_due():
+                fragment = self._in_turn
+                applied = self.apply(fragment, tensors)
+                self._contribute(interval, fragment, self._settings.lag, self._settings.alpha, tensors)
+            return self._apply_due(step, tensors) or applied
+
+    def finish(self, step: int, tensors: Tensors) -> None:
+        with self.held():
+            interval = self._begun(step)
+            if interval.last is not None:
+                # The next turn is not known before.
+                interval.last.done.wait()
+            while not interval.is_over:
+                fragment = self._in_turn
+                self.apply(fragment, tensors)
+                # Before the turn is due, because this rank has nothing else to do. Its worker waits for the others.
+                self._contribute(interval, fragment, 0, None, tensors, leaving=True)
+                self.apply(fragment, tensors)
+            self._interval = None
+            for fragment in self._fragments:
+                self.apply(fragment, tensors)
+
+    exchange_all = finish
+
+    def check_between(self) -> None:
+        if self._interval is not None:
+            raise RuntimeError("ranks are inside of an interval. Call finish() on all ranks: they are equal after it")
+
+    def _begun(self, step: int) -> _Interval:
+        """Return the interval, which begins now if there is none."""
+        if self._interval is None:
+            self._interval = _Interval(clock.now() + self._interval_s)
+            self._worker.run(partial(self._take_turns, self._interval))
+        self._interval.step = step
+        return self._interval
+
+    @property
+    def _in_turn(self) -> Fragment:
+        """The fragment whose turn it is."""
+        return self._fragments[self._number % len(self._fragments)]
+
+    @property
+    def _rates(self) -> list[float]:
+        assert self._anchor is not None
+        return self._anchor.rates
+
+    def _contribute(
+        self,
+        interval: _Interval,
+        fragment: Fragment,
+        lag: int,
+        alpha: float | None,
+        tensors: Tensors,
+        *,
+        leaving: bool = False,
+    ) -> None:
+        """Pass this rank's contribution to the worker."""
+        share = Share(fragment.samples, leaving, max(0.0, clock.now() - interval.due_s), self._rates)
+        exchange = self._begin(fragment, tensors(fragment), interval.step, lag, alpha, share=share)
+        fragment.samples = 0
+        self._contributions.put(self._started(interval, fragment, exchange))
+
+    def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
+        """Make an exchange the fragment's, and return its task."""
+        # Steps are not compared: ranks of different speed are at different ones.
+        task = self._task(fragment, exchange, None, aside=True)
+        fragment.exchange = exchange
+        interval.last = exchange
+        return task
+
+    # -- the worker ----------------------------------------------------------------------------
+    @torch.no_grad()
+    def _take_turns(self, interval: _Interval) -> None:
+        try:
+            while not interval.is_over and self.error is None:
+                task = self._next(interval)
+                if task is None:
+                    return
+                task()
+                # Or its tensors would stay alive until the next turn.
+                del task
+        except BaseException as raised:
+            # For example from the outer optimizer, in a missed turn. Training's next step raises it.
+            self.error = raised
+            # The other ranks must not wait for this one's part in the exchange.
+            self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in a turn: {raised!r}")
+
+    def _next(self, interval: _Interval) -> Callable[[], None] | None:
+        """Wait for training's contribution, or take part without one; return the task, or None at the end."""
+        late_s = interval.due_s + self._max_lag_s
+        while True:
+            try:
+                return self._contributions.get(timeout=max(0.0, late_s - clock.now()))
+            except queue.Empty:
+                if clock.now() < late_s:
+                    # The library's clock was stopped for a while.
+                    continue
+            try:
+                self._token.get_nowait()
+            except queue.Empty:
+                # Training is in `step` or in `finish`, and about to contribute.
+                late_s = clock.now() + self._max_lag_s
+                continue
+            try:
+                # It may have contributed between the end of the wait and here. From here on it cannot.
+                return self._contributions.get_nowait() if not self._contributions.empty() else self._miss(interval)
+            finally:
+                self._token.put(None)
+
+    def _miss(self, interval: _Interval) -> Callable[[], None]:
+        """Take part without a contribution, because training did not finish a step in time."""
+        fragment = self._in_turn
+        if fragment.exchange is not None:
+            # Training has not even applied the previous turn's result. It will find it in the anchor.
+            self._step_anchor(fragment, fragment.exchange)
+        fragment.missed += 1
+        _log.warning(
+            "rank %d was more than %g s late for exchange %d: its latest %g samples do not count",
+            self._comm.rank,
+            self._max_lag_s,
+            self._number,
+            fragment.samples,
+        )
+        share = Share(0, False, max(0.0, clock.now() - interval.due_s), self._rates)
+        nothing = [torch.zeros_like(there) for there in fragment.anchor]
+        # Due immediately, so that training continues from the anchor after its next step.
+        exchange = Exchange(interval.step, nothing, self._completion(nothing), None, share=share)
+        return self._started(interval, fragment, exchange)
+
+    def _reduce(self, fragment: Fragment, exchange: Exchange) -> None:
+        interval = self._interval
+        share = exchange.share
+        assert interval is not None
+        assert share is not None
+        behind_s = self._weigh(interval, exchange.tensors, share)
+        # Read the clock only now: the delays are those at the time when the last rank has arrived.
+        began_s = clock.now() - behind_s
+        if share.of_all:
+            super()._reduce(fragment, exchange)
+        # Before the exchange completes, because training may then take the next turn.
+        self._number += 1
+        interval.due_s = max(began_s + self._interval_s, clock.now())
+        # All ranks were leaving for one turn of each fragment, so nothing is left to contribute.
+        interval.is_over = interval.left >= len(self._fragments)
+
+    def _weigh(self, interval: _Interval, tensors: Sequence[torch.Tensor], share: Share) -> float:
+        """Scale the contribution by its share of all samples; agree on which ranks leave, and on learning rates.
+
+        Returns: The largest delay of any rank in taking the turn, in seconds.
+        """
+        said = [share.samples, share.leaving, share.behind_s, *share.rates]
+        mine = torch.tensor(said, dtype=torch.float64, device=self._comm.device)
+        everyone = mine.new_empty(self._comm.size * mine.numel())
+        # A leaving rank takes the turn before it is due, and waits for the others here.
+        limit_s = engine_of(self._comm).options.timeout_s + self._interval_s + self._max_lag_s
+        self._comm.all_gather_single(everyone, mine, timeout=limit_s)
+        rows: list[list[float]] = everyone.view(self._comm.size, -1).tolist()
+        interval.left = interval.left + 1 if all(row[1] for row in rows) else 0
+        share.of_all = sum(row[0] for row in rows)
+        # A late rank may be elsewhere in a schedule, so all use the rates of the first rank that was on time.
+        share.rates = next((row[3:] for row in rows if row[0]), share.rates)
+        for tensor in tensors if share.of_all else ():
+            tensor.mul_(share.samples * self._comm.size / share.of_all)
+        return max(row[2] for row in rows)
+
+
+def _end(contributions: queue.SimpleQueue[Callable[[], None] | None], worker: SerialWorker) -> None:
+    contributions.put(None)
+    worker.end()

@@ -1,4 +1,4 @@
-"""Tagged messages between ranks, whatever carries their bytes: rings in shared memory, or connections."""
+"""Tagged messages between ranks, over any carrier of bytes: rings in shared memory, or connections."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _threads = DaemonThreadPool("unisono messages")
 
 
 class MessageWork(CountdownWork):
-    """A batch of messages. The thread that waits for them or polls them moves them.
+    """A batch of messages, moved by the thread that waits for them or polls them.
 
     Args:
         timeout_s: Default timeout in seconds.
         messages: The batch.
-        move: Waits until messages have moved, or the work is done: `TaggedMessages.wait`.
-        check: Moves messages without waiting: `TaggedMessages.check`.
+        move: `TaggedMessages.wait`, which waits until messages have moved, or the work is done.
+        check: `TaggedMessages.check`, which moves messages without waiting.
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
@@ -81,7 +81,7 @@ class MessageWork(CountdownWork):
         try:
             self.wait(_NO_TIMEOUT_S)
         except CommError as error:
-            # There is no caller to raise it in; the future reports it.
+            # There is no caller to raise it to; the future reports it.
             self.complete(error)
 
     def _awaited(self) -> list[int]:
@@ -91,7 +91,7 @@ class MessageWork(CountdownWork):
 ItemT = TypeVar("ItemT")
 
 _HEADER = struct.Struct(MESSAGE_HEADER)
-"""The first part of each message. Its content is the second."""
+"""Header, the first part of each message; its content is the second."""
 HEADER_BYTES = _HEADER.size
 FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
 """The header that follows the last message on a connection."""
@@ -102,31 +102,31 @@ class Bytes(Protocol):
 
     @property
     def available(self) -> int:
-        """Bytes that can be read now, at least."""
+        """Return a lower bound of the bytes that can be read now."""
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """Send as much of a part as there is room for; return how many bytes that was.
+        """Send as much of a part as fits; return the number of bytes.
 
         Args:
             content: The rest of the part.
-            more: Whether the next call publishes these bytes together with its own, as `MSG_MORE` of sockets.
+            more: Whether the next call publishes these bytes together with its own, like `MSG_MORE` on sockets.
         """
 
     def peek(self) -> memoryview:
-        """Return what can be read in one piece; a header at least, if it has arrived."""
+        """Return the bytes that can be read in one piece, at least a header if it has arrived."""
 
     def skip(self, nbytes: int, /) -> None:
-        """Remove a part of this many bytes, which `peek` has returned."""
+        """Consume a part of this many bytes, which `peek` has returned."""
 
     def read(self, into: memoryview, /) -> int:
-        """Copy as much of a part as there is into memory for the rest of it; return how many bytes that was."""
+        """Copy the available bytes of a part into memory for the rest of it; return their number."""
 
 
 class Outgoing:
-    """Sends to one peer, in their order; the first one is being written.
+    """Sends to one peer, in order; the first one is being written.
 
     Attributes:
-        pending: Number of sends that are not done.
+        pending: Number of unfinished sends.
     """
 
     def __init__(self, ring: Bytes) -> None:
@@ -136,16 +136,16 @@ class Outgoing:
         self._rest: memoryview | None = None
 
     def works(self) -> list[CountdownWork]:
-        """Works of the sends that are not done."""
+        """Works of the unfinished sends."""
         return [work for _, work in self._queue]
 
     def post(self, message: Send, work: CountdownWork) -> None:
-        """Send after those that were posted before."""
+        """Send a message after those posted earlier."""
         self._queue.append((message, work))
         self.pending += 1
 
     def move(self) -> bool:
-        """Write as much as there is room for; return whether anything was."""
+        """Write as much as fits; return whether anything was written."""
         moved = False
         while self._queue:
             message, work = self._queue[0]
@@ -174,9 +174,9 @@ class Incoming:
     """Messages from one peer, and the receives that wait for them, by tag.
 
     Attributes:
-        pending: Number of receives that are not done, plus one while an early message is read.
+        pending: Number of unfinished receives, plus one while an early message is being read.
         early: Messages that arrived before their receive, by tag.
-        probed: The tag that is probed for, if any.
+        probed: The probed tag, if any.
     """
 
     def __init__(self, ring: Bytes, peer: int, rank: int) -> None:
@@ -193,7 +193,7 @@ class Incoming:
         self._end: tuple[Recv, CountdownWork] | None = None
 
     def works(self) -> list[CountdownWork]:
-        """Works of the receives that are not done."""
+        """Works of the unfinished receives."""
         waiting = [work for queue in self._posted.values() for _, work in queue]
         return waiting + ([self._end[1]] if self._end is not None else [])
 
@@ -212,7 +212,7 @@ class Incoming:
             work.arrived(message)
 
     def move(self) -> bool:
-        """Read as much as there are receives for; return whether anything was."""
+        """Read as much as there are receives for; return whether anything was read."""
         moved = False
         while (self.pending or self.probed is not None) and self._ring.available:
             if self._target is None and not self._begin():
@@ -226,9 +226,9 @@ class Incoming:
         return moved
 
     def _begin(self) -> bool:
-        """Read a header, and choose where the message goes.
+        """Read a header, and choose the message's destination.
 
-        False if it has not arrived whole, or is the one probed, which stays in the ring.
+        Return False if it is incomplete, or the probed one, which stays in the ring.
         """
         coming = self._next_tag()
         if coming is None or (not self._posted and coming == self.probed):
@@ -241,7 +241,7 @@ class Incoming:
         if tag in self._posted:
             self._end = _next(self._posted, tag)
         else:
-            # A later message, of another tag, is waited for or probed: this one is stored in `early`.
+            # A later message, with another tag, is awaited or probed, so this one is stored in `early`.
             self._end = None
             self.pending = self.pending + 1
         target = None if self._end is None else self._end[0].tensor
@@ -255,7 +255,7 @@ class Incoming:
         return True
 
     def _next_tag(self) -> int | None:
-        """Return the tag of the message that comes next, if its header has arrived."""
+        """Return the tag of the next message, if its header has arrived."""
         head = self._ring.peek()
         return _HEADER.unpack_from(head)[0] if len(head) >= HEADER_BYTES else None
 
@@ -271,18 +271,18 @@ class Incoming:
             return
         self.early.setdefault(self._tag, deque()).append(content)
         if self._tag in self._posted:
-            # This receive was posted meanwhile.
+            # A receive for it was posted meanwhile.
             self.pending -= 1
             self.post(*_next(self._posted, self._tag))
 
     def _refuse(self, message: Recv, work: CountdownWork, numel: int, dtype: torch.dtype) -> None:
-        """Fail a receive, because another number of elements or another dtype was sent."""
+        """Fail a receive, because a different number of elements or dtype was sent."""
         sent = elements(numel, str(dtype))
         expected = elements(message.tensor.numel(), str(message.tensor.dtype))
         work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
 
     def holds(self, tag: int) -> bool:
-        """Return whether a message with this tag has arrived that no receive waits for."""
+        """Return whether a message with this tag has arrived for which no receive is posted."""
         return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
@@ -299,15 +299,15 @@ def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
 
 
 class TaggedMessages(ABC):
-    """All messages of one rank, of every tag. The threads that wait for messages move those of all peers.
+    """All messages of one rank, with every tag. Threads that wait for messages move those of all peers.
 
     Args:
-        outgoing, incoming: What carries the bytes to and from each peer.
+        outgoing, incoming: Carriers of bytes to and from each peer.
         rank: This rank.
 
     Attributes:
-        lock, idle, held: As of `MessageEnds`.
-        broken: Why no message can be posted any more, if so.
+        lock, idle, held: As for `MessageEnds`.
+        broken: Error that prevents further messages, if any.
     """
 
     def __init__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], rank: int) -> None:
@@ -342,19 +342,19 @@ class TaggedMessages(ABC):
         return work
 
     def has_read(self, peer: int, tag: int) -> bool:
-        """As of `MessageEnds`."""
+        """Implement `MessageEnds`."""
         return tag in self._in[peer].early
 
     def pending(self) -> list[CountdownWork]:
-        """The works that are not done."""
+        """The unfinished works."""
         with self.lock:
             ends: list[_End] = [*self._out.values(), *self._in.values()]
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Return whether a message with this tag has arrived that no receive waits for.
+        """Return whether a message with this tag has arrived for which no receive is posted.
 
-        Raises as `check` if it cannot arrive any more.
+        Raises like `check` if it cannot arrive any more.
         """
         found = self._holds(peer, tag)
         if not found and (self.broken or self.end_of(peer)):
@@ -371,7 +371,7 @@ class TaggedMessages(ABC):
             return end.holds(tag)
 
     def move(self) -> bool:
-        """Move what can be moved; return whether anything was."""
+        """Move what can be moved; return whether anything was moved."""
         moved = False
         with self.lock:
             for ends in (self._sending, self._receiving):
@@ -385,14 +385,15 @@ class TaggedMessages(ABC):
         return moved
 
     def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Move what can be moved. Raise if the rest cannot complete: an abort's cause, or the loss of a rank."""
+        """Move what can be moved; raise an abort's cause, or the loss of a rank, if the rest cannot complete."""
         if self.move() or done():
             return
         if self.broken is not None:
             raise self.broken
         for rank in missing():
             error = self.end_of(rank)
-            # Its last messages may have come between the move and its end, and another thread may have received them.
+            # Its last messages may have arrived between the move and its end, and another thread may have received
+            # them.
             if error is not None and not self.move() and not done() and rank in missing():
                 raise error
 
@@ -409,16 +410,16 @@ class TaggedMessages(ABC):
 
         Args:
             deadline: On the library's clock.
-            done: Whether what is waited for has happened.
-            missing: The ranks whose loss ends the wait.
+            done: Whether the awaited condition holds.
+            missing: Ranks whose loss ends the wait.
         """
 
     @abstractmethod
     def end_of(self, peer: int) -> CommError | None:
-        """Return the error of waiting for a peer from which nothing more arrives, if so."""
+        """Return the error of waiting for a peer, if nothing more can arrive from it."""
 
     def open(self, peer: int) -> None:
-        """Make what carries the bytes of a peer, if that is made when it is needed."""
+        """Make the carrier of a peer's bytes, if that is made on demand."""
 
     def wake(self, peer: int) -> None:
-        """Wake a peer that may sleep until bytes, or room for bytes, are there."""
+        """Wake a peer that may be sleeping until there are bytes, or room for bytes."""

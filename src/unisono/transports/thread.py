@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: real numerics, no processes, and sends that never buffer."""
+"""Ranks as threads of this process: real computation, no processes, and sends that never buffer."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ class MessageQueue:
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
-        # The keys of `waiting` by each of its two ranks, in order: a rank that ends looks at no other rank's messages.
+        # Keys of `waiting` by each of a message's two ranks, in order, so that a rank that ends only visits its own
+        # messages.
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}
         self.left: defaultdict[str, set[int]] = defaultdict(set)
-        # The ranks that make no more calls. Messages that they have sent may still be received.
+        # Ranks that make no more calls. Messages that they have sent may still be received.
         self.done: defaultdict[str, set[int]] = defaultdict(set)
-        # By group and number of the call, the ranks that have reached it.
+        # Ranks that have reached a call, by group and call number.
         self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)
 
     def offer(
         self, group: str, rank: int, batch: Sequence[Message], work: CountdownWork
     ) -> list[tuple[Message, Message, CountdownWork]]:
-        """Queue a rank's messages, and return those that others wait for, each with its other end.
+        """Queue a rank's messages, and return those with a waiting other end, together with that.
 
         Call with the lock held.
         """
@@ -95,7 +96,7 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove and return all waiting messages of a rank in a group, or those of the others to and from it."""
+        """Remove and return all waiting messages of a rank in a group, or others' messages to and from it."""
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):
@@ -113,8 +114,8 @@ class InFlightMessage:
     Attributes:
         source, target: The ranks.
         sent, expected: The two ends of the message.
-        send, recv: The works that the ends belong to.
-        given, taken: The tensors to copy from and into.
+        send, recv: Works to which the ends belong.
+        given, taken: Tensors to copy from and into.
     """
 
     source: int
@@ -139,12 +140,12 @@ class InFlightMessage:
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
                 work.complete(size_error(self.source, sent, self.target, expected, self.sent.tag, peer))
             return
-        # The thread of either rank may do this, so the receiver's tensor determines the inference mode of the copy.
+        # Either rank's thread may do this, so the receiver's tensor determines the inference mode of the copy.
         try:
             with torch.inference_mode(taken.is_inference()), torch.no_grad():
                 taken.copy_(given)
         except Exception as error:
-            # Such as out of memory. Neither rank may wait for a message that will not arrive.
+            # Out of memory, for example. Neither rank may wait for a message that will not arrive.
             self.send.complete(error)
             self.recv.complete(error)
             return
@@ -155,8 +156,8 @@ class InFlightMessage:
 class ThreadTransport(Transport):
     """Transport between threads; a message is one copy from the sender's tensor into the receiver's.
 
-    A send completes only when it is received, so a program that is safe here needs no buffering
-    anywhere. Cost: about 20 us per message, then the speed of memory.
+    A send completes only when it is received, so a program that is safe here needs no buffering anywhere. Cost: about
+    20 us per message, plus the copy.
     """
 
     in_process = True
@@ -246,7 +247,7 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self._queue, self._timeout_s)
 
     def leave(self) -> None:
-        """Fail the calls and messages that wait for this rank. Those that it has sent may still be received."""
+        """Fail calls and messages that wait for this rank. Messages that it has sent may still be received."""
         with self._queue.lock:
             self._queue.done[self.group.name].add(self.rank)
             meetings = self._queue.meetings.get(self.group.name, {}).values()
@@ -257,7 +258,7 @@ class ThreadTransport(Transport):
             batch.complete(left_error(self.rank))
 
     def close(self) -> None:
-        """Fail present and later messages of other ranks to or from this one: it has left."""
+        """Fail other ranks' current and later messages to or from this one, which has left."""
         self.leave()
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)

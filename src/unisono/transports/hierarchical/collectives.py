@@ -26,7 +26,7 @@ from unisono.transports.hierarchical.routing import SubsetCollectives, SubsetTra
 __all__ = ["HierarchicalCollectives"]
 
 _AHEAD = 1
-"""Number of tiles in flight between hosts while the next one is reduced inside."""
+"""Number of tiles in flight between hosts while the next one is reduced inside a host."""
 _PARTS = 4
 _REPORT_S = 5.0
 
@@ -36,18 +36,18 @@ _threads = DaemonThreadPool("unisono between hosts")
 class HierarchicalCollectives:
     """Long collectives of one group. All ranks have agreed on each call before they run it here.
 
-    All but reduce_scatter and all_gather support any number of ranks per host; these two need equal numbers.
+    reduce_scatter and all_gather need equal numbers of ranks per host; the others support any.
 
-    The number of carriers per host, which move data between hosts, is the number of ranks of the smallest host. The
-    peers of a first rank are the first ranks of the other hosts, and so on. Other ranks use the carriers of their host.
+    Each host has as many carriers, which move data between hosts, as the smallest host has ranks. The peers of a host's
+    n-th rank are the n-th ranks of the other hosts. Other ranks use their host's carriers.
 
     Args:
         outer: All ranks.
         inside: Runs calls among the ranks of this host; None if this rank is the only one.
-        rail: This rank and its peers on the other hosts; None if it is no carrier.
+        rail: This rank and its peers on the other hosts; None if it is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Largest message of a schedule.
-        timeout_s: Longest wait, beyond its own deadline.
+        timeout_s: Longest wait beyond a call's deadline.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class HierarchicalCollectives:
         self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._local_rank = hosts[self._here].index(rank)
         self._carriers = min(len(ranks) for ranks in hosts)
-        # Messages are smaller than tiles, so that the last sum of a tile hardly delays the next tile.
+        # Messages are smaller than tiles, so that the last sum of a tile barely delays the next tile.
         self._rail = SubsetCollectives(rail, max(1, chunk_bytes // _PARTS)) if rail is not None else None
         self._across: dict[tuple[int, ...], SubsetCollectives] = {}
 
     # -- all_reduce ----------------------------------------------------------------------------
     def all_reduce(self, call: Call, deadline: float) -> None:
-        """Reduce tile by tile: while one is in flight between hosts, the next one is reduced inside."""
+        """Reduce tile by tile: while one is in flight between hosts, the next one is reduced inside a host."""
         tensor = call.outputs[0]
         usual = self._carriers * self._chunk_bytes // tensor.element_size()
         tiles = tensor.split(_tiles(tensor.numel(), max(1, usual)))
@@ -95,12 +95,12 @@ class HierarchicalCollectives:
                 self._finish(*ahead.popleft(), deadline)
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
-        # The exchange keeps the deadline itself, and reports a timeout a little later.
+        # The exchange enforces the deadline, and reports a timeout a little later.
         exchanged.wait(seconds_left(deadline) + _REPORT_S)
         self._gathered(tile, share, deadline)
 
     def _shares(self, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a tile into the share that each rank of a host reduces; empty for a rank that is no carrier."""
+        """Split a tile into the share that each rank of a host reduces; empty for a rank that is not a carrier."""
         edges = even_edges(tile.numel(), self._carriers)
         edges += [edges[-1]] * (len(self._hosts[self._here]) - self._carriers)
         return tuple(tile[low:high] for low, high in pairwise(edges))
@@ -183,7 +183,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Number of elements of each tile: few at both ends, where no other work overlaps them, and many between.
+    """Number of elements of each tile: few at both ends, where nothing overlaps them, and many in between.
 
     Example:
         >>> _tiles(100, 16)
@@ -206,7 +206,7 @@ def _root(call: Call) -> int:
 
 
 def _moved(call: Call, root: int, here: bool) -> Call:
-    """Return the same broadcast, among other ranks."""
+    """Return the same broadcast among other ranks."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
@@ -240,6 +240,6 @@ class _InterHostStage:
                 try:
                     function()
                 except Exception as raised:
-                    # The thread that waits for it raises it.
+                    # The waiting thread raises it.
                     error = raised
                 done.complete(error)

@@ -1,6 +1,6 @@
-"""Agreement of the ranks of several hosts before data moves: within a host, then between hosts, then back.
+"""Agreement of ranks on several hosts before data moves: within a host, between hosts, and back.
 
-A host's first rank represents it. A short reduction travels with the agreement: its result is ready when all agree.
+A host's first rank represents it. A short reduction is part of the agreement: its result is ready when all agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD_BYTES = 16
 _DIFFERENT, _AGREED, _LATE = range(3)
 _REPORT_S = 2.0
 _WITHOUT = bytes(_HEAD_BYTES)
-"""Sent by a host with differing ranks: the digest of nothing."""
+"""Sent by a host whose ranks differ: matches no digest."""
 
 _MISSING_RANK_S = 0.5, 5.0
 _QUOTE_S = 10.0
@@ -40,10 +40,10 @@ class HostAgreement:
         control: This rank's handle.
         hosts: Number of hosts.
         inside: Runs calls among the ranks of this host; None if this rank is the only one.
-        links: Links to the other hosts, on the first rank of each.
+        links: Links to the other hosts, on each host's first rank.
         here: The number of this host.
-        short_bytes: Largest reduction that travels with the agreement, to one other host; less to several.
-        timeout_s: For the exchange of what differs.
+        short_bytes: Largest reduction that is part of the agreement with one other host; less with several.
+        timeout_s: Timeout for the exchange of differences.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class HostAgreement:
         self._timeout_s = timeout_s
         self._calls = 0
         self.short_bytes: int = short_bytes // (hosts - 1)
-        # The first rank of a host has room for the packet of each host, including its own partial result.
+        # A host's first rank has room for each host's packet, including its own partial result.
         self._host_rounds = [_HostRound(self.short_bytes) for _ in range(hosts if links is not None else 1)]
         self._own = here if links is not None else 0
 
     def compare(self, mine: Fingerprint, deadline: float) -> None:
-        """Return when all ranks are about to do the same.
+        """Return once all ranks are known to make the same call.
 
         Raises:
             MismatchError: On every rank, quoting all sides.
-            CommTimeoutError: Naming the rank that has not arrived.
+            CommTimeoutError: Names the rank that has not arrived.
         """
         self._calls += 1
         if mine.sends or mine.receives:
-            # Rows must match pair by pair; a digest cannot show that.
+            # Rows must match pair by pair, which a digest cannot show.
             compare_in_full(self._control, self._group, f"call {self._calls}", mine, seconds_left(deadline))
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
     def reduce(self, call: Call, deadline: float) -> None:
-        """As `compare`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
+        """Do the same for an all_reduce of at most `short_bytes`, which is complete when this returns."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._host_rounds[self._own].like(target)
@@ -97,7 +97,7 @@ class HostAgreement:
     def find_missing_rank(self, error: CommTimeoutError, timeout: float) -> BaseException:
         """Return the error of a wait that timed out, naming a rank that has not arrived, if one can be found.
 
-        A rank that waits for a host cannot know which of its ranks is late; all waiting ranks call this.
+        A rank that waits for a host cannot know which of that host's ranks is late, so all waiting ranks call this.
         """
         shortest, longest = _MISSING_RANK_S
         try:
@@ -105,7 +105,7 @@ class HostAgreement:
                 self._group, f"the consistency check of call {self._calls}", None, min(max(timeout, shortest), longest)
             )
         except CommTimeoutError as named:
-            # Without a rank, the error is about the control plane itself, and says no more.
+            # Without a rank, the error is about the control plane itself, and adds nothing.
             return error if named.peer is None else named
         except CommError as first:
             return first
@@ -113,7 +113,7 @@ class HostAgreement:
 
     # -- within this host ----------------------------------------------------------------------
     def _alike(self, mine: Fingerprint, deadline: float) -> bool:
-        """Return whether all ranks of this host are about to do the same."""
+        """Return whether all ranks of this host make the same call."""
         if self._inside is None:
             return True
         transport = self._inside.transport
@@ -127,7 +127,7 @@ class HostAgreement:
         return True
 
     def _summed(self, partly: Call, deadline: float) -> bool:
-        """Reduce the tensors of this host's ranks if they are about to do the same. Return whether they are."""
+        """Reduce the tensors of this host's ranks if they make the same call; return whether they do."""
         if self._inside is None:
             return True
         checks = self._inside.transport.checks
@@ -148,7 +148,7 @@ class HostAgreement:
 
     # -- between hosts, and back ---------------------------------------------------------------
     def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
-        """Compare between hosts and notify all ranks, with the partial results of a reduction if there is one."""
+        """Compare between hosts and notify all ranks, including partial results of a reduction."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
         first = self._host_rounds[0]
         error: CommTimeoutError | None = None
@@ -165,7 +165,7 @@ class HostAgreement:
         if self._inside is not None and alike:
             message = first.with_header(nbytes)
             given = (message,) if self._links is not None else ()
-            # The rank that waits for another host notifies its own host when it gives up, a little after the deadline.
+            # The rank that waits for another host notifies its own host when it gives up, slightly after the deadline.
             self._inside(Call("broadcast", inputs=given, outputs=(message,), root=0), deadline + _REPORT_S)
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
@@ -175,7 +175,7 @@ class HostAgreement:
             raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
 
     def _swapped(self, links: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
-        """Return whether all hosts are about to do the same."""
+        """Return whether all hosts make the same call."""
         digest = _digest(mine) if alike else _WITHOUT
         packet = Packet(digest, self._host_rounds[self._own].content(nbytes if alike else 0))
         theirs = {
@@ -184,14 +184,14 @@ class HostAgreement:
         return links.swap(packet, theirs, deadline) and alike
 
     def _combine(self, partly: Call | None) -> None:
-        """Combine in the order of hosts, on every host, so that the bits agree."""
+        """Combine in host order on every host, so that the bits agree."""
         if partly is not None:
             shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
             combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
 
 
 class _HostRound:
-    """Memory for one packet, seen as bytes and as tensors: whether all agree, and a partial result."""
+    """Memory for one packet, as bytes and as tensors: whether all agree, and a partial result."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = bytearray(_HEAD_BYTES + nbytes)
@@ -201,7 +201,7 @@ class _HostRound:
 
     @property
     def verdict(self) -> int:
-        """The outcome of the comparison between hosts."""
+        """The result of the comparison between hosts."""
         return self._bytes[0]
 
     @verdict.setter
@@ -242,5 +242,5 @@ def _digest(mine: Fingerprint) -> bytes:
 
 
 def _between_hosts(transport: PointToPoint, call: Call, deadline: float) -> None:
-    """Stand, in the part of a call within a host, for the steps that carry it out between hosts."""
+    """Placeholder, in a host's part of a call, for the steps between hosts."""
     raise NotImplementedError("the transport of all hosts carries this call out")

@@ -1,8 +1,7 @@
-"""Links between hosts: plain sockets from one rank of each host to one rank of each other host, for short packets.
+"""Links between hosts: plain sockets between one rank of each host, for short packets.
 
-They carry agreements between hosts and short data. The waiting thread itself reads a packet, without a helper thread;
-a packet carries its length; and a wait ends immediately when the group fails. Libraries that move bulk data offer
-none of the three.
+They carry agreements between hosts and short data. Unlike libraries for bulk data, the waiting thread itself reads a
+packet, a packet carries its length, and a wait ends immediately when the group fails.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HEAD = struct.Struct("<QQ16s")
 
 
 class Packet:
-    """Message of a host: 16 bytes that all hosts compare, and content of any length."""
+    """A host's message: 16 bytes that all hosts compare, and content of any length."""
 
     __slots__ = ("content", "digest")
 
@@ -75,7 +74,7 @@ class HostLinks:
         started = clock.now()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
-            # Hosts that differ stop reading, too; all others complete their exchange.
+            # Hosts that differ also stop reading; all others complete their exchange.
             if not alike:
                 return False
             watch = select.poll()
@@ -87,7 +86,7 @@ class HostLinks:
         return True
 
     def _moved(self, swap: _Exchange, head: bytes) -> bool:
-        """Move what can be moved. Return whether that was all."""
+        """Move what can be moved; return whether everything is done."""
         try:
             return swap.move(head)
         except OSError as error:
@@ -190,7 +189,7 @@ _REACH_WITHIN_S = 10.0
 def meet(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> HostLinks | None:
-    """Return the links from this host to the others, on its first rank; None on its other ranks. Collective.
+    """Return this host's links to the others on its first rank; None on its other ranks. Collective.
 
     The host with the lower number listens at its own address; the others connect, and prove that they know a secret
     that the first rank has published over the control plane.
@@ -199,8 +198,8 @@ def meet(
         group: The ranks that meet; joined here.
         control: This rank's handle.
         hosts: For each host, its ranks in the group.
-        address: The address of this host, for the others.
-        timeout: Seconds for the others to join. An address that does not answer is given up after 10 s.
+        address: This host's address, for the others.
+        timeout: Seconds for the others to join. An address that does not answer is abandoned after 10 s.
 
     Raises:
         CommError: On every rank: which rank could not reach which other, at which address, and what to set.

@@ -1,4 +1,4 @@
-"""Messages over two transports, and transports whose ranks have other numbers in a larger group."""
+"""Messages over two transports, and transports whose ranks are renumbered in a larger group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
 class RankMappedTransport(Wrapper):
-    """Transport that reports its ranks in errors by their numbers in a larger group.
+    """Transport whose errors report ranks by their numbers in a larger group.
 
     Args:
         inner: The transport.
@@ -54,7 +54,7 @@ class RankMappedTransport(Wrapper):
             raise self.translate(error) from error
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # The messages of a call have been translated.
+        # A call's messages have already been translated.
         work = super().run(call, over)
         return ChainedWork(work, translate=self.translate) if call.steps is None else work
 
@@ -65,7 +65,7 @@ class RankMappedTransport(Wrapper):
     def translate(self, error: BaseException) -> BaseException:
         """Return the error with the ranks renumbered."""
         if error is self._cause or not isinstance(error, CommError):
-            # The cause of an abort has the numbers of the whole group already.
+            # The cause of an abort already has the whole group's numbers.
             return error
         translated = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
         translated.peer = None if error.peer is None else self._number(error.peer)
@@ -85,7 +85,7 @@ class Routes:
         inner: Transport of this host's ranks, or None if this rank is the only one.
         outer: Transport of all ranks, numbered as in the whole group.
         here: The ranks of this host, in the order of `inner`.
-        timeout_s: Of a wait without a timeout of its own.
+        timeout_s: Default timeout of a wait.
     """
 
     def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:
@@ -113,7 +113,7 @@ class Routes:
 
 
 class SubsetTransport(Transport):
-    """Some ranks of another transport, renumbered, for schedules. Supports messages only.
+    """Some ranks of another transport, renumbered, for schedules. Supports only messages.
 
     Args:
         base: The other transport.
@@ -144,10 +144,10 @@ def _to(message: Message, peer: int) -> Message:
 
 
 class SubsetCollectives:
-    """Runs calls, one at a time, on the memory that they name.
+    """Runs calls, one at a time, directly on their memory.
 
     Args:
-        transport: Its ranks take part.
+        transport: Transport of the ranks that take part.
         chunk_bytes: Largest message of a schedule.
     """
 
@@ -156,12 +156,12 @@ class SubsetCollectives:
         self._selection = Selection(transport, chunk_bytes)
 
     def __call__(self, call: Call, deadline: float, *, agrees: bool = False) -> None:
-        """Return when this rank's part is done. A reduction in place writes to its inputs, too.
+        """Return when this rank's part is done. An in-place reduction also writes to its inputs.
 
         Args:
             call: The call, without steps.
             deadline: On the library's clock.
-            agrees: Whether the ranks first compare their calls.
+            agrees: Whether ranks first compare their calls.
         """
         _, steps = self._selection.choose(call)
         chosen = call._replace(steps=steps, timeout=seconds_left(deadline))

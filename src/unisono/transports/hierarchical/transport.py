@@ -1,4 +1,4 @@
-"""Transports of several hosts, made of one within each host and one between hosts; and such pairs by their names."""
+"""Transports for several hosts, made of one within each host and one between hosts, and such pairs by name."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ Hosts = tuple[tuple[int, ...], ...]
 
 _SHORT_BYTES = 128 << 10
 _SHORT_PART = 16
-"""Largest reduction done in one step: this share of `chunk_bytes`, but no more than this number of bytes."""
+"""Largest reduction done in one step: this fraction of `chunk_bytes`, but at most this number of bytes."""
 
 _ANYWHERE = frozenset({"all_reduce", "barrier", "broadcast", "reduce"})
 _IF_EVEN = frozenset({"all_gather", "reduce_scatter"})
 
 
 class Hierarchical(Transport):
-    """Transport that sends messages by the inner transport to ranks of this host, and by the outer one to all others.
+    """Transport that reaches this host's ranks over the inner transport, and all others over the outer one.
 
-    Collectives combine both transports, or else are composed of messages. Before each collective, all ranks agree on
-    what they are about to do, over links of its own; an all_reduce of up to 128 KiB (less with more than two hosts)
-    travels in the same packets. There are several hosts, and at least one has several ranks: otherwise one of the two
-    transports suffices, and `over` returns that one.
+    Collectives combine both transports, or are composed of messages. Before each collective, all ranks compare their
+    calls over dedicated links; an all_reduce of up to 128 KiB (less with more than two hosts) travels in the same
+    packets. There are several hosts, and at least one has several ranks; otherwise one of the two transports suffices,
+    and `over` returns that one.
 
     Args:
         group: All ranks.
         control: This rank's handle.
         options: As passed to `connect`.
         hosts: For each host, its ranks in the group.
-        inner: Made for the group of this host's ranks, if there are several.
-        outer: Made for all ranks.
-        reconnect: Makes a transport of the same kinds for other ranks, and reuses nothing of this one.
+        inner: Transport of this host's ranks, if there are several.
+        outer: Transport of all ranks.
+        reconnect: Function that makes a transport of the same kinds for other ranks, without reusing this one.
     """
 
     checks = True
@@ -140,7 +140,7 @@ class Hierarchical(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare a call that runs by messages. A native call is compared with its own first packet."""
+        """Compare a call that consists of messages. A native call is compared in its own first packet."""
         if call.steps is not None:
             with self._name_missing_rank(deadline):
                 self._agreement.compare(call.fingerprint, deadline)
@@ -161,7 +161,7 @@ class Hierarchical(Transport):
 
     @contextmanager
     def _name_missing_rank(self, deadline: float) -> Iterator[None]:
-        """Name the missing rank in a timeout: a rank that waits for a host cannot know which of its ranks is late."""
+        """Name the missing rank in a timeout: a rank that waits for a host does not know which of its ranks is late."""
         timeout = deadline - clock.now()
         try:
             yield
@@ -189,7 +189,7 @@ class Hierarchical(Transport):
         )
 
     def mailbox(self, group: Group) -> Mailbox | None:
-        # The outer transport reaches all ranks, and a rank can wait on one mailbox, not on two.
+        # The outer transport reaches all ranks, and a rank can wait on only one mailbox.
         return self.outer.mailbox(group)
 
     def reconfigure(self, group: Group) -> Transport:
@@ -233,15 +233,15 @@ def over(
     outer: Callable[[Group], Transport],
     reconnect: Callable[[Group], Transport],
 ) -> Transport:
-    """Return the transport of these hosts: of both kinds, or of one of them if that suffices.
+    """Return the transport for these hosts: of both kinds, or of one of them if that suffices.
 
     Args:
         group: All ranks, which all call this.
-        control, options: Of this rank.
+        control, options: Those of this rank.
         hosts: For each host, its ranks in the group.
-        inner: Makes the transport of the ranks of one host.
-        outer: Makes the transport of ranks of several hosts.
-        reconnect: Makes a transport of the same kinds for ranks on unknown hosts.
+        inner: Function that makes the transport of one host's ranks.
+        outer: Function that makes the transport of ranks on several hosts.
+        reconnect: Function that makes a transport of the same kinds for ranks on unknown hosts.
     """
     if len(hosts) in (1, group.size):
         single = inner(group) if len(hosts) == 1 else outer(group)
@@ -252,7 +252,7 @@ def over(
 
 
 def _in_order(hosts: Hosts) -> Hosts:
-    """Sort ranks of a host by number, and hosts by their first ranks: the same on all ranks."""
+    """Sort a host's ranks by number, and hosts by first rank, so that the order is the same on all ranks."""
     return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts))
 
 
@@ -261,7 +261,7 @@ def _bare(inner: Transport) -> Transport:
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
-    """Return device types that both support in the same way: directly, or staged in CPU memory."""
+    """Return the device types that both support in the same way: directly, or staged in CPU memory."""
     both = {
         kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
     }
@@ -298,12 +298,12 @@ class TransportPair:
 
     @property
     def launcher(self) -> str:
-        """The launcher that starts the ranks: the one that either transport needs."""
+        """The launcher that starts the ranks, as needed by either transport."""
         launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
         return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
 
     def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
-        """As `Transport.connect`. The options name the ranks of each host; otherwise they are detected."""
+        """Connect as `Transport.connect`. Hosts are detected unless the options contain them."""
         hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
         return over(
             group,
@@ -324,7 +324,7 @@ def transport_named(name: str) -> Connectable:
     """Return a transport of the registry, or a pair of them.
 
     Raises:
-        ValueError: There is no such transport; lists the known ones.
+        ValueError: No such transport; lists the known ones.
 
     Example:
         >>> transport_named("shm+gloo")
@@ -343,13 +343,13 @@ def transport_named(name: str) -> Connectable:
 
 
 def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
-    """Return, for each host, the ranks that a transport of this name can prove to connect there. Collective."""
+    """Return for each host the ranks that a transport of this name has proved to connect there. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
 
 
 def _within(hosts: Hosts, size: int) -> Hosts:
-    """Return the hosts, if they consist of these ranks."""
+    """Return the hosts if they consist of these ranks."""
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
     return tuple(tuple(ranks) for ranks in hosts)

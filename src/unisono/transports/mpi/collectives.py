@@ -1,8 +1,8 @@
-"""MPI's own collectives on tensors: the supported calls, and their implementation.
+"""MPI's collectives on tensors: the supported calls, and their implementation.
 
-Each rank decides alone how to pass its lists of tensors, since MPI wants one piece of memory: lists within 2 GiB
-of addresses are described to MPI in place, others take one copy. All else depends on the call alone, so
-that all ranks make the same MPI call.
+MPI needs one piece of memory, so each rank decides for itself how to pass its lists of tensors: lists within 2 GiB of
+addresses are described to MPI in place, others are copied once. Everything else depends only on the call, so that all
+ranks make the same MPI call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: Call, size: int) -> bool:
-    """Return whether MPI gives the right result; the same answer on every rank."""
+    """Return whether MPI gives the right result. The same answer on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):
@@ -58,7 +58,7 @@ class MpiCollectives:
 
     Args:
         comms: The communicators of the ranks that take part.
-        watch: Gets each call's deadline, since MPI has none.
+        watch: Watchdog for each call's deadline, because MPI has none.
     """
 
     def __init__(self, comms: MpiCommunicators, watch: Watchdog) -> None:
@@ -71,7 +71,7 @@ class MpiCollectives:
 
     def carry(self, call: Call, deadline: float) -> None:
         """Carry out a call that every rank has reached."""
-        # In an all_to_all, or where lengths differ, a rank may have no data while others have some.
+        # In an all_to_all, or with different lengths, a rank may have no data while others have some.
         lengths = call.lengths or numels((*call.inputs, *call.outputs))
         if call.name != "all_to_all" and not any(lengths):
             return
@@ -86,7 +86,7 @@ class MpiCollectives:
             self._comms.deadline = None
 
     def _described(self, tensor: torch.Tensor, kind: Any = None, start: int = 0, stop: int | None = None) -> list[Any]:
-        """Return elements of a tensor as an MPI buffer; its bytes, if no element type is given."""
+        """Return a tensor's elements as an MPI buffer, or its bytes if no element type is given."""
         if kind is None:
             return [memory(self._comms, tensor), self._mpi.BYTE]
         width = tensor.itemsize
@@ -156,7 +156,7 @@ class MpiCollectives:
         _copy_if_distinct(call.outputs[0], call.inputs[self._rank])
 
     def _all_gather(self, call: Call) -> None:
-        # MPI wants IN_PLACE from all ranks or from none.
+        # MPI requires IN_PLACE on all ranks or none.
         given = call.inputs[0]
         if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
             given = given.clone()
@@ -182,7 +182,7 @@ class MpiCollectives:
 
 
 class _VectorBuffer:
-    """Tensors, one per rank, as one piece of memory with a place for each."""
+    """Tensors, one per rank, as one piece of memory with an offset for each."""
 
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
         self._comms = comms
@@ -205,13 +205,13 @@ class _VectorBuffer:
         return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._offsets, mpi.BYTE]
 
     def copy_in(self, only: int | None = None) -> None:
-        """Copy the inputs in before the call, if the memory is not the tensors' own."""
+        """Copy the inputs in before the call, unless the memory is the tensors' own."""
         for rank, part in self._parts():
             if only in (None, rank):
                 part.copy_(self._tensors[rank].view(torch.uint8))
 
     def copy_out(self) -> None:
-        """Copy the outputs out after the call, if the memory is not the tensors' own."""
+        """Copy the outputs out after the call, unless the memory is the tensors' own."""
         for rank, part in self._parts():
             self._tensors[rank].view(torch.uint8).copy_(part)
 

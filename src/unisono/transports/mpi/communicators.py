@@ -1,4 +1,4 @@
-"""MPI communicators of one group, one for users' messages and one for collectives; translation of MPI's errors."""
+"""MPI communicators of one group, one for users' messages and one for collectives, and translation of MPI's errors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["CommHandle", "MpiCommunicators"]
 
 _NOTICED_S = 1.0
 
-# Where MPI allows one thread at a time, all of this process's communicators take turns.
+# If MPI allows only one thread at a time, all of this process's communicators take turns.
 _turns = threading.RLock()
 _unused: list[Any] = []
-"""MPI's communicators to be freed by the next one that is made: finalizers, in any thread, may not call MPI."""
+"""MPI communicators for the next constructor to free, because finalizers, in any thread, must not call MPI."""
 
 
 class CommHandle:
-    """Private communicator from which those of groups are created, and on which no other message is ever sent.
+    """Private communicator from which groups' communicators are created, and which carries no other messages.
 
-    Open MPI matches its internal messages, which create a communicator from a parent, with a receive of any tag
-    that the owner of the parent has posted there.
+    When Open MPI creates a communicator from a parent, its internal messages match any-tag receives posted on the
+    parent.
 
     Args:
         comm: Freed after all communicators created from it.
@@ -42,7 +42,7 @@ class CommHandle:
 
     @classmethod
     def dup(cls, comm: Any, deadline: float) -> CommHandle:
-        """Duplicate a communicator; all its ranks call this. `CommTimeoutError` if not all have called in time."""
+        """Duplicate a communicator; all its ranks call this. `CommTimeoutError` if not all do in time."""
         made, request = comm.Idup()
         if not clock.poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
@@ -53,11 +53,11 @@ class CommHandle:
 
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
-        """Create a communicator of some ranks of another one; all of these ranks call this."""
+        """Create a communicator of some ranks of another one. All of these ranks call this."""
         return cls(*_created(comm, ranks, tag))
 
     def failed(self) -> set[int]:
-        """Return the ranks that MPI knows to be dead; none, if this MPI does not survive them."""
+        """Return the ranks that MPI knows to be dead; none if this MPI does not survive rank failures."""
         mpi = library()
         with contextlib.suppress(mpi.Exception):
             # MPI notices dead ranks only while it polls for messages.
@@ -65,7 +65,7 @@ class CommHandle:
         return _dead(self.comm)
 
     def shrink(self) -> CommHandle:
-        """Create a communicator of the surviving ranks, in their order; all of them call this."""
+        """Create a communicator of the surviving ranks, in order. All of them call this."""
         return CommHandle(self.comm.Shrink())
 
 
@@ -74,16 +74,16 @@ class MpiCommunicators:
 
     Args:
         base: The communicator of which these ranks are members.
-        ranks: Ranks in the base, in their order here. All of them call this, and no others.
+        ranks: Ranks in the base, in their order here. All of them, and no others, call this.
         name: Name of the group, which distinguishes groups created at the same time.
 
     Attributes:
         mpi: The module.
         users: For users' messages.
-        own: For collectives, and the messages that they are made of.
+        own: For collectives, and their messages.
         turn: Lock to hold during MPI calls.
         broken: The first cause of a failure, after which no call is made.
-        deadline: Of the MPI collective in progress, on the library's clock, for `Watchdog`.
+        deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`.
         largest_tag: Largest tag that users may pass; each message takes two of MPI's.
     """
 
@@ -98,7 +98,7 @@ class MpiCommunicators:
         self.deadline: float | None = None
         with self.turn:
             _free_unused()
-            # Every MPI supports tags up to 32767 at least.
+            # Every MPI supports tags up to at least 32767.
             tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
             self.users, self.own = _created(base.comm, ranks, tag, tag + 1)
             for comm in (self.users, self.own):
@@ -110,35 +110,35 @@ class MpiCommunicators:
         self._ended_by: BaseException | None = None
 
     def part(self, ranks: Sequence[int], name: str) -> MpiCommunicators:
-        """Return communicators of some of these ranks, which all call this. The present ones may be broken."""
+        """Return communicators of some of these ranks, which all call this. The current ones may be broken."""
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
-        """As `create`, if other ranks of the base may have died.
+        """Do the same as `create`, if other ranks of the base may have died.
 
         Args:
-            ranks: The surviving ranks that go on.
+            ranks: The surviving ranks.
             name: Name of their group.
-            union: Returns the ranks known to any of these ranks, given those known to this one.
+            union: Function that returns the ranks known to any of these ranks, given those known to this one.
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
         clock.poll_until(lambda: self._base.failed() >= missing, clock.now() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
-            # A missing rank may be alive: the shrunk communicator would include it, and it makes no call.
+            # A missing rank may be alive: a shrunk communicator would include it, although it does not call this.
             return self.part(ranks, name)
         order = sorted(going_on)
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Release the communicators, soon: no call is in progress any more. Callable from any thread, at any moment."""
+        """Release the communicators soon. No call is in progress any more. Callable from any thread, at any moment."""
         # The next constructor call frees these: the interrupted thread may be using MPI.
         ours = self._ours
         self._ours = []
         _unused.extend(ours)
 
     def revoke(self, cause: BaseException) -> None:
-        """End every wait of every member in these communicators, if MPI survives the death of ranks."""
+        """End every wait of every member in these communicators, if MPI survives rank failures."""
         self._ended_by = cause
         for comm in (self.users, self.own):
             with contextlib.suppress(NotImplementedError, self.mpi.Exception):
@@ -158,7 +158,7 @@ class MpiCommunicators:
         text = f"MPI reported: {error.Get_error_string().strip()}"
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)
-        # After a revocation the control plane reports the rank at fault.
+        # After a revocation, the control plane reports the rank at fault.
         lost = self._lost()
         return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
 
@@ -169,7 +169,7 @@ class MpiCommunicators:
 
 
 def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
-    """Create a communicator of some ranks of another one for each tag; all of these ranks call this."""
+    """Create a communicator of some ranks of another one for each tag. All of these ranks call this."""
     mpi_group = comm.Get_group()
     members = mpi_group.Incl(list(ranks))
     made = [comm.Create_group(members, tag) for tag in tags]
@@ -179,7 +179,7 @@ def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
 
 
 def _dead(comm: Any) -> set[int]:
-    """Return the ranks that MPI knows to be dead; none, if this MPI does not survive them."""
+    """Return the ranks that MPI knows to be dead; none if this MPI does not survive rank failures."""
     try:
         failed = comm.Get_failed()
         return set(failed.Translate_ranks(list(range(failed.Get_size())), comm.Get_group()))

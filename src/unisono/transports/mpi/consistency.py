@@ -1,4 +1,4 @@
-"""Check before a collective moves data that all ranks have reached the same call, by one small reduction."""
+"""Checks with one small reduction, before a collective moves data, that all ranks have reached the same call."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _WORDS = struct.Struct("=3Q")
 
 
 class MpiAgreement:
-    """Sum of three words of 64 bits over all ranks.
+    """Sum of three 64-bit words over all ranks.
 
-    The first identifies the call: if the sum is this rank's word times the number of ranks, all words
-    are equal, but for a chance of about 2**-60 that different words have the same sum. The second, if each
-    rank has a count for each other rank, sums counts sent with one sign and counts expected with the other,
-    each pair with its own odd factor: it is 0 if all match. The third counts ranks.
+    The first identifies the call: if the sum is this rank's word times the number of ranks, all words are equal, except
+    with a probability of about 2**-60 that different words have the same sum. The second, if each rank has a count for
+    each other rank, sums counts sent with one sign and counts expected with the other, each pair with its own odd
+    factor: it is 0 if all match. The third counts ranks.
 
-    No rank has to arrive in time: each rank polls for the sum, so that its wait ends at a deadline, by an
-    abort, or when a rank is lost.
+    Each rank polls for the sum, so its wait ends at a deadline, with an abort, or when a rank is lost, even if others
+    never arrive.
 
     Args:
         comms: The communicators of the ranks that agree.
-        look: Called in long waits, with all other ranks; may raise.
+        look: Called during long waits, with all other ranks; may raise.
         spins: Number of MPI polls before yielding.
 
     Attributes:
@@ -63,11 +63,11 @@ class MpiAgreement:
         Args:
             word: 64 bits that identify this rank's call.
             deadline: On the library's clock.
-            rows: As of `rows_of`.
+            rows: As from `rows_of`.
             count: 1 if this rank counts, for `counted`.
 
         Raises:
-            CommTimeoutError: Not all ranks have arrived by the deadline. There is no second try.
+            CommTimeoutError: Not all ranks have arrived by the deadline. Cannot be repeated.
         """
         comms = self._comms
         if comms.broken is not None:
@@ -99,7 +99,7 @@ class MpiAgreement:
         try:
             over = clock.poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
-            # Its last contribution may have arrived before it left.
+            # Check again: a rank's last contribution may have arrived before it left.
             if not clock.poll_until(done, clock.now() + _LAST_CONTRIBUTION_S, spins=self._spins):
                 raise
             return
@@ -118,7 +118,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return the 64 bits that identify a call, but for its number: calls on the fast path have none."""
+    """Return 64 bits that identify a call, without its number, which calls on the fast path lack."""
     return hash_of(fingerprint.compared()[1:])
 
 

@@ -28,10 +28,10 @@ class MpiFastPath:
     MPI calls.
 
     Args:
-        agreement: Compares the calls of all ranks.
-        run: Runs a call that all ranks have reached, until a deadline.
+        agreement: Comparison of all ranks' calls.
+        run: Function that runs a call that all ranks have reached, until a deadline.
         rank, size: This rank, and the number of ranks.
-        mismatch: Raises the error for ranks with different calls.
+        mismatch: Function that raises the error for ranks with different calls.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MpiFastPath:
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """As of `FastPath`: no algorithms' steps."""
+        """Implement `FastPath`, without algorithms' steps."""
         if algorithm is not None:
             return Status.UNSUPPORTED
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
@@ -95,11 +95,11 @@ class MpiFastPath:
         return Status.OK
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: never, because a message is an envelope and its content."""
+        """Implement `FastPath`: always false, because a message is an envelope and its content."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """As of `FastPath`."""
+        """Implement `FastPath`."""
         return Status.UNSUPPORTED
 
     def _fits(
@@ -135,7 +135,7 @@ class MpiFastPath:
         read: list[int],
         written: list[int],
     ) -> Call:
-        """Return the call as a transport receives it; the whole tensor alone stands for parts of equal length."""
+        """Return the call as a transport receives it; a single whole tensor represents parts of equal length."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
         packed = None

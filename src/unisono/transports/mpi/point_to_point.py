@@ -1,7 +1,7 @@
-"""Messages by MPI's own sends and receives, on the tensors' memory; a user's long message is announced first.
+"""Messages with MPI's sends and receives, on the tensors' memory; a user's long message is announced first.
 
-In MPI a message longer than its receive is an error, and Open MPI 5 then writes past the end of the receive.
-So no message is ever received before its length is known.
+In MPI a message longer than its receive is an error, and Open MPI 5 then writes past the end of the receive. So no
+message is received before its length is known.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
 _threads = DaemonThreadPool("unisono MPI messages")
 
-# Memory that MPI may still read or write though no caller waits for it. MPI's requests outlive communicators.
+# Memory that MPI may still access although no caller waits for it. MPI's requests outlive communicators.
 _unfinished: dict[int, tuple[Any, object]] = {}
-# One sweep at a time, of all communicators of the process.
+# One sweep at a time, over all communicators of the process.
 _sweeping = threading.Lock()
 
 
 class MpiMessages:
-    """Posts messages, and keeps those in flight.
+    """Posts messages, and keeps those in flight alive.
 
     A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. A longer
     body follows separately, once the receiver has checked that it fits. The messages of collectives have lengths
@@ -48,8 +48,8 @@ class MpiMessages:
 
     Args:
         comms: The communicators to send on.
-        timeout_s: Timeout of a wait without a limit of its own.
-        look: Called in long waits with the ranks waited for; may raise.
+        timeout_s: Default timeout of a wait.
+        look: Called during long waits with the awaited ranks; may raise.
         spins: Number of MPI polls before yielding.
 
     Attributes:
@@ -75,7 +75,7 @@ class MpiMessages:
         """Start all messages of a batch."""
         work = Posted(self, [self._part(message) for message in batch], batch)
         if not work.move():
-            # MPI may touch a tensor after its owner has dropped it: the work is kept while it is in flight.
+            # MPI may access a tensor after its owner has dropped it, so the work is kept while it is in flight.
             self._open.add(work)
             work.when_done(lambda: self._open.discard(work))
             if len(self._open) > _MANY:
@@ -99,7 +99,7 @@ class MpiMessages:
             raise comms.error_of(error, peer) from error
 
     def spins_for(self, nbytes: int) -> int:
-        """Number of polls before yielding, enough for the transfer of this many bytes, since polling makes progress."""
+        """Number of polls before yielding, enough to transfer this many bytes, because polling makes progress."""
         return self.spins * (1 + nbytes // _BYTES_A_ROUND)
 
     def end(self, cause: BaseException) -> None:
@@ -108,7 +108,7 @@ class MpiMessages:
             work.give_up(cause)
 
     def move(self) -> None:
-        """Make progress on all messages in flight. To be called in every long wait, whatever it waits for.
+        """Make progress on all messages in flight. Must be called in every long wait, whatever it waits for.
 
         A long message arrives in two steps, and the second is posted here: its sender may be waiting for this rank.
         """
@@ -163,7 +163,7 @@ class Posted(CountdownWork):
             self.complete(error)
 
     def keep(self) -> None:
-        """Keep the memory of messages in flight alive, though no caller waits for them any more."""
+        """Keep the memory of messages in flight alive, although no caller waits for them any more."""
         parts = self._parts
         self._parts = []
         keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
@@ -210,7 +210,7 @@ def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object
     """Keep MPI's requests, and the memory that each of them touches, alive until they are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # Called from any thread, and from destructors in the middle of this: a sweep in progress is left alone.
+    # Called from any thread, and from destructors inside this function, so a sweep in progress is not disturbed.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:
@@ -225,5 +225,5 @@ def _is_done(request: Any) -> bool:
     try:
         return bool(request.Test())
     except Exception:
-        # Its error has been reported already, or does not matter any more.
+        # Its error has already been reported, or no longer matters.
         return True

@@ -1,4 +1,4 @@
-"""MPI's types and operations that reduce a tensor correctly, and substitutes for those that MPI lacks."""
+"""MPI types and operations that reduce a tensor correctly, and substitutes for those that MPI lacks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPS = {
     ReduceOp.BOR: "BOR",
     ReduceOp.BXOR: "BXOR",
 }
-# On 0 and 1, the only values of a bool, these are what torch's bool arithmetic gives.
+# On 0 and 1, the only values of a bool, these match torch's bool arithmetic.
 _BOOLEAN = {
     ReduceOp.SUM: "MAX",
     ReduceOp.BOR: "MAX",
@@ -50,7 +50,7 @@ _BOOLEAN = {
     ReduceOp.MIN: "MIN",
     ReduceOp.BXOR: "BXOR",
 }
-# Sums and products that MPI lacks or computes wrongly, and the dtype that torch computes them in: bitwise equal.
+# Sums and products that MPI lacks or computes wrongly, with the dtype in which torch computes them, for equal bits.
 _CALLED_BACK = {
     torch.float16: torch.float16,
     torch.bfloat16: torch.bfloat16,
@@ -68,7 +68,7 @@ def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
     if dtype not in _TYPES:
         return False
     if dtype.is_complex:
-        # A product's rounding may depend on the order of its factors, and MPI chooses that.
+        # A product's rounding may depend on the order of its factors, which MPI chooses.
         return op is ReduceOp.SUM
     return op in _OPS
 
@@ -81,10 +81,10 @@ def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
 class Reductions:
     """Prepares tensors for a reduction by MPI.
 
-    Sums and products of float16 and bfloat16, which MPI lacks, use an operation of this module, which MPI
-    calls back: nothing is converted, and two bytes per element are sent. So do sums and products of 8- and 16-bit
-    integers, because Open MPI 5 saturates sums at the largest number, where torch wraps. The minimum and maximum of
-    floats use integers of the same order, since MPI loses NaN, and keeps either zero; NaN precedes all numbers.
+    Sums and products of float16 and bfloat16, which MPI lacks, use an operation of this module that MPI calls back:
+    nothing is converted, and two bytes per element are sent. So do sums and products of 8- and 16-bit integers, because
+    Open MPI 5 saturates sums where torch wraps. The minimum and maximum of floats use integers of the same order,
+    because MPI loses NaN, and keeps either zero; NaN precedes all numbers.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -94,7 +94,7 @@ class Reductions:
         """Return the elements to reduce, which may be overwritten, their MPI type, and MPI's operation.
 
         Args:
-            tensor: Holds the memory of the elements.
+            tensor: Tensor with the elements.
             op: An operation that `reducible` allows.
         """
         dtype = tensor.dtype
@@ -107,7 +107,7 @@ class Reductions:
         return tensor, kind, self._op(dtype, op)
 
     def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
-        """Convert what MPI has reduced to the result, if `prepare` has changed the elements."""
+        """Convert MPI's output to the result, if `prepare` has changed the elements."""
         if prepares(result.dtype, op):
             _swap(result.view(_INTEGER_OF_SIZE[result.itemsize]))
 
@@ -118,7 +118,7 @@ class Reductions:
 
 
 def _may_have_nan(tensor: torch.Tensor) -> bool:
-    """False if there is no NaN. Uses a sum, by far the fastest test; opposite infinities add up to NaN, too."""
+    """Return False if there is no NaN. Uses a sum, by far the fastest test; opposite infinities also add up to NaN."""
     return math.isnan(tensor.sum().item())
 
 
@@ -138,7 +138,7 @@ def _swap(bits: torch.Tensor) -> None:
     bits ^= (bits >> (info.bits - 1)) & info.max
 
 
-# MPI keeps an operation for the whole process, and mpi4py only a few of them.
+# MPI keeps an operation for the whole process, and mpi4py allows only a few of them.
 @cache
 def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
     from mpi4py import MPI

@@ -46,10 +46,10 @@ def memory(comms: MpiCommunicators, tensor: torch.Tensor, start: int = 0, nbytes
 
 
 class MessageRequest(ABC):
-    """One message, as requests of MPI.
+    """One message, as MPI requests.
 
     Attributes:
-        message: As it was posted.
+        message: The posted message.
         requests: Requests in flight, in the order of completion.
         held: Memory that must not be freed before they complete.
     """
@@ -166,7 +166,7 @@ def name_of(dtype: torch.dtype) -> bytes:
 
 
 def _cut(comms: MpiCommunicators, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
-    """Yield a tensor's memory in pieces that MPI can count, at least one."""
+    """Yield a tensor's memory in pieces that MPI can count; at least one piece."""
     total = tensor.nbytes
     for at in range(0, total, LONGEST) if total else (0,):
         nbytes = min(LONGEST, total - at)

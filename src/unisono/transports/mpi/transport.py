@@ -47,8 +47,8 @@ _CROWDED_SPINS = 5
 class MpiTransport(Transport):
     """MPI's messages and collectives, on tensors' own memory.
 
-    Each collective begins with a sum of 24 bytes, which shows that all ranks have reached the same call; that
-    wait has a limit. MPI's own blocking collective follows. CUDA tensors are staged in pinned memory.
+    Each collective begins with a sum of 24 bytes, which shows that all ranks have reached the same call, and whose wait
+    has a timeout. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
 
     Args:
         group: As for every transport.
@@ -148,7 +148,7 @@ class MpiTransport(Transport):
         return call.name in self.native and carries(call, self.size)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return when all ranks have reached the same call."""
+        """Return once all ranks have reached the same call."""
         fingerprint = call.fingerprint
         word = word_of(fingerprint)
         sends = fingerprint.sends
@@ -178,13 +178,13 @@ class MpiTransport(Transport):
         self.post(batch).wait(seconds_left(deadline))
 
     def _differ(self, mine: Fingerprint) -> NoReturn:
-        """Raise the error of ranks with different calls, quoting the call of each. All ranks see the difference."""
+        """Raise an error that quotes each rank's call, once all ranks know that their calls differ."""
         topic = f"mismatch in call {self._agreement.number}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
-        """Make progress on messages in a long wait. Raise if this transport is broken or one of the ranks left."""
+        """Make progress on messages in a long wait; raise if this transport is broken or one of the ranks has left."""
         if self._comms.broken is not None:
             raise self._comms.broken
         self._messages.move()
@@ -204,9 +204,9 @@ class MpiTransport(Transport):
         return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
 
     def _give_up(self) -> None:
-        """Give up a collective that has begun on all ranks, and does not end."""
+        """Give up a collective that has begun on all ranks and does not end."""
         text = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
-        # Queried and reported here, because this rank's own thread may never return.
+        # Done here, because this rank's own thread may never return.
         hang = hang_report(self._control, self.group)
         about = hang.missing[0] if hang.missing else self.rank
         text += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
@@ -232,7 +232,7 @@ class MpiTransport(Transport):
             self._free()
 
     def _free(self) -> None:
-        """Release MPI's communicators, unless a call may be in progress there: then they are kept for good."""
+        """Release MPI's communicators; if a call may be in progress there, keep them forever."""
         if self._comms.broken is None and self._messages.idle:
             self._comms.free()
 
@@ -253,12 +253,12 @@ def adopt(
 ) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
     """Return the transport, control handle and options of this rank, and a function to call at the end.
 
-    Messages travel on private communicators of the same ranks, so that they never match the owner's. Rank 0
-    hosts the control plane, and broadcasts its address and secret over `comm`.
+    Messages use private communicators of the same ranks, so that they never match the owner's. Rank 0 hosts the control
+    plane, and broadcasts its address and secret over `comm`.
 
     Raises:
-        TypeError: It is no communicator of mpi4py.
-        ValueError: It is none of MPI's intracommunicators, or null.
+        TypeError: `comm` is not an mpi4py communicator.
+        ValueError: `comm` is not an intracommunicator, or is null.
     """
     mpi = library()
     show_errors(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())

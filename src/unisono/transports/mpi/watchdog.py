@@ -1,4 +1,4 @@
-"""Watchdog of MPI collectives in progress: if a rank stops in the middle, only the end of the job ends them."""
+"""Watchdog for MPI collectives in progress: if a rank stops in the middle, only ending the job ends them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _GRACE_S = 3.0
 
 # One thread, if any, watches all communicators of the process, and ends with the last of them.
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-# That thread, or nothing.
+# That thread, or None.
 _patrols: list[threading.Thread] = []
-# Guards both.
+# Guards both of these.
 _lock = threading.Lock()
 
 
 class Watchdog:
-    """Watchdog of blocking MPI calls. The caller sets `deadline` of its communicators, and clears it afterwards.
+    """Watchdog for blocking MPI calls. The caller sets its communicators' `deadline`, and clears it afterwards.
 
-    A daemon thread of the process checks ten times a second. A late call is given up, as by an abort; if MPI can
-    revoke a communicator, that ends the call. If the call has not ended 3 s after the communicator broke, the job
-    is ended; or only this rank, if the others go on without it.
+    A daemon thread of the process checks ten times a second. A late call is given up, like after an abort; if MPI can
+    revoke a communicator, that ends the call. If the call has not ended 3 s after the communicator broke, the job is
+    ended, or only this rank if the others continue without it.
 
     Args:
         mpi: The module.
         comms: The communicators.
-        give_up: Breaks the communicator after a timeout.
+        give_up: Function that breaks the communicator after a timeout.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def _loop() -> None:
     while True:
         time.sleep(_EVERY_S)
         with _lock:
-            # Others may enrol meanwhile.
+            # Others may register meanwhile.
             watched = list(_watched)
         while watched:
             watched.pop().look()

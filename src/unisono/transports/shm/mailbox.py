@@ -35,7 +35,7 @@ _SLEEP_S = 0.0002
 
 
 class _RingReader(NamedTuple):
-    """The ring from a peer, and its reader, which is resumed by each poll."""
+    """The ring from a peer, and its reader, a generator that each poll resumes."""
 
     peer: int
     ring: Ring
@@ -47,11 +47,11 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
     while True:
         while not (available := ring.peek()):
             yield None
-        # The usual message is short, complete, and contiguous.
+        # Usually a message is short, complete and contiguous.
         message, end = parse(peer, available)
         if message is None:
-            # A long one is read into new memory as it arrives. Not into a bytearray, whose memory would all be zeroed
-            # now, however much of the message ever comes.
+            # A long one is read into new memory as it arrives. Not a bytearray, which would be zeroed completely now,
+            # however much of the message arrives.
             memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             frame = view_of(memory)
             yield from _rest(frame, ring)
@@ -76,9 +76,9 @@ def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
 class ShmMailbox(Mailbox):
     """Mailbox between ranks of one host: two copies of each byte, and no helper thread.
 
-    The sender writes into the ring and, if the receiver sleeps, wakes it by a futex. Each rank has a flag that
-    is set while it sleeps, and reads the rings once more after setting it; a lock taken between the two keeps the
-    processor from reordering them, here and at the sender.
+    The sender writes into the ring and, if the receiver sleeps, wakes it with a futex. Each rank has a flag that is set
+    while it sleeps, and reads the rings again after setting it. A lock taken between the two keeps the processor from
+    reordering them, here and at the sender.
 
     Memory of p ranks: 512 KiB for each ordered pair, allocated on first touch.
     """
@@ -130,7 +130,7 @@ class ShmMailbox(Mailbox):
             self._wake_rank(peer)
 
     def _put(self, ring: Ring, peer: int, part: memoryview, deadline: float) -> None:
-        """Write a part of a message. The receiver can begin to read a long one while the rest is written."""
+        """Write a part of a message. The receiver can start to read a long one while the rest is written."""
         while (step := ring.write(part)) < len(part):
             part = part[step:]
             if not step:
@@ -140,7 +140,7 @@ class ShmMailbox(Mailbox):
 
     def _make_room(self, out: Ring, peer: int, deadline: float) -> None:
         """Wait until the reader has read something."""
-        # The condition is room, not a later read: the reader may have read everything already.
+        # Wait for room, not for another read: the reader may have read everything already.
         self._wake_rank(peer)
         for _ in range(_YIELDS):
             os.sched_yield()
@@ -168,7 +168,7 @@ class ShmMailbox(Mailbox):
         return envelopes
 
     def _mark_invalid(self, incoming: _RingReader, error: Exception) -> None:
-        """Mark the sender as lost after an invalid message: its ring is not read any more."""
+        """Mark the sender as lost after an invalid message, after which its ring is not read any more."""
         self._in = [other for other in self._in if other is not incoming]
         self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
 
@@ -177,7 +177,7 @@ class ShmMailbox(Mailbox):
         own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
-            # Woken since the last poll; from now on the futex reports it.
+            # Woken since the last poll; from now on the futex reports wake-ups.
             self._woken = False
             return
         self._is_waiting = True
@@ -191,7 +191,7 @@ class ShmMailbox(Mailbox):
         words[own + _SLEEPING] = 0
 
     def _waiting(self) -> bool:
-        for incoming in self._in:  # noqa: SIM110  # a generator would cost more than the look
+        for incoming in self._in:  # noqa: SIM110  # a generator would cost more than the check
             if incoming.ring.available:
                 return True
         return False

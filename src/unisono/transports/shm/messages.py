@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["ShmMessages"]
 
 _SLICE_S = 0.02
-"""The longest wait of the native core; after it failures and the deadline are checked."""
+"""Longest wait in the native core, after which failures and the deadline are checked."""
 
 
 class ShmMessages(TaggedMessages):
-    """Messages in rings, a ring for each direction of each pair. A waiting thread moves them; no thread helps.
+    """Messages in rings, one for each direction of each pair. Waiting threads move them; there is no helper thread.
 
     Args:
         rank: This rank.
-        core: The native core, which has the rings, and waits.
+        core: The native core, which holds the rings, and waits.
     """
 
     def __init__(self, rank: int, core: Core) -> None:
@@ -37,7 +37,7 @@ class ShmMessages(TaggedMessages):
         self._core.wake(peer)
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        # Another thread may move the messages that this one waits for: the core counts its steps.
+        # Another thread may move the messages that this one waits for, so the core counts such steps.
         progress = self._core.progress
         started = clock.now()
         if done():
@@ -53,7 +53,7 @@ class ShmMessages(TaggedMessages):
         return left_error(peer) if self._core.has_left(peer) else None
 
     def abort(self, cause: BaseException) -> None:
-        # First, because a call of the core may hold the lock under which the works are found.
+        # First, because a call in the core may hold the lock under which the works are found.
         self.broken: BaseException | None = cause
         self._core.abort()
         super().abort(cause)

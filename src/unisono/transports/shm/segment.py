@@ -1,4 +1,4 @@
-"""Memory shared by the ranks of one host: anonymous files, found by number, freed with their last user."""
+"""Memory shared by the ranks of one host: anonymous files, opened through /proc, freed with their last user."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_handle"]
 
 T = TypeVar("T")
 _Failure = tuple[str, str] | None
-"""Reason why a rank has no memory: the class of the error, and its text."""
+"""Reason why a rank has no memory: class and text of the error."""
 
 PAGE_BYTES = 4096
 _HANDLE = struct.Struct("<qqq16s")
@@ -41,7 +41,7 @@ def map_shared(
         group, control, timeout: The ranks that share the memory, their control plane, and the time limit.
         name: Name of the memory; the same on every rank.
         nbytes: Size; the same on every rank.
-        map_file: Maps a descriptor, which is closed afterwards, given its size in bytes.
+        map_file: Function of a descriptor, which is closed afterwards, and its size in bytes, that maps the file.
 
     Raises:
         MismatchError: Not all ranks request the same size; on every rank.
@@ -106,10 +106,10 @@ def open_handle(handle: bytes) -> tuple[int, int]:
 
 
 def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that can map each other's memory.
+    """Return the sets of ranks that can map each other's memory. Collective.
 
-    The first rank of a seemingly shared host publishes a random number in its own memory. A rank that does not find
-    it there (for example in another container under the same kernel) counts as a separate host.
+    The first rank on a seemingly shared host publishes a random number in its memory. A rank that does not find it (for
+    example in another container under the same kernel) counts as a separate host.
     """
     # Ranks with different builds of the native core cannot share memory either.
     usable = why_no_shm() is None
@@ -128,7 +128,7 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
 
 @contextmanager
 def _create_file(name: str, nbytes: int) -> Iterator[bytes]:
-    """Keep anonymous memory with a random number open for the block; yield the handle by which others open it."""
+    """Keep anonymous memory with a random number open for the block; yield the handle with which others open it."""
     token = secrets.token_bytes(16)
     descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Transport between ranks of one host in shared memory: no copy into the kernel, no helper thread."""
+"""Transport between ranks of one host in shared memory, without copies into the kernel or helper threads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 class ShmTransport(NativeTransport):
     """Transport in shared memory of one group: counters, two staging buffers per rank, and rings for messages.
 
-    Collectives are those of the native core; without a kernel for the reduction, they are put together from messages.
-    Memory of p ranks: 2 MiB for each rank and 256 KiB for each ordered pair, allocated on first touch, and freed with
-    the last process; messages of any length pass through it.
-    The waiting thread itself completes a call; there is no helper thread.
+    Collectives are the native core's; reductions for which it has no kernel are composed of messages. Memory of p
+    ranks: 2 MiB for each rank and 256 KiB for each ordered pair, allocated on first touch and freed with the last
+    process; messages of any length pass through it. The waiting thread itself completes a call.
 
     Args:
         group, control, options: As for `connect`.
-        background: Whether each rank, when they connected, had a core beside those of torch's threads.
+        background: Whether each rank, at connection time, had a core in addition to those of torch's threads.
     """
 
     calls: ShmFastPath
@@ -58,11 +57,11 @@ class ShmTransport(NativeTransport):
         assert module is not None
         rank = group.rank
         size = group.size
-        # The first page is that of `map_shared`, which proves that ranks share a host.
+        # The first page belongs to `map_shared`, which proves that ranks share a host.
         nbytes = PAGE_BYTES + module.Core.nbytes(size)
         memory = map_shared(group, control, "memory", nbytes, options.timeout_s, mmap.mmap)
         # With more ranks than processors, a wait yields immediately. The core keeps its memory mapped, so no reference
-        # cycle may contain the core, nor this object.
+        # cycle may contain the core or this object.
         core = module.Core(memoryview(memory)[PAGE_BYTES:], rank, size, size > cores(), known_dtypes())
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         self.calls = ShmFastPath(core, rank, size, programs, _weak_method(self._raise_mismatch))
@@ -72,7 +71,7 @@ class ShmTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
-        # The communicator reports failures; only members of the group can share memory.
+        # Joined only because members of a group can share memory; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         mine = why_no_shm(), core_build(), spare
@@ -91,11 +90,11 @@ class ShmTransport(NativeTransport):
         return self._symmetric.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
-        # The part does not know whether ranks outside it compute, too.
+        # A subgroup does not know whether ranks outside it also compute.
         return ShmTransport(group, self._control, self._options, background=self.background)
 
     def reconfigure(self, group: Group) -> ShmTransport:
-        # Newcomers ask the others about their cores, the native one and the processors.
+        # Newcomers query the others' native core and processors.
         return self.connect(group, self._control, self._options)
 
     def mailbox(self, group: Group) -> Mailbox:
@@ -109,7 +108,7 @@ class ShmTransport(NativeTransport):
         return self._messages.holds(peer, tag)
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
-        """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
+        """Raise an error that quotes each rank's call, after all ranks have seen that their signatures differ."""
         topic = f"mismatch in round {self.calls.core.round}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
@@ -144,26 +143,26 @@ TRANSPORT = ShmTransport
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """Map a file by torch: Python's mmap holds a descriptor while it lives, and a process has few of these."""
+    """Map a file with torch: Python's mmap keeps a descriptor open, and a process has few of these."""
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _remove(memory: weakref.ref[SymmetricMemory], number: int) -> None:
-    """Remove a segment after its last tensor. The tensor may outlive the group, and must not keep it alive."""
+    """Remove a segment after its last tensor, which may outlive the group, but must not keep it alive."""
     found = memory()
     if found is not None:
         found._core.remove_segment(number)
 
 
 class SymmetricMemory:
-    """The memory of one group that its ranks can reduce in place.
+    """Memory of one group that its ranks can reduce in place.
 
     Each call of `empty` creates its own anonymous file, with one equal slice per rank; tensors at the same offset of
     every slice are reduced together. It is unmapped when the last tensor in it is freed.
 
     Args:
         group, control, timeout_s: The ranks that share the memory, their control plane, and their time limit.
-        core: The native core, which reduces in place there.
+        core: The native core, which reduces it in place.
     """
 
     def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Core) -> None:
@@ -189,7 +188,7 @@ class SymmetricMemory:
             tensor = torch.frombuffer(owner, dtype=torch.uint8)
         owner.memory = memory
         self._core.add_segment(self._allocations, rows.data_ptr(), stride)
-        # Only a tensor and its views keep their source alive.
+        # Only the tensor and its views keep their source alive.
         weakref.finalize(owner, partial(_remove, weakref.ref(self), self._allocations)).atexit = False
         return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 

@@ -1,4 +1,4 @@
-"""Ranks in virtual time: one runs at a time, chosen by a seed, and the network model sets the message times."""
+"""Ranks in virtual time: one runs at a time, chosen by a seed, and a network model determines message times."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _NetworkQueue(MessageQueue):
     def __init__(self, network: SimNetwork) -> None:
         super().__init__()
         self.network = network
-        # By each of its two ranks, in order.
+        # Keys by each of a message's two ranks, in order.
         self.in_flight: defaultdict[tuple[str, int], dict[InFlightMessage, None]] = defaultdict(dict)
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}
         self._arrived_at: dict[tuple[int, int], int] = {}
 
     def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: TaskScheduler) -> int:
-        """Arrival time of a message sent now, in nanoseconds; the link is busy until then, or nearly."""
+        """Arrival time of a message sent now, in nanoseconds; the link is busy until roughly then."""
         link = self.network.of(*wire)
         self._free_at[wire] = max(scheduler.now, self._free_at.get(wire, 0)) + round(
             nbytes * link.second_per_byte * 1e9
@@ -58,11 +58,11 @@ class _SimWork(CountdownWork):
 
 
 class SimTransport(ThreadTransport):
-    """Ranks of one process that take turns. For `un.simulate`, or `un.launch(fn, nprocs, "sim")`.
+    """Ranks in one process that take turns, for `un.simulate` or `un.launch(fn, nprocs, "sim")`.
 
-    As with threads, a send completes only when it has been received. The message leaves when both ends
-    have been posted, and is read from the sender's tensor when it arrives, which exposes a buffer changed too
-    early. Cost in real time: a few thread switches per message.
+    As with threads, a send completes only when it has been received. The message is sent when both ends have been
+    posted, and read from the sender's tensor when it arrives, which exposes a buffer that is changed too early. Cost in
+    real time: a few thread switches per message.
     """
 
     simulated = True
@@ -151,7 +151,7 @@ class SimTransport(ThreadTransport):
             super().simulate_freeze(thawed, freeze_s)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
-        """Stop all threads of this rank but its program, which raises `error` and reaches no other rank any more."""
+        """Stop all threads of this rank except its program, which raises `error`, and cut it off from other ranks."""
         task = here()
         control = self._control
         if task is None or task.rank is None or not isinstance(control, SimulatedControl):
@@ -178,8 +178,8 @@ TRANSPORT = SimTransport
 class Link:
     """One direction between two ranks. A message of n bytes takes latency_s + n * second_per_byte.
 
-    The bytes of one message follow those of the last one, so a busy link transfers
-    1 / second_per_byte bytes per second; latencies overlap. This is the postal (alpha-beta) model of Hockney.
+    Messages follow each other, so a busy link transfers 1 / second_per_byte bytes per second; latencies overlap. This
+    is Hockney's postal (alpha-beta) model.
 
     Attributes:
         latency_s: From the first byte sent to the first byte received, in seconds.
@@ -200,8 +200,8 @@ class SimNetwork:
 
     Attributes:
         link: Link of all pairs not in `links`.
-        links: By (source, destination), ranks of the whole simulation.
-        jitter: Each message's latency is longer by up to this fraction of it, depending on the seed.
+        links: Links by (source, destination), ranks of the whole simulation.
+        jitter: Largest fraction by which a message's latency is extended, depending on the seed.
         request_s: Response time of the control plane.
         notice_s: Delay until the other ranks are notified of a rank's death.
 
@@ -235,7 +235,7 @@ class SimNetwork:
             size: Number of ranks.
 
         Raises:
-            ValueError: A link begins or ends at another rank.
+            ValueError: A link begins or ends at a rank that does not exist.
         """
         for ends in self.links:
             if not all(0 <= rank < size for rank in ends):

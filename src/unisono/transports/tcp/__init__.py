@@ -1,4 +1,4 @@
-"""Transport between processes of any hosts, over connections of its own."""
+"""Transport between processes on any hosts, over dedicated connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over connections by the native core: one call for each, with the steps of any algorithm."""
+"""Collectives over connections in the native core, one call for each, with the steps of any algorithm."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["TcpCollectives", "connected"]
 _SLICE_BYTES = 1 << 20
 """Bytes that stay in the cache between two steps."""
 _FAR_SLICE_BYTES = 64 << 20
-"""On a long link, where each step of a slice takes a latency, which is more than memory ever takes."""
+"""Slice length on a long link, where each step of a slice costs a latency, which outweighs any cache miss."""
 
 
 class TcpCollectives(NativeCalls):
     """Native collectives of one group. Every rank makes the same number of calls, in the same order.
 
-    Ranks compare number, operation, dtype, root, algorithm and lengths of their calls, by a hash in each frame.
+    Ranks compare number, operation, dtype, root, algorithm and lengths of their calls, as a hash in each frame.
 
     Args:
         group, control, timeout_s: The ranks, their control plane, and their time limit.
-        connections: By rank; they do not block, and end with this object.
-        messages: Moves messages, over connections of its own; None if there are none.
-        slice_bytes: The length of a slice of a long call, the same on all ranks.
+        connections: Non-blocking connections by rank, closed with this object.
+        messages: Point-to-point messages, over other connections; None if there are none.
+        slice_bytes: Length of a slice of a long call, the same on all ranks.
     """
 
     core: TcpCore
@@ -93,14 +93,14 @@ class TcpCollectives(NativeCalls):
         return cls(group, control, options.timeout_s, connections, messages, slice_bytes)
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As of `FastPath`."""
+        """Implement `FastPath`."""
         topic = f"mismatch in call {self.core.number}"
         raise_mismatch(self._control, self._group, topic, fingerprint, self._timeout_s)
 
     def leave(self) -> None:
-        """Notify ranks that wait for this one. A connection that ends without this notice is that of a lost rank."""
+        """Notify ranks that wait for this one. A connection that ends without this notice counts as a lost rank."""
         for connection in self._connections if self.broken is None else ():
-            # The other end may have gone already.
+            # The other end may already be gone.
             with contextlib.suppress(OSError):
                 connection.send(self._farewell)
                 connection.shutdown(socket.SHUT_WR)
@@ -111,7 +111,7 @@ class TcpCollectives(NativeCalls):
         self.abort()
 
     def close(self) -> None:
-        """Close the connections. No call is in progress any more."""
+        """Close the connections, when no call is in progress any more."""
         say_farewell(self._connections, self.broken)
         self.invalidate_after_fork()
 

@@ -1,4 +1,4 @@
-"""A mailbox over connections of its own: for tcp, and for transports whose messages cannot be polled, such as gloo."""
+"""Mailbox over dedicated connections: for tcp, and for transports whose messages cannot be polled, such as gloo."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EnvelopeReader:
             self._gaps.pop(0)
 
     def _parse(self, envelopes: list[Envelope]) -> bool:
-        """Parse one step further. Return whether there was one."""
+        """Parse one step further; return whether there was one."""
         if self._message is None:
             frame = self._channel.next(Kind.MAIL)
             if frame is None:
@@ -83,10 +83,10 @@ class EnvelopeReader:
 
 
 class TcpMailbox(Mailbox):
-    """Mailbox over one connection per pair of ranks, made once, after both have proved to know the job's secret.
+    """Mailbox over one connection per pair of ranks, made once both have proved that they know the job's secret.
 
-    Names of functions and sizes are authenticated per message (as on the control plane); the bytes of long
-    tensors are not, and nothing is encrypted unless UNISONO_TLS is set. No port is open once all ranks are connected.
+    Function names and sizes are authenticated in each message (as on the control plane), but not the bytes of long
+    tensors. Nothing is encrypted unless UNISONO_TLS is set. No port stays open once all ranks are connected.
 
     Cost: one system call to send, and two to receive.
     """
@@ -117,7 +117,7 @@ class TcpMailbox(Mailbox):
             self.check(peer)
             frame = channel.encode(Kind.MAIL, message)
             try:
-                # Sent in one call: the receiver is woken once, and finds more than a head.
+                # Sent in one call, so that the receiver is woken once, and finds more than a head.
                 self._send_all(
                     connection, peer, [memoryview(frame), *(view_of(b) for b in bodies if b.numel())], timeout
                 )

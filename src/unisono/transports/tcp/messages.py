@@ -24,10 +24,10 @@ _SLICE_S = 0.1
 
 
 class Stream:
-    """One end of a connection, as `Bytes`.
+    """One end of a connection, implementing `Bytes`.
 
     Args:
-        connection: Does not block.
+        connection: A non-blocking connection.
 
     Attributes:
         left: Whether the other end has sent its last message.
@@ -58,7 +58,7 @@ class Stream:
         return self._at < self._end
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """As of `Bytes`."""
+        """Implement `Bytes`."""
         if more:
             self._held = bytes(content)
             return len(content)
@@ -74,7 +74,7 @@ class Stream:
         return sent - ours
 
     def peek(self) -> memoryview:
-        """Return the bytes that have been read from the connection, with the rest of a header; they stay."""
+        """Return the bytes read from the connection so far, including the rest of a header, without consuming them."""
         if self._end - self._at < HEADER_BYTES:
             rest = bytes(self._buffer[self._at : self._end])
             self._buffer[: len(rest)] = rest
@@ -87,11 +87,11 @@ class Stream:
         return self._buffer[self._at : self._end]
 
     def skip(self, nbytes: int) -> None:
-        """As of `Bytes`."""
+        """Implement `Bytes`."""
         self._at += nbytes
 
     def read(self, into: memoryview) -> int:
-        """As of `Bytes`."""
+        """Implement `Bytes`."""
         step = min(len(into), self._end - self._at)
         into[:step] = self._buffer[self._at : self._at + step]
         self._at += step
@@ -121,22 +121,23 @@ def _pair() -> Sequence[socket.socket]:
 
 
 class TcpMessages(TaggedMessages):
-    """Messages over connections. Of the threads that wait, one moves those of all peers.
+    """Messages over connections. One of the waiting threads moves those of all peers.
 
     Args:
         rank: This rank.
-        connections: By rank; they do not block, and end with this object. This rank's own is made here.
+        connections: Non-blocking connections by rank, closed with this object. The one to this rank itself is made
+            here.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
         super().__init__(self._streams, self._streams, rank)
         self._rank = rank
-        # From and to this rank, and to wake the thread that polls: made when they are needed.
+        # Connections from and to this rank, and to wake the polling thread; made on demand.
         self._own: Sequence[socket.socket] = ()
         self._bell: Sequence[socket.socket] = ()
         self._connections = dict(connections)
-        # A thread that waits for bytes; the others wait for it.
+        # The thread that waits for bytes; the others wait for it.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False
         invalidate_after_fork(self)
@@ -202,7 +203,7 @@ class TcpMessages(TaggedMessages):
             ear.recv(4096)
 
     def _end(self, peer: int, *, sends: bool) -> int:
-        """Return the descriptor of a rank's connection; -1 if it has ended."""
+        """Return the descriptor of a rank's connection, or -1 if it has ended."""
         if peer == self._rank:
             return self._own[0 if sends else 1].fileno()
         return -1 if self._streams[peer].lost else self._connections[peer].fileno()
@@ -214,7 +215,8 @@ class TcpMessages(TaggedMessages):
         return left_error(peer) if stream.left else connection_error(peer)
 
     def _ring(self) -> None:
-        # A full bell still wakes the waiting thread; a closed one need not. Without one, it has yet to look.
+        # A full bell still wakes the waiting thread, and a closed one need not. Without a bell, the thread has not
+        # checked yet.
         with contextlib.suppress(OSError):
             for bell in self._bell[:1]:
                 bell.send(b"!")
@@ -226,7 +228,7 @@ class TcpMessages(TaggedMessages):
     def leave(self) -> None:
         """Notify ranks that wait for this one. Sent messages still arrive."""
         for peer, connection in self._connections.items():
-            # The other end may have gone already.
+            # The other end may already be gone.
             with contextlib.suppress(OSError):
                 if not self._out[peer].pending:
                     connection.send(FAREWELL)

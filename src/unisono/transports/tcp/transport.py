@@ -1,4 +1,4 @@
-"""Transport between processes of any hosts, over connections of its own, with algorithms in native code."""
+"""Transport between processes on any hosts, over dedicated connections, with algorithms in native code."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["TRANSPORT", "TcpTransport"]
 class TcpTransport(NativeTransport):
     """Transport over two connections between each two ranks: one for collectives, one for messages.
 
-    They are made when the group connects, after both ends have proved to know the job's secret. What travels on them is
+    They are made when the group connects, after both ends have proved that they know the job's secret. Their traffic is
     neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core carries out each collective in one
-    call, in which ranks also compare their calls: nothing is written before all agree. It moves blocking messages, too,
-    while no others are in flight. Reductions for which it has no kernel are put together from messages. Cost: p - 1
+    call, in which ranks also compare their calls: nothing is written before all agree. It also moves blocking messages,
+    while no others are in flight. Reductions for which it has no kernel are composed of messages. Cost: p - 1
     connections of each kind on each rank; about 15 us for a short message on one host.
     """
 
@@ -47,20 +47,20 @@ class TcpTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
-        # The communicator reports failures, and only members of the group can meet.
+        # Joined only because members of a group can meet; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
-        # Between hosts, a thread mostly waits. On one host, it takes the processor from a rank that computes.
+        # Between hosts, a thread mostly waits. On one host, it would take a processor from a rank that computes.
         hosts = {host for host, _ in values}
         return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in values))
 
     def split(self, group: Group) -> TcpTransport:
-        # The part does not know whether ranks outside it compute, too.
+        # A subgroup does not know whether ranks outside it also compute.
         return TcpTransport(group, self._control, self._options, background=self.background)
 
     def reconfigure(self, group: Group) -> TcpTransport:
-        # Newcomers ask the others about their processors.
+        # Newcomers query the others' processors.
         return self.connect(group, self._control, self._options)
 
     def mailbox(self, group: Group) -> Mailbox:

@@ -1,4 +1,4 @@
-"""Torch's own collectives: the calls that they support correctly, and how each is started."""
+"""Torch's collectives: the calls that they support correctly, and how each is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _NUMBERS |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-# On 0 and 1, the only values of a bool, these are what torch's bool arithmetic gives.
+# On 0 and 1, the only values of a bool, these match torch's bool arithmetic.
 _BOOLEAN = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.BOR: ReduceOp.MAX,
@@ -30,11 +30,12 @@ _BOOLEAN = {
 
 
 def carries(call: Call, cuda: bool) -> bool:
-    """Return whether torch's collective gives the right result; the same answer on every rank."""
+    """Return whether torch's collective gives the right result. The same answer on every rank."""
     if call.lengths:
         return False
     if call.name == "all_gather":
-        # Gloo gathers in other memory first, and copies: long messages take up to twice as long as by an algorithm.
+        # Gloo gathers into separate memory first, and copies: long messages take up to twice as long as with an
+        # algorithm.
         return len({t.numel() for t in call.outputs}) == 1 and (cuda or sum(t.nbytes for t in call.outputs) < 4 << 20)
     if call.name == "reduce_scatter" and len({t.numel() for t in call.inputs}) != 1:
         return False
@@ -57,7 +58,7 @@ def _reduces(call: Call, cuda: bool) -> bool:
 
 
 def start(backend: Any, call: Call, device: int | None = None) -> Any:
-    """Start torch's work of this call, on a GPU if it is one of nccl's; None if there is no data to move."""
+    """Start torch's work for this call, on a GPU with nccl; return None if there is no data to move."""
     if call.name == "barrier":
         options = dist.BarrierOptions()
         options.device_ids = [] if device is None else [device]
@@ -124,7 +125,7 @@ _START: dict[str, Callable[[Any, Call], Any]] = {
 }
 
 NATIVE = frozenset({*_START, "barrier"})
-"""Supported collectives. all_to_all is missing: torch needs even parts or one tensor, the schedule takes any."""
+"""Supported collectives. all_to_all is missing, because torch needs equal parts or one tensor, unlike the schedule."""
 
 
 def _torch_op(call: Call) -> Any:
@@ -139,7 +140,7 @@ def _root(call: Call) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory, as a dtype that torch's backends reduce."""
+    """Return the same memory as a dtype that torch's backends reduce."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

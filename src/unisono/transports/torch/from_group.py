@@ -1,4 +1,4 @@
-"""A transport on a process group that the caller made and owns, with a control plane of its own."""
+"""A transport on a process group that the caller made and owns, with its own control plane."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.transports.torch.transport import TorchTransport, translated
 __all__ = ["MAKERS", "adopt", "resolve_group"]
 
 MAKERS: dict[type, Callable[..., Any]] = {}
-"""Kinds of groups that make a communicator themselves. `interop`, which is above the communicator, adds its own."""
+"""Group classes that make a communicator themselves. `interop`, which is above the communicator, adds its own."""
 
 _RECORD_BYTES = 256
 
@@ -38,12 +38,12 @@ def adopt(
 ) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
     """Return the transport, control handle and options of this rank, and a function to call at the end.
 
-    Rank 0 hosts the control plane; its address and secret travel over the group itself. The group is
-    used unchanged, and never closed; sub-groups are created on the control plane's store.
+    Rank 0 hosts the control plane, and sends its address and secret over the group itself. The group stays unchanged,
+    and is never closed; sub-groups are created on the control plane's store.
 
     Raises:
-        CommError: The group's backend is one that cannot be wrapped.
-        CommTimeoutError: Not all members have joined in time.
+        CommError: The group's backend cannot be wrapped.
+        CommTimeoutError: Not all members joined in time.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
     backend = group._get_backend(device)
@@ -58,7 +58,7 @@ def adopt(
     record = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
-            # For ranks of several hosts: the address towards the job's master, which the other hosts can reach, too.
+            # For ranks on several hosts: the address towards the job's master, which the other hosts can also reach.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = ControlServer(
                 secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_for_others(far)
@@ -77,10 +77,10 @@ def adopt(
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default group for None; from now on errors are shown as after `unisono.init`.
+    """Return the group, or the default group for None; from now on errors are displayed as after `unisono.init`.
 
     Raises:
-        TypeError: It is no process group.
+        TypeError: It is not a process group.
         ValueError: There is no default group, or this process is not in the group.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
@@ -104,7 +104,7 @@ def _on_cuda(group: dist.ProcessGroup) -> bool:
 
 
 def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
-    """Gather a few bytes of each rank by torch's own collective, because there is no control plane yet."""
+    """Gather a few bytes from each rank with torch's collective, because there is no control plane yet."""
     if len(data) >= _RECORD_BYTES:
         raise CommError(f"{len(data)} bytes do not fit in a record of {_RECORD_BYTES}")
     padded = bytes([len(data)]) + data.ljust(_RECORD_BYTES, b"\0")

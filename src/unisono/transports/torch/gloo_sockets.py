@@ -1,4 +1,4 @@
-"""The connections of a gloo process group, found from outside, because gloo cannot end a wait."""
+"""Finds the connections of a gloo process group from outside, because gloo cannot end a wait."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LOOK_EVERY_S = 0.02
 class Sockets:
     """Accepted sockets of a gloo group. Each group listens on its own port for the connections of peers.
 
-    Shutting down the accepted connections ends the waits of both sides: of any two ranks, one has accepted.
-    But gloo aborts the process if a connection breaks while it is being established, so only connections seen in
-    an earlier look are shut down.
+    Shutting down the accepted connections ends the waits on both sides: of any two ranks, one has accepted. But gloo
+    aborts the process if a connection breaks while it is being established, so only connections seen in an earlier scan
+    are shut down.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Sockets:
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:
-                # A connection reset by its other end is closed already.
+                # A connection reset by its other end is already closed.
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             else:
@@ -57,8 +57,8 @@ class Sockets:
         return fresh
 
     def abandon(self, _references: object, works: Sequence[Any]) -> None:
-        """Keep a gloo group alive until its collectives have ended: releasing it earlier would stop the process."""
-        # A connection new at the first look is established by the second. Connections established on first use may
+        """Keep a gloo group alive until its collectives have ended: releasing it earlier would abort the process."""
+        # A connection that is new in the first scan is established by the second. Connections made on first use may
         # appear only now.
         time.sleep(_LOOK_EVERY_S)
         while self.shut() or not all(work.is_completed() for work in works):

@@ -1,4 +1,4 @@
-"""Torch process groups, with their rendezvous on the control plane's store."""
+"""Torch process groups whose rendezvous uses the control plane's store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _threads = DaemonThreadPool("unisono torch rendezvous")
 
 
 def gloo_options(timeout: timedelta, device: Any) -> Any:
-    """Return options of a gloo group with two threads, on what `ProcessGroupGloo.create_device` has made."""
+    """Return options of a gloo group with two threads, on a device from `ProcessGroupGloo.create_device`."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
     options._timeout = timeout
     options._devices = [device]
@@ -35,7 +35,7 @@ def gloo_options(timeout: timedelta, device: Any) -> Any:
 
 
 def backend_plugin(name: str) -> Any:
-    """Return how torch creates the backend of this name that another package has registered; None if none has."""
+    """Return torch's entry for a backend of this name registered by another package; None if there is none."""
     return dist.Backend._plugins.get(name.upper())
 
 
@@ -45,15 +45,15 @@ def backend_of(
     """Create a torch process group.
 
     Args:
-        group: Its ranks meet.
-        control: Reports ranks lost meanwhile.
-        store: The store of the rendezvous.
+        group: The ranks that meet.
+        control: Control plane that reports ranks lost meanwhile.
+        store: Store for the rendezvous.
         options: As for every transport.
-        sockets: Records gloo's connections.
+        sockets: Record of gloo's connections.
         lazy: Whether gloo connects on first use.
 
     Raises:
-        RuntimeError: Torch's own, if not all ranks have joined.
+        RuntimeError: Torch's error, if not all ranks joined.
     """
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
@@ -84,7 +84,7 @@ def _gloo_device(address: str, lazy: bool) -> Any:
 
 
 def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
-    """Return the result of `make`. If a rank dies meanwhile, gloo waits until its timeout: it is then left running."""
+    """Return the result of `make`. If a rank dies meanwhile, gloo waits until its timeout, so it is left running."""
     made: list[Any] = []
     raised: list[BaseException] = []
     ended = threading.Event()

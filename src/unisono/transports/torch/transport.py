@@ -44,11 +44,11 @@ _threads = DaemonThreadPool("unisono torch")
 
 
 class TorchTransport(Transport):
-    """A torch process group, driven directly: no default group, no names registered with torch.
+    """A torch process group, driven directly, without a default group or names registered with torch.
 
-    Collectives are torch's own. With gloo, messages, and algorithms that consist of them, travel over connections of
-    this package: a wait of gloo can neither be ended nor polled, and a receive that does not fit ends the process.
-    With nccl they are nccl's, and a wait is one of the current stream: see `_follow`.
+    Collectives are torch's own. With gloo, messages, and algorithms that consist of them, use this package's
+    connections, because a gloo wait can neither be ended nor polled, and a receive that does not fit ends the process.
+    With nccl they are nccl's, and waits are stream-ordered: see `_follow`.
     """
 
     native: frozenset[str] = NATIVE
@@ -90,20 +90,20 @@ class TorchTransport(Transport):
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
-        """Keep torch's backend for good in a forked child: its destructor waits for the parent's threads."""
+        """Keep torch's backend forever in a forked child, because its destructor waits for the parent's threads."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
         if backend in ("gloo", "mpi"):
-            # Gloo's reduces the whole message on every rank: our algorithms are faster, but for a few bytes.
+            # Gloo's reduces the whole message on every rank; except for a few bytes, our algorithms are faster.
             return Capabilities(ACCELERATORS | {"cpu"}, ACCELERATORS, cls.native - {"reduce_scatter"})
         return Capabilities(frozenset({"cuda"}), frozenset(), cls.native)
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         refuse_unencrypted(options.backend)
-        # The communicator reports failures; only members of the group can meet.
+        # Joined only because members of a group can meet; the communicator reports failures.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)
         made._sockets.look()
@@ -116,7 +116,7 @@ class TorchTransport(Transport):
         made = cls(
             group, _backend(group, control, store, options, sockets, lazy=lazy), control, options, sockets=sockets
         )
-        # C++ holds only its part of a store, which fails without the Python part.
+        # Kept, because C++ holds only its part of a store, which fails without the Python part.
         made._store = store
         return made
 
@@ -124,7 +124,7 @@ class TorchTransport(Transport):
         return self._made(group, self._control, self._options, lazy=True)
 
     def mailbox(self, group: Group) -> Mailbox:
-        # What no caller waits for must not be mixed with what one does.
+        # Messages that no caller waits for must not be mixed with awaited ones.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
     def reconfigure(self, group: Group) -> TorchTransport:
@@ -138,12 +138,13 @@ class TorchTransport(Transport):
             return Completion.ended(self._broken)
         if not batch:
             return Completion.ended()
-        # In one launch on the device's stream, which is left in any case: the thread's next group would be part of it.
+        # In one launch on the device's stream, which must be left in any case: otherwise the thread's next group would
+        # be part of it.
         self._backend._start_coalescing()
         try:
             for message in batch:
                 move = self._backend.recv if isinstance(message, Recv) else self._backend.send
-                # Nccl knows few dtypes.
+                # Nccl supports few dtypes.
                 move([message.tensor.view(torch.uint8)], message.peer, 0)
             work = self._backend._end_coalescing()
         except RuntimeError as error:
@@ -162,7 +163,7 @@ class TorchTransport(Transport):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         if call.steps is not None:
             return super().run(call, over)
-        # An abort, called from another thread, has to see the work in flight.
+        # An abort from another thread must see the work in flight.
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -170,7 +171,7 @@ class TorchTransport(Transport):
                 work = start(self._backend, call, self._device)
             except RuntimeError as error:
                 raise translated(error, []) from error
-            # A rank lost before it was connected never answers, and only the wait of this work can be ended.
+            # A rank lost before it was connected never answers, and only this work's wait can be ended.
             return self._flown(work, _follow if self._cuda else partial(_wait_for, broken=lambda: self._broken))
 
     def _flown(self, work: Any, wait_for: Callable[[Any, float], bool]) -> Work:
@@ -196,7 +197,7 @@ class TorchTransport(Transport):
         self._end(cause, self._sockets.shut)
 
     def _land(self) -> None:
-        """Return when nccl has moved all data, or the group has failed: the caller's streams may need the results."""
+        """Return once nccl has moved all data, or the group has failed: the caller's streams may need the results."""
         deadline = clock.now() + self._options.timeout_s
         while not all(work.is_finished() for work in self._flying):
             if self._broken is not None or clock.now() > deadline:
@@ -204,7 +205,10 @@ class TorchTransport(Transport):
             time.sleep(_LOOK_EVERY_S)
 
     def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
-        """Detach the backend. Keep it while it waits: releasing a waiting gloo group blocks until its wait ends."""
+        """Detach the backend.
+
+        Keep it while it waits, because releasing a waiting gloo group blocks until its wait ends.
+        """
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
         with self._lock:
@@ -212,7 +216,7 @@ class TorchTransport(Transport):
             self._broken = self._broken or cause
             stuck = [known for known in self._flying if not known.is_finished()]
             for known in stuck if self._cuda else ():
-                # What its stream does now is not what was asked for.
+                # Its stream no longer produces the requested results.
                 known.fail(cause)
             # Works keep their own references.
             self._flying = []
@@ -221,8 +225,8 @@ class TorchTransport(Transport):
                 return
             self._backend = _DetachedGroup(cause)
         if self._cuda and first:
-            # An abort ends kernels that wait for a lost rank. A group that is only dropped leaks, and torch says so. On
-            # a device that has failed, neither works.
+            # An abort ends kernels that wait for a lost rank. A group that is only dropped leaks, and torch warns. On a
+            # failed device, neither works.
             with suppress(RuntimeError):
                 (backend.abort if stuck else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):
@@ -240,12 +244,12 @@ class _DetachedGroup:
 
 
 class _BackendWork(Work):
-    """Torch's work of a collective, or of a batch of nccl's messages.
+    """Torch's work for a collective, or for a batch of nccl messages.
 
     Args:
-        work: Torch's; None if nothing moves.
-        timeout_s: Of a wait without another timeout.
-        wait_for: Waits for it until a deadline; whether the data has moved then.
+        work: Torch's work; None if nothing moves.
+        timeout_s: Default timeout of a wait.
+        wait_for: Function that waits for it until a deadline, and returns whether the data has moved.
     """
 
     def __init__(self, work: Any, timeout_s: float, wait_for: Callable[[Any, float], bool]) -> None:
@@ -271,15 +275,15 @@ class _BackendWork(Work):
             raise self._error from error
 
     def fail(self, cause: BaseException) -> None:
-        """Note that the group has failed before the data had moved."""
+        """Record that the group failed before the data had moved."""
         self._error = cause
 
     def is_finished(self) -> bool:
-        """Return whether torch's work has ended: it never reports a reduce_scatter of gloo as completed."""
+        """Return whether torch's work has ended; gloo's reduce_scatter is never reported as completed."""
         try:
             return self.work is None or bool(self.work.is_completed())
         except RuntimeError:
-            # Of a device that has failed, and does nothing more.
+            # The device has failed, and does nothing more.
             return True
 
     def is_completed(self) -> bool:
@@ -293,16 +297,16 @@ class _BackendWork(Work):
 
 
 def _follow(work: Any, _deadline: float) -> bool:
-    """Let the current stream wait for nccl's work, and return, as torch's own wait.
+    """Make the current stream wait for nccl's work, and return, like torch's own wait.
 
-    What the stream still has to do before may take any time, and torch aborts the whole group where a limit passes.
+    Earlier work on the stream may take any time, and torch would abort the whole group at a timeout.
     """
     work.wait()
     return False
 
 
 def _wait_for(work: Any, deadline: float, *, broken: Callable[[], BaseException | None]) -> bool:
-    """Wait for gloo's work, in slices, after each of which the wait can be ended."""
+    """Wait for gloo's work in slices, after each of which the wait can be ended."""
     while True:
         left = deadline - clock.now()
         last = left <= _SLICE_S or work.is_completed()
@@ -310,7 +314,7 @@ def _wait_for(work: Any, deadline: float, *, broken: Callable[[], BaseException 
             # A timeout of zero would mean no timeout.
             work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
         except CommError:
-            # Raised by the control store, which lazy connections use. Torch cannot raise it twice.
+            # Raised by the control store, which lazy connections use; torch cannot raise it twice.
             raise
         except RuntimeError:
             if last:

@@ -36,6 +36,12 @@ REMAINING = {
 }
 """Tests that pass on gloo alone, by the message of their failure here."""
 
+WATCHED = {
+    # One rank waits in vain until the group's timeout, and the watch names the missing ones before.
+    "": {"test_barrier_timeout_full_group", "test_barrier_timeout_group"},
+}
+"""Tests that pass on gloo, and fail on gloo that is watched."""
+
 ON_THREADS = {
     # One generator for all ranks: each of these seeds it, or draws what is to be the same on all ranks.
     "torch.manual_seed() seeds one generator for all ranks": {
@@ -132,3 +138,14 @@ def test_c10d_tests_pass_on_ranks_of_one_process(tmp_path: Path) -> None:
     assert len(remaining(on_gloo, simulated, IN_ONE_PROCESS)) == 15
     for here in (threads, simulated):
         assert [name for name in ALL_TO_ALL if here[name] != "passed"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_c10d_tests_pass_on_watched_gloo(ranks: int, tmp_path: Path) -> None:
+    watched = ["-m", "unisono", "watch", "--check"]
+    calls = [[*watched, mode, "--", sys.executable, SUITE, "gloo", "auto"] for mode in ("after", "before")]
+    on_gloo, *here = outcomes(ranks, tmp_path, [[SUITE, "gloo", "auto"], *calls])
+    for each in here:
+        remaining(on_gloo, each, WATCHED)

@@ -3,12 +3,14 @@
     python tests/interop/watched_programs.py [--ranks 2] [--no-watch] program ... before:program ...
 
 A process that does nothing but fork them saves each rank the imports. It prints JSON: for each program, for each rank
-the exit status (negated: a signal; None: it hung), the seconds until then, and what it wrote to standard error.
+the exit status (negated: a signal; None: it hung), the seconds until then, what it wrote to standard error, and a hash
+of what the program returned. Programs are those here, and those of `torch_features`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -410,6 +413,26 @@ def fake_tensors_on_one_rank(rank: int, size: int) -> None:
 
 
 @right
+def barrier_that_fails(rank: int, size: int) -> None:
+    failed = dist.new_group(range(size))
+    if rank != 1:
+        with suppress(RuntimeError):
+            dist.monitored_barrier(failed, timeout=timedelta(seconds=0.3))
+            raise AssertionError("the barrier did not fail")
+    dist.barrier()
+
+
+@right
+def group_of_no_processes(rank: int, size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401
+
+    fake = dist.new_group(range(size), backend="fake")
+    if rank == 0:
+        dist.all_reduce(ones(), group=fake)
+    dist.all_reduce(ones())
+
+
+@right
 def closed_watch(rank: int, size: int) -> None:
     import unisono.interop.call_watch as module
 
@@ -449,6 +472,26 @@ def distributed_tensors(rank: int, size: int) -> None:
 
 
 # -- ranks -----------------------------------------------------------------------------------------
+def named(program: str) -> Program:
+    if found := WRONG.get(program) or RIGHT.get(program):
+        return found
+    # It imports much of torch, which takes seconds.
+    from torch_features import FEATURES
+
+    return FEATURES[program]
+
+
+def digest(result: object) -> str:
+    """Return a hash of what a program returned, to the last bit of each tensor."""
+    hashed = hashlib.sha256()
+    for leaf in torch.utils._pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            hashed.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            leaf = leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        hashed.update(leaf if isinstance(leaf, bytes) else repr(leaf).encode())
+    return hashed.hexdigest()
+
+
 def become(rank: int, given: argparse.Namespace, name: str, folder: Path) -> None:
     """Be a rank, and end with the status of a script."""
     out = os.open(folder / f"stderr {rank}", os.O_CREAT | os.O_WRONLY)
@@ -461,7 +504,8 @@ def become(rank: int, given: argparse.Namespace, name: str, folder: Path) -> Non
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
         if given.watch:
             watch(check=check or "after", timeout=LIMIT_S)
-        {**WRONG, **RIGHT}[program](rank, given.ranks)
+        result = named(program)(rank, given.ranks)
+        (folder / f"result {rank}").write_text(digest(result))
         status = 0
     except SystemExit as error:
         status = error.code
@@ -502,6 +546,8 @@ def outcome(given: argparse.Namespace, name: str) -> list[dict[str, Any]]:
             time.sleep(0.01)
         for rank, each in enumerate(found):
             each["stderr"] = (folder / f"stderr {rank}").read_text()
+            result = folder / f"result {rank}"
+            each["result"] = result.read_text() if result.exists() else None
         return found
 
 
@@ -513,6 +559,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.programs:
+        named(name.rpartition(":")[2])
         # A line for each: who reads them sees how far it came.
         print(json.dumps([name, outcome(given, name)]), flush=True)
 

@@ -20,7 +20,7 @@ __all__ = ["CALL", "Overdue", "WatchedCalls", "follows"]
 
 CALL = Struct("<HQQIBB")
 """A call that is made: index of its group, its number there, hash of its signature, index of the signature, code of
-the reduce operation (0: unknown), whether the caller waits in it."""
+the reduce operation (0: unknown), whether the caller can make no other call until it returns."""
 
 _DEADLOCK_S = 0.5
 _OTHERS_S = 0.1
@@ -70,11 +70,24 @@ class _Made(NamedTuple):
 
 @dataclass(slots=True)
 class _Call:
-    """A call that not all ranks of its group have made."""
+    """A call that not all ranks of its group have made.
+
+    Attributes:
+        since: When the first rank made it.
+        made: The parts of the ranks that have made it.
+        abandoned: Those of them in which it has failed, so that they need no other rank for it.
+        asked: Clients, and their requests, to answer when all have made it.
+    """
 
     since: float
     made: dict[int, _Made] = field(default_factory=dict)
+    abandoned: set[int] = field(default_factory=set)
     asked: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> dict[int, _Made]:
+        """The parts of the ranks that need the others for it."""
+        return {rank: part for rank, part in self.made.items() if rank not in self.abandoned}
 
     @property
     def differs(self) -> bool:
@@ -188,6 +201,14 @@ class WatchedCalls(ControlState):
         """Take a call, and answer when all ranks have made it."""
         return self._take(client, request, *CALL.unpack(content))
 
+    def _on_abandon(self, client: int, request: int, group: int, number: int) -> Outgoing:
+        """Take note that a call has failed on a rank, which waits no longer. It gets no reply."""
+        here = self._present[client]
+        here.last = None
+        if call := here.groups[group].calls.get(number):
+            call.abandoned.add(here.rank)
+        return []
+
     def _take(
         self, client: int, request: int, group: int, number: int, same: int, signature: int, op: int, waits: int
     ) -> Outgoing:
@@ -261,7 +282,7 @@ class WatchedCalls(ControlState):
         """Fail if a call needs a rank that has ended."""
         for _, _, call, rank in self._awaited():
             if rank in self._gone:
-                waiting, made = next(iter(call.made.items()))
+                waiting, made = next(iter(call.waiting.items()))
                 text = f"{self._gone[rank]} Rank {waiting} waits for it in {call_text(made.fingerprint)}"
                 return self._fail("PeerLostError", rank, text)
         return []
@@ -285,6 +306,10 @@ class WatchedCalls(ControlState):
         self._victim = None
         if lost is not None:
             return self._fail("PeerLostError", lost, self._gone[lost])
+        if self._gone:
+            # A message, say, was awaited from a rank that had ended.
+            ended, how = next(iter(self._gone.items()))
+            return self._fail("PeerLostError", ended, f"{how} Then {message}")
         return self._fail("PeerLostError", victim, message)
 
     def _look_for_cycle(self) -> Outgoing:
@@ -292,7 +317,7 @@ class WatchedCalls(ControlState):
         waits: dict[int, tuple[int, str]] = {}
         last = {here.rank: here.last for here in self._present.values()}
         for where, _, call, rank in self._awaited():
-            for waiting, made in call.made.items():
+            for waiting, made in call.waiting.items():
                 if made.waits and last.get(waiting) is call and self._now() - call.since > _DEADLOCK_S:
                     waits.setdefault(waiting, (rank, f"{call_text(made.fingerprint)} of {where.text}"))
         for start in waits:
@@ -308,7 +333,7 @@ class WatchedCalls(ControlState):
         for where, number, call, rank in self._awaited():
             waited_s = self._now() - call.since
             if waited_s > where.limit_s:
-                waiting, made = next(iter(call.made.items()))
+                waiting, made = next(iter(call.waiting.items()))
                 text = f"rank {waiting} has waited {waited_s:.1f} s for rank {rank} in {call_text(made.fingerprint)}"
                 yield Overdue(rank, f"{text}, call {number} of {where.text}")
 
@@ -327,7 +352,7 @@ class WatchedCalls(ControlState):
                 needed &= {root}
             elif made.operation in _UP and root in needed:
                 needed = set()
-            if needed:
+            if needed and call.waiting:
                 yield where, number, call, min(needed)
 
     def _missing_in(self, where: _Group, call: _Call) -> set[int]:

@@ -21,8 +21,9 @@ from unisono.control.call_monitor import CallControl, start_monitor
 from unisono.control.process_exit import close_at_exit
 from unisono.control.watched_calls import CALL, follows
 from unisono.core import clock
+from unisono.core.call import Fingerprint
 from unisono.core.failure import Cause, error_of, text_of
-from unisono.core.flight_recorder import Activity, callers_place
+from unisono.core.flight_recorder import Activity, Place, callers_place
 from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.threads import spawn_thread
@@ -107,6 +108,8 @@ class Watch:
         self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._cause: Cause | None = None
+        # Set once the cause is printed: a process that ends because of it must not end before.
+        self._reported = threading.Event()
         # Threads of this rank that are in a call, and whether one has raised the watch's error.
         self._inside = 0
         self._raised = False
@@ -157,37 +160,33 @@ class Watch:
         if self._cause is not None:
             self._raise(form, where, where.calls + 1)
         waits = form.waits(args)
+        limit_s = form.timeout_s(args) if waits else _ASYNC_WAITS_S
         place = callers_place()
-        key = (form.key(args), place, op, where.size)
-        # Under the lock, so that a group's reports are in the order of its calls.
-        with self._lock:
-            index, signature = self._signatures.get(key) or self._describe(key, form, args)
-            if signature.fingerprint.device == "meta":
-                # A compiler, or a fake tensor mode, only determines a call's result, perhaps on this rank alone.
-                return make()
-            where.calls += 1
-            number = where.calls
-            self._threads.add(threading.get_ident())
-            # In a rank with several threads, a waiting thread must not keep the others from making calls.
-            alone = waits and len(self._threads) == 1
-            content = CALL.pack(where.index, number, signature.same, index, _CODES[op], alone)
-            if not self._before:
-                self._control.call(content)
-        if self._before:
-            self._compare(content, waits, self._place(form, where, number))
-        detail = signature.fingerprint
+        reported = self._report(form, where, args, op, place, limit_s)
+        if reported is None:
+            return make()
+        number, detail, content = reported
         if not waits:
             where.activity.note(form.operation, number, detail, place)
+            if self._before:
+                self._compare(content, limit_s, self._place(form, where, number))
             return make()
         record = where.activity.enter(form.operation, number, detail, place)
         self._inside += 1
         try:
+            if self._before:
+                self._compare(content, limit_s, self._place(form, where, number))
             made = make()
             if (work := result_of(made)) is not None:
                 work.wait()
             return made
+        except CommError:
+            raise
         except RuntimeError as error:
             self._explain(error, form, where, number)
+            # The caller may catch it and continue; other ranks then need not make this call.
+            with contextlib.suppress(CommError):
+                self._control.tell("abandon", where.index, number)
             raise
         finally:
             self._inside -= 1
@@ -195,9 +194,40 @@ class Watch:
             where.activity.keep(record)
             where.activity.calls = number
 
+    def _report(
+        self,
+        form: Form,
+        where: _WatchedGroup,
+        args: tuple[Any, ...],
+        op: str | None,
+        place: Place,
+        limit_s: float | None,
+    ) -> tuple[int, Fingerprint, bytes] | None:
+        """Report a call, unless it is to be compared first. Return its number, what it is, and the report.
+
+        None for a call on tensors without memory, which is not made.
+        """
+        key = (form.key(args), place, op, where.size)
+        # Under the lock, so that a group's reports are in the order of its calls.
+        with self._lock:
+            index, signature = self._signatures.get(key) or self._describe(key, form, args)
+            if signature.fingerprint.device == "meta":
+                # A compiler, or a fake tensor mode, only determines a call's result, perhaps on this rank alone.
+                return None
+            where.calls += 1
+            number = where.calls
+            self._threads.add(threading.get_ident())
+            # A rank is stuck in a call unless it has other threads, or the call has a timeout of its own.
+            stuck = limit_s is None and len(self._threads) == 1
+            content = CALL.pack(where.index, number, signature.same, index, _CODES[op], stuck)
+            if not self._before:
+                self._control.call(content)
+        return number, signature.fingerprint, content
+
     def _introduce(self, name: str, pg: dist.ProcessGroup) -> _WatchedGroup | None:
-        """Start to watch a group; return None if some of its ranks are not watched, or torch does not know it."""
-        members = dist.get_process_group_ranks(pg) if pg in dist.distributed_c10d._world.pg_map else []
+        """Start to watch a group; return None if that is impossible: some of its ranks are not watched, for example."""
+        known = pg in dist.distributed_c10d._world.pg_map and dist.get_backend(pg) not in _NOT_WATCHED
+        members = dist.get_process_group_ranks(pg) if known else []
         with self._lock:
             if not members or not {*members} <= {*self._ranks}:
                 self._groups[name] = None
@@ -226,13 +256,13 @@ class Watch:
         self._signatures[key] = found
         return found
 
-    def _compare(self, content: bytes, waits: bool, place: dict[str, Any]) -> None:
-        """Wait until all ranks make this call.
+    def _compare(self, content: bytes, limit_s: float | None, place: dict[str, Any]) -> None:
+        """Wait until all ranks make this call, or for `limit_s`.
 
         With asynchronous calls, other ranks may legitimately use another order.
         """
         try:
-            self._control.compare(content, None if waits else _ASYNC_WAITS_S)
+            self._control.compare(content, limit_s)
         except CommError as error:
             if self._control.server_lost:
                 return
@@ -241,7 +271,8 @@ class Watch:
 
     def _explain(self, error: RuntimeError, form: Form, where: _WatchedGroup, number: int) -> None:
         """Raise another rank's failure if it caused the error in a call."""
-        if follows(error):
+        # A monitored barrier that fails closes connections between ranks that live on.
+        if follows(error) and form.operation != "monitored_barrier":
             self._await_cause(error, form.operation)
         if self._cause is not None:
             self._raise(form, where, number, error)
@@ -251,7 +282,7 @@ class Watch:
         message = f"rank {self._group.rank} failed in {operation}: {type(error).__name__}: {text_of(error)}"
         with contextlib.suppress(CommError):
             self._control.report_failure(self._group, Cause("PeerLostError", self._group.rank, message))
-            self._control.first_cause(self._group, _CAUSE_S)
+            self._reported.wait(_CAUSE_S)
 
     def _raise(self, form: Form, where: _WatchedGroup, number: int, error: BaseException | None = None) -> NoReturn:
         assert self._cause is not None
@@ -279,10 +310,12 @@ class Watch:
         if self._control.server_lost:
             _say(f"the watch has ended, and calls are no longer compared: {cause.message}")
             self._groups = dict.fromkeys(self._groups)
+            self._reported.set()
             return
         self._cause = cause
         error = error_of(cause, self._group)
         _say(f"{type(error).__name__}: {error}")
+        self._reported.set()
         spawn_thread(self._end_soon, "unisono end of a watched rank")
 
     def _end_soon(self) -> None:

@@ -73,6 +73,7 @@ class Form:
         self._tensors = self._places.get(self._tensor_name)
         self._root = self._places.get("root_rank")
         self._async = self._places.get("async_op")
+        self._timeout = self._places.get("timeout")
         more = [self._places.get(_LISTS.get(self.operation))]
         if self.operation in _UNEVEN:
             names = ("output_tensors", "output", "output_split_sizes", "input_split_sizes")
@@ -84,6 +85,11 @@ class Form:
         if self._async is None:
             return self.operation == "monitored_barrier"
         return len(args) > self._async and not args[self._async]
+
+    def timeout_s(self, args: tuple[Any, ...]) -> float | None:
+        """Return the call's own timeout in seconds; None if the group's applies."""
+        timeout_ms = args[self._timeout] if self._timeout is not None and len(args) > self._timeout else -1
+        return None if timeout_ms < 0 else timeout_ms / 1000
 
     def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return everything that a call's signature depends on."""

@@ -229,6 +229,40 @@ def test_error_that_follows_is_reported_if_nothing_else_is() -> None:
     assert watched.verdict()[:2] == ("PeerLostError", 0)
 
 
+def test_error_that_follows_names_a_rank_that_has_ended() -> None:
+    watched = Watched()
+    watched.ask(1, "bye")
+    watched.ask(0, "fail", "w", "PeerLostError", 0, "rank 0 failed: RuntimeError: Connection closed by peer [::1]:1")
+    watched.pass_time(1.1)
+    kind, rank, text = watched.verdict()
+    assert (kind, rank) == ("PeerLostError", 1)
+    assert "rank 1 has ended" in text
+    assert "Then rank 0 failed" in text
+
+
+def test_call_that_has_failed_needs_no_other_rank() -> None:
+    watched = Watched(3)
+    for rank in range(2):
+        watched.call(rank, 1)
+        watched.ask(rank, "abandon", 0, 1)
+    watched.pass_time(50.0)
+    assert watched.overdue is None
+    watched.ask(2, "bye")
+    assert not watched.told[0]
+
+
+def test_call_that_one_rank_has_abandoned_is_still_awaited_by_another() -> None:
+    watched = Watched(3)
+    watched.call(0, 1)
+    watched.ask(0, "abandon", 0, 1)
+    watched.call(1, 1)
+    watched.pass_time(50.0)
+    assert watched.overdue is not None
+    assert watched.overdue[1].startswith("rank 1 has waited")
+    watched.call(2, 1, SUM._replace(counts=(5,)))
+    assert "ranks differ in counts" in watched.verdict()[2]
+
+
 def test_nothing_is_compared_after_a_rank_has_ended_the_watch() -> None:
     watched = Watched()
     watched.call(0, 1, asks=True)

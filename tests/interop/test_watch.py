@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import watched_programs
+from test_torch_frameworks import PROGRAMS, printed
 from watched_programs import RIGHT, WRONG
 
 import unisono as un
@@ -86,7 +89,7 @@ def test_every_wrong_program_has_a_text() -> None:
 
 
 def test_mistakes_are_named_and_right_programs_run() -> None:
-    before = ["before:dtype_of_another_width", "before:overlapping_calls_of_groups"]
+    before = ["before:dtype_of_another_width", "before:overlapping_calls_of_groups", "before:barrier_that_fails"]
     found = outcomes("operation", "order_of_groups", "raises", "is_killed", "all_operations", *before)
     check(found)
     for each in found[before[0]]:
@@ -102,6 +105,27 @@ def test_all_programs(mode: str, ranks: int) -> None:
     check(outcomes("--ranks", str(ranks), *(f"{mode}:{name}" for name in (*WRONG, *RIGHT))))
 
 
+def as_without_a_watch(ranks: int, *programs: str) -> None:
+    """Check that right programs return what they return without a watch, to the last bit, and that nothing is said."""
+    plain = outcomes("--ranks", str(ranks), "--no-watch", *programs)
+    for mode in ("after", "before"):
+        watched = outcomes("--ranks", str(ranks), *(f"{mode}:{name}" for name in programs))
+        for name in programs:
+            for rank, (expected, found) in enumerate(zip(plain[name], watched[f"{mode}:{name}"], strict=True)):
+                where = f"{mode}:{name}, rank {rank}: {expected} {found}"
+                assert expected["status"] == found["status"] == 0, where
+                assert expected["result"] == found["result"], where
+                assert "unisono watch" not in found["stderr"], where
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results_are_those_without_a_watch(ranks: int) -> None:
+    from torch_features import FEATURES
+
+    as_without_a_watch(ranks, *FEATURES)
+
+
 @pytest.mark.parametrize("how", [{"check": "now"}, {"timeout": 0.0}, {}])
 def test_watch_refuses(how: dict[str, Any]) -> None:
     assert not dist.is_initialized()
@@ -109,22 +133,87 @@ def test_watch_refuses(how: dict[str, Any]) -> None:
         un.interop.watch(**how)
 
 
-SCRIPT = """
-import os, torch, torch.distributed as dist
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def watched(ranks: int, *script: object, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a script under torchrun, by `unisono watch`."""
+    words = [sys.executable, "-m", "unisono", "watch", "--timeout", "20", *options, "--", *TORCHRUN, str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*words, *map(str, script)], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["after", "before"])
+@pytest.mark.parametrize("framework", ["fsdp2", "accelerate", "lightning"])
+def test_mistake_in_a_framework_is_named(framework: str, mode: str) -> None:
+    program = Path(__file__).with_name("watched_frameworks.py")
+    ended = watched(2, program, framework, options=("--check", mode))
+    assert ended.returncode != 0
+    named = re.findall("unisono watch: MismatchError: rank ([01]) of 2: ranks differ in operation", ended.stderr)
+    # With "after", gloo may end a process before the watch's report does.
+    aborted = ended.stderr.count("gloo::EnforceNotMet") * (mode == "after")
+    assert len({*named}) + aborted >= 2, ended.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_right_program_of_a_framework_prints_the_same(program: Path) -> None:
+    ended = watched(2, program, "--backend", "gloo")
+    assert ended.returncode == 0, ended.stderr
+    assert "unisono watch" not in ended.stderr
+    assert ended.stdout.replace("gloo", "the backend") == printed(program, 2, "gloo")
+
+
+KILLED = """
+import os, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(2))
-if dist.get_rank() == 1:
-    os.kill(os.getpid(), 9)
-dist.all_reduce(torch.ones(2))
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+for step in range(10**6):
+    model(torch.ones(8, 64)).sum().backward()
+    if step == 20 and dist.get_rank() == 1:
+        print("KILLED", time.time(), flush=True)
+        os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.soak
-def test_command_watches_a_script_that_does_not_import_unisono(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["after", "before"])
+def test_killed_rank_is_named_within_a_second_and_nothing_remains(mode: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    command = [sys.executable, "-m", "unisono", "watch", "--timeout", "20", "--", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ})
-    assert ended.returncode != 0
-    assert re.search("unisono watch: PeerLostError: rank 0 of 2: rank 1 was (lost|ended by SIGKILL)", ended.stderr)
+    script.write_text(KILLED)
+    command = [sys.executable, "-m", "unisono", "watch", "--check", mode, "--", *TORCHRUN, "4", str(script)]
+    # All processes, and the one that compares the calls, inherit this.
+    marked = f"UNISONO_TEST={tmp_path}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "UNISONO_TEST": str(tmp_path)}
+    killed_at = None
+    named: dict[int, float] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line.startswith("KILLED"):
+                killed_at = float(line.split()[1])
+            elif found := re.search(r"PeerLostError: rank (\d) of 4: rank 1 was (lost|ended by SIGKILL)", line):
+                named.setdefault(int(found[1]), time.time())
+    assert job.returncode != 0
+    assert killed_at is not None
+    assert named.keys() == {0, 2, 3}
+    assert max(named.values()) - killed_at < 1.0
+    # The process that compares ends after the last rank has.
+    until = time.monotonic() + 10.0
+    while processes_with(marked) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not processes_with(marked)
+
+
+def processes_with(variable: str) -> list[str]:
+    """Return the processes of this host that have a variable in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if variable.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name)
+    return found

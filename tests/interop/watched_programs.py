@@ -165,7 +165,7 @@ def returns_early(rank: int, size: int) -> None:
 
 @wrong
 def branch_of_one_rank(rank: int, size: int) -> None:
-    if rank == 0:
+    if rank != 1:
         dist.all_reduce(ones())
 
 
@@ -290,7 +290,7 @@ def ddp_that_raises(rank: int, size: int) -> None:
 
 @wrong
 def ddp_of_different_models(rank: int, size: int) -> None:
-    DistributedDataParallel(torch.nn.Linear(4, 4 + (rank > 0)))
+    DistributedDataParallel(torch.nn.Linear(4, 4 + (rank == 1)))
     dist.barrier()
 
 

@@ -19,7 +19,7 @@ HEAD = """\
 
 {method}
 
-![Own time over torch's: training steps beside DDP, and all_reduce beside gloo](pictures/speed.svg)
+![Own time over torch's: training steps against DDP, and all_reduce against gloo](pictures/speed.svg)
 
 ## What to expect
 
@@ -29,17 +29,17 @@ Below 1, unisono is faster. Ratios hold better than times: another machine has o
 
 ![Own time over gloo's, by the size of the message](pictures/benchmarks.svg)
 
-The second picture has all sizes of `all_reduce`: medians, with quartiles as thin vertical lines, for ordinary memory
-and warm caches.
+The second picture has all sizes of `all_reduce`: medians, with quartiles as thin vertical lines, on ordinary memory
+with warm caches.
 """
 METHOD = (
     "What `make bench` measured{where}. Candidates take turns in one run, and a ratio is the median of neighbouring"
-    " samples, with quartiles in brackets; all results were verified. On a virtual machine the same program can take"
-    " several times as long for minutes at a time, while the host has placed the two processors far from each other."
+    " samples, with quartiles in brackets; all results were verified. On this virtual machine a program can take"
+    " several times as long while the host has placed the two processors far apart."
 )
 BOUNDS = (
-    "Many programs compare their figures with a bound that we set ourselves, to notice when something gets slower. The"
-    " raw output says for each whether it was met."
+    "Many programs compare their figures with bounds that we set ourselves, to notice when something gets slower; the"
+    " raw output says which were met."
 )
 
 
@@ -72,13 +72,13 @@ QUESTIONS = (
         "Training steps on one host",
         "averager_against_ddp",
         "Time of a training step alone, in torch's DDP on gloo, and with a GradientAverager on shared memory. Exposed"
-        " time is what averaging adds to the step alone; processor time is what it adds to that of the process.",
+        " time is what averaging adds to the step alone; processor time is what it adds to the step's processor time.",
         _tables.steps,
     ),
     Question(
         "Two hosts",
         "two_hosts",
-        "Time of an all_reduce on backend shm+tcp over that of torch's gloo, between two network namespaces with 2"
+        "Time of an all_reduce on backend shm+tcp over the time on torch's gloo, between two network namespaces with 2"
         " ranks each. Links are free (not limited), near (1 Gbit/s) and far (100 Mbit/s, 2 ms each way).",
         _tables.links,
     ),
@@ -119,12 +119,13 @@ def page() -> str:
     dates = sorted({raw.date for raw in asked})
     where = f" from {dates[0]} to {dates[-1]} on {'; '.join(machines)}" if asked else ""
     outputs = {name: raw.output for name, raw in known.items() if raw}
-    others = [entry(script, known[script.stem]) for script in scripts()]
+    shown = {question.program for question in QUESTIONS}
+    others = [entry(script, known[script.stem]) for script in scripts() if script.stem not in shown]
     return "\n".join(
         [
             HEAD.format(method=filled(METHOD.format(where=where)), expected=_tables.expected(outputs)),
             *(section(question, known[question.program]) for question in QUESTIONS),
-            "## Raw output of each program\n",
+            "## Raw output of other programs\n",
             filled(BOUNDS) + "\n",
             *others,
             "",
@@ -140,7 +141,7 @@ def section(question: Question, raw: Raw | None) -> str:
     program = f"[`{command}`](../benchmarks/{name}.py)"
     if raw is None:
         return f"{head}\n{program} has not been run yet on an idle machine.\n"
-    run = filled(f"{program}, {raw.conditions.rstrip('.')}. [Raw output](benchmarks/{name}.txt).")
+    run = filled(f"{program}, {ended(raw)}. [Raw output](benchmarks/{name}.txt).")
     table = question.table(raw.output) or last_lines(raw.output)
     wrong = [f"**{line[2:]}**\n\n" for line in raw.output.splitlines() if re.match("# wrong elements: (?!none)", line)]
     return f"{head}\n{table}\n\n{''.join(wrong)}{run}\n"
@@ -160,10 +161,14 @@ def entry(script: Path, raw: Raw | None) -> str:
     """Return the line of a program in the list: the first line of its docstring, and a link to its output."""
     title = (ast.get_docstring(ast.parse(script.read_text())) or script.stem).splitlines()[0].rstrip(".:")
     if raw is None:
-        return f"- {title}: `{script.name}` has not been run yet on an idle machine."
+        return f"- {title}: `{script.name}`, not run yet."
+    return f"- [{title}](benchmarks/{script.stem}.txt): `{script.name}`, {ended(raw)}."
+
+
+def ended(raw: Raw) -> str:
+    """Return the date of a run, and how many of its bounds were not met."""
     missed = sum("MISSED" in line for line in raw.output.splitlines())
-    found = f", {missed} bound{'s' if missed > 1 else ''} not met" if missed else ""
-    return f"- [{title}](benchmarks/{script.stem}.txt): `{script.name}`, {raw.date}{found}."
+    return raw.date + (f", {missed} bound{'s' if missed > 1 else ''} not met" if missed else "")
 
 
 def write() -> None:

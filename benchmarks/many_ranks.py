@@ -1,4 +1,4 @@
-"""Many ranks on few processors: time from start to end, and the memory that each rank has for itself.
+"""Many ranks on few processors: time from start to end, and private memory of each rank.
 
     python benchmarks/many_ranks.py [--ranks 64] [--backends shm gloo]
 

@@ -1,4 +1,4 @@
-"""Table of optimizers that shard: classes of torch and of other packages, under ZeRO-1, 2 and 3, beside one process.
+"""Table of optimizers that shard: classes of torch and of other packages, under ZeRO-1, 2 and 3.
 
 Three ranks on threads train with gradients whose scale goes up and down, some of which are missing, two groups and a
 schedule; parameters have one to three dimensions, and one has 20,800 elements. A class that takes no groups of its own
@@ -288,14 +288,14 @@ def main() -> None:
     asked = options.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    times, counts, lacking = list[float](), Counter[str](), list[str]()
+    times, counts, lacking = list[float](), Counter[str](), dict[str, list[str]]()
     for module in asked.packages:
         print(f"\n### {PACKAGES[module]} {version(PACKAGES[module])}\n")
         print(f"| classes | {' | '.join(KINDS)} | why not |\n|---|---|---|---|---|", flush=True)
         alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for name, outcomes, reason, took_s in rows(module, asked.only):
             if not outcomes:
-                lacking.append(f"{PACKAGES[module]} `{name}`: {reason}")
+                lacking.setdefault(PACKAGES[module], []).append(f"`{name}`")
                 continue
             alike.setdefault((outcomes, reason), []).append(f"`{name}`")
             counts.update(outcomes)
@@ -303,7 +303,7 @@ def main() -> None:
         for (outcomes, reason), names in sorted(alike.items(), reverse=True):
             print(f"| {', '.join(names)} | {' | '.join(outcomes)} | {reason} |", flush=True)
     print("\nNot tried:\n")
-    print(*(f"- {line}" for line in lacking), sep="\n")
+    print(*(f"- {package}: {', '.join(names)}" for package, names in lacking.items()), sep="\n")
     if times:
         print(f"\n{dict(counts)}; a trial took {statistics.median(times):.2f} s, at most {max(times):.2f} s")
     if counts["WRONG"]:

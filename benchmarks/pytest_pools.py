@@ -1,4 +1,4 @@
-"""Time of 300 tests on several ranks under pytest, whose process ranks serve one test after another.
+"""Time of 300 tests under pytest, on process ranks that serve one test after another.
 
 Results (2 cores) are in docs/benchmarks.md. To measure on your machine:
 

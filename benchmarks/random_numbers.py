@@ -1,4 +1,4 @@
-"""Cost of a random operator while ranks live that are threads, in such a rank and in another thread, and afterwards.
+"""Cost of a random operator while some ranks are threads, and afterwards.
 
 Results (one thread) are in docs/benchmarks.md. To measure on your machine:
 

@@ -1,4 +1,4 @@
-"""Cost of a recording in a training step: the same steps of a transformer with and without one.
+"""Cost of a recording in a training step of a transformer.
 
 Results (2 ranks, 2 cores, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 

@@ -1,4 +1,4 @@
-"""Sharded training (ZeRO-1, 2 and 3): equal to unsharded training? And its memory and time beside torch's own.
+"""Sharded training (ZeRO-1, 2 and 3): loss curves, memory and time, next to torch's own.
 
 A transformer of 10.6 M parameters (6 blocks, each a unit of ZeRO-3) is trained by Adam, one thread per rank:
 

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo over a link of 50 Mbit/s with 100 ms: speed and bytes beside plain DiLoCo and DDP, and the loss.
+"""Streaming DiLoCo over a link of 50 Mbit/s with 100 ms: speed, bytes and loss, next to plain DiLoCo and DDP.
 
     python benchmarks/slow_links.py [--hosts 2 4] [--rounds 5] [--seeds 3] [--only speed loss]
 

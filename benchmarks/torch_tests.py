@@ -1,4 +1,4 @@
-"""Time of a test of torch.distributed code on three ranks, warm: on threads, on pooled processes, on simulated ranks.
+"""Time of a test of torch.distributed code on three ranks: threads, pooled processes, or simulated.
 
     python benchmarks/torch_tests.py [--runs 30] [--ranks 3]
 

@@ -16,7 +16,7 @@ import torch
 import unisono as un
 from unisono.core.transport import Transport
 from unisono.host.mpi_library import find_mpirun
-from unisono.testing import Checksummed, Delayed, Faulty, TransportConformance, pool
+from unisono.testing import Checksummed, Delayed, Faulty, RankFaults, TransportConformance, pool
 from unisono.testing.cases import CALLS, Case
 from unisono.testing.check_case import Report, check_case, check_reports
 from unisono.testing.conformance import CHECKS, World
@@ -272,6 +272,6 @@ class TestFaultySim(TransportConformance):
 
     @staticmethod
     def wrap(inner: Transport) -> Transport:
-        return Checksummed(Faulty(inner, seed=0, delay=0.3, delay_s=0.01, reorder=0.0, slow_bytes_per_s=1e8))
+        return Checksummed(Faulty(inner, seed=0, delay=0.3, delay_s=0.01, on_ranks=RankFaults(slow_bytes_per_s=1e8)))
 
     test_receive_of_wrong_size_is_rejected = TestChecksummed.test_receive_of_wrong_size_is_rejected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.elastic.recovery import Recovery
 from unisono.errors import CommError
-from unisono.testing import KilledError, chaos
+from unisono.testing import KilledError, RankFaults, chaos
 from unisono.wrappers.base import Wrapper
 
 RANKS, STEPS = 3, 5
@@ -151,7 +152,14 @@ def test_survivors_continue_training(hooks: bool) -> None:
     endings = chaos.check(recovering, 4, hooks, seeds=[1, 2, 3109], judge=nearly)
     assert endings.total() == 3
     # A rank was killed, and all others came to the right weights.
-    run = un.simulate(recovering, 4, (hooks,), faults={"kill_at": 5, "ranks": [2]}, on_failure="continue", timeout=10)
+    run = un.simulate(
+        recovering,
+        4,
+        (hooks,),
+        faults={"on_ranks": RankFaults(kill_at=5, ranks=[2])},
+        on_failure="continue",
+        timeout=10,
+    )
     calm = un.simulate(recovering, 4, (hooks,)).results
     assert [type(end) for end in run.results] == [torch.Tensor, torch.Tensor, KilledError, torch.Tensor]
     assert nearly(run.results, calm) is None
@@ -234,7 +242,9 @@ def test_nondeterminism_is_detected() -> None:
 
 def test_fault_plans_differ() -> None:
     drawn = [chaos.weather(seed, 3) for seed in range(200)]
+    on_ranks = [one.faults["on_ranks"] for one in drawn if "on_ranks" in one.faults]
     kinds = {name for one in drawn for name in one.faults}
+    kinds |= {name for one in on_ranks for name, value in dataclasses.asdict(one).items() if value is not None}
     assert kinds >= {"drop", "delay", "duplicate", "reorder", "corrupt", "kill_at", "freeze_at", "slow_bytes_per_s"}
     assert any(not one.faults for one in drawn)
     assert any(one.network.links for one in drawn)

@@ -18,7 +18,7 @@ from recovery_helpers import launched, soaked
 from sharded_training import STEPS, Training, alone, make_samples, train
 
 import unisono as un
-from unisono.testing import KilledError, chaos, run_ranks
+from unisono.testing import KilledError, RankFaults, chaos, run_ranks
 
 # Of more deaths than copies (ranks that have ended count), and of a death while all is created.
 REFUSALS = re.compile("shards of ranks .* are lost|before all ranks had a first snapshot")
@@ -74,7 +74,7 @@ def nearly(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
 
 
 def dies_at(kind: str, message: int, rank: int) -> Any:
-    faults = {"kill_at": message, "ranks": [rank]}
+    faults = {"on_ranks": RankFaults(kill_at=message, ranks=[rank])}
     return un.simulate(train, 4, (kind,), faults=faults, on_failure="continue", timeout=10)
 
 

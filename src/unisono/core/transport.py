@@ -260,7 +260,7 @@ class Transport(ABC):
 
         Example:
             >>> def frozen(inner):
-            ...     return un.testing.Faulty(inner, seed=1, freeze_at=1, freeze_s=0.01)
+            ...     return un.testing.Faulty(inner, seed=1, on_ranks=un.testing.RankFaults(freeze_at=1, freeze_s=0.01))
             >>> un.launch(lambda comm: comm.barrier(algorithm="tree"), 2, "thread", wrap=frozen)
             [None, None]
         """

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unisono.wrappers.checksum import Checksummed
     from unisono.wrappers.delay import Delayed
     from unisono.wrappers.fault import Faulty, KilledError
+    from unisono.wrappers.rank_faults import RankFaults
 
 __all__ = [
     "Checksummed",
@@ -37,6 +38,7 @@ __all__ = [
     "Faulty",
     "KilledError",
     "Network",
+    "RankFaults",
     "RankPool",
     "TransportConformance",
     "World",
@@ -59,6 +61,7 @@ _HOME = {
     "Checksummed": "unisono.wrappers.checksum",
     "Delayed": "unisono.wrappers.delay",
     "Faulty": "unisono.wrappers.fault",
+    "RankFaults": "unisono.wrappers.rank_faults",
     "KilledError": "unisono.wrappers.fault",
     "Network": "unisono.testing.namespaced_ranks",
     "RankPool": "unisono.testing.pools",

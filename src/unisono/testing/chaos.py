@@ -12,7 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any
 
@@ -24,6 +24,7 @@ from unisono.launcher.simulated import Simulated, simulate
 from unisono.transports.sim import Link, SimNetwork
 from unisono.wrappers.checksum import Checksummed
 from unisono.wrappers.fault import Faulty, KilledError
+from unisono.wrappers.rank_faults import RankFaults
 
 __all__ = ["ChaosError", "FaultPlan", "Judge", "Run", "check", "named_or_right", "run", "weather"]
 
@@ -58,7 +59,7 @@ class FaultPlan:
     Example:
         >>> plan = weather(seed=5, nprocs=3)
         >>> isinstance(plan, FaultPlan), sorted(plan.faults)
-        (True, ['corrupt', 'freeze_at', 'freeze_s', 'kill_at', 'ranks'])
+        (True, ['corrupt', 'on_ranks'])
     """
 
     network: SimNetwork
@@ -115,9 +116,13 @@ def weather(seed: int, nprocs: int) -> FaultPlan:
     pairs = [(a, b) for a in range(nprocs) for b in range(nprocs) if a != b]
     links = {pair: slow for pair in pairs if draw.random() < 0.1}
     network = SimNetwork(fast, links, jitter=draw.choice((0.0, 0.5, 5.0)))
-    faults: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
     for name in draw.sample(sorted(_FAULTS), draw.randint(1, 3)) if draw.random() < 7 / 8 else ():
-        faults.update(_FAULTS[name](draw, nprocs))
+        drawn.update(_FAULTS[name](draw, nprocs))
+    names = {field.name for field in fields(RankFaults)}
+    faults = {name: value for name, value in drawn.items() if name not in names}
+    if names & drawn.keys():
+        faults["on_ranks"] = RankFaults(**{name: value for name, value in drawn.items() if name in names})
     return FaultPlan(network, faults, draw.choice((0.0, 0.0, 0.1)))
 
 

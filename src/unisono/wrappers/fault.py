@@ -20,6 +20,7 @@ from unisono.errors import ClosedError
 from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay import LinkModel
 from unisono.wrappers.delay_queue import DelayedSend, DelayQueue, Stream
+from unisono.wrappers.rank_faults import RankFaults
 
 __all__ = ["Faulty", "KilledError", "check_faults"]
 
@@ -35,7 +36,8 @@ class KilledError(Exception):
         ...         comm.isend(torch.ones(1), 1 - comm.rank)
         ...     except KilledError as error:
         ...         return str(error)
-        >>> un.launch(program, 2, "thread", wrap=lambda inner: Faulty(inner, seed=1, kill_at=1, ranks=[1]))[1]
+        >>> dies = un.testing.RankFaults(kill_at=1, ranks=[1])
+        >>> un.launch(program, 2, "thread", wrap=lambda inner: Faulty(inner, seed=1, on_ranks=dies))[1]
         'rank 1 of 2 was killed at its post 1, as configured'
     """
 
@@ -51,39 +53,19 @@ class _Faults:
     reorder: float
     corrupt: float
     delay_s: float
-    kill_at: int | None
-    freeze_at: int | None
-    freeze_s: float | None
-    slow_bytes_per_s: float | None
-    ranks: tuple[int, ...] | None
+    on_ranks: RankFaults | None
 
     def __post_init__(self) -> None:
-        for name in (*_CHANCES, "delay_s", "freeze_s", "slow_bytes_per_s"):
-            if not isinstance(getattr(self, name), int | float | None):
+        for name in (*_CHANCES, "delay_s"):
+            if not isinstance(getattr(self, name), int | float):
                 raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
         for name in _CHANCES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a probability from 0 to 1, not {getattr(self, name)!r}")
-        for name in ("delay_s", "freeze_s"):
-            if not (getattr(self, name) or 0.0) >= 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
-        for name in ("kill_at", "freeze_at"):
-            at = getattr(self, name)
-            if at is not None and not (isinstance(at, int) and at >= 1):
-                raise ValueError(f"{name} must be at least 1 and a whole number, not {at!r}")
-        if self.slow_bytes_per_s is not None and not self.slow_bytes_per_s > 0:
-            raise ValueError(f"slow_bytes_per_s must be positive, not {self.slow_bytes_per_s!r}")
-
-    @property
-    def some(self) -> bool:
-        """Return whether any fault can affect a message."""
-        return any(getattr(self, name) for name in _CHANCES) or self.slow_bytes_per_s is not None
-
-    def of_rank(self, rank: int) -> _Faults:
-        """Return the faults of one rank."""
-        if self.ranks is None or rank in self.ranks:
-            return self
-        return replace(self, kill_at=None, freeze_at=None, slow_bytes_per_s=None)
+        if not self.delay_s >= 0:
+            raise ValueError(f"delay_s must not be negative, not {self.delay_s!r}")
+        if not isinstance(self.on_ranks, RankFaults | None):
+            raise TypeError(f"on_ranks must be a unisono.testing.RankFaults, not {self.on_ranks!r}")
 
 
 class Faulty(Wrapper):
@@ -104,18 +86,10 @@ class Faulty(Wrapper):
             within `delay_s`.
         corrupt: Probability that one bit of a message changes in flight.
         delay_s: Delay of late messages, in seconds.
-        kill_at: Number of the `post`, counted from 1 in each group, at which the rank ends: by SIGKILL, or by
-            `KilledError` where ranks are threads. Never if None.
-        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, alive to
-            the control plane. Never if None.
-        freeze_s: Duration of the freeze, in seconds; until its group has failed or is closed, if None.
-        slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
-        ranks: Ranks affected by `kill_at`, `freeze_at` and `slow_bytes_per_s`, by their numbers in the job's first
-            group; all if None.
+        on_ranks: Ranks that are killed, freeze or are slow.
 
     Raises:
-        ValueError: A probability outside 0 to 1, a negative duration, a number of a post below 1, or a bandwidth
-            that is not positive.
+        ValueError: A probability outside 0 to 1, or a negative duration.
         TypeError: An argument is no number, or `ranks` no sequence of ranks.
 
     Example:
@@ -138,14 +112,10 @@ class Faulty(Wrapper):
         reorder: float = 0.0,
         corrupt: float = 0.0,
         delay_s: float = 0.02,
-        kill_at: int | None = None,
-        freeze_at: int | None = None,
-        freeze_s: float | None = None,
-        slow_bytes_per_s: float | None = None,
-        ranks: Sequence[int] | None = None,
+        on_ranks: RankFaults | None = None,
     ) -> None:
         super().__init__(inner)
-        self._configured = _Faults(
+        self._faults = _Faults(
             seed=seed,
             drop=drop,
             delay=delay,
@@ -153,38 +123,34 @@ class Faulty(Wrapper):
             reorder=reorder,
             corrupt=corrupt,
             delay_s=delay_s,
-            kill_at=kill_at,
-            freeze_at=freeze_at,
-            freeze_s=freeze_s,
-            slow_bytes_per_s=slow_bytes_per_s,
-            ranks=_rank_numbers(ranks),
+            on_ranks=on_ranks,
         )
-        self._faults = self._configured.of_rank(self.group.members[self.rank])
+        self._rank_faults = _of_rank(on_ranks or RankFaults(), self.group.members[self.rank])
+        slow = self._rank_faults.slow_bytes_per_s is not None
+        self._harmless = not slow and not any(getattr(self._faults, name) for name in _CHANCES)
         self._posts = 0
         self._sent: Counter[Stream] = Counter()
         self._late = DelayQueue(inner)
-        self._slowness = LinkModel(0.0, self._faults.slow_bytes_per_s)
+        self._slowness = LinkModel(0.0, self._rank_faults.slow_bytes_per_s)
         self._thawed = threading.Event()
         # Shared by all groups of this rank with the same origin.
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:
-        child = Faulty(
-            inner, **{field.name: getattr(self._configured, field.name) for field in fields(self._configured)}
-        )
+        child = Faulty(inner, **{field.name: getattr(self._faults, field.name) for field in fields(self._faults)})
         child._frozen = self._frozen
         return child
 
     def post(self, batch: Sequence[Message]) -> Work:
         self._posts += 1
-        if self._posts == self._faults.kill_at:
+        if self._posts == self._rank_faults.kill_at:
             self.simulate_crash(
                 KilledError(f"rank {self.rank} of {self.size} was killed at its post {self._posts}, as configured")
             )
-        if self._posts == self._faults.freeze_at and not self._frozen:
+        if self._posts == self._rank_faults.freeze_at and not self._frozen:
             self._frozen.append(self.group.name)
-            self.simulate_freeze(self._thawed, self._faults.freeze_s)
-        if not self._faults.some:
+            self.simulate_freeze(self._thawed, self._rank_faults.freeze_s)
+        if self._harmless:
             return self.inner.post(batch)
         prompt: list[Message] = []
         again: list[Send] = []
@@ -215,7 +181,7 @@ class Faulty(Wrapper):
     def _is_late(self, send: Send, decision: _FaultDecision, late: Sequence[DelayedSend]) -> bool:
         stream = (send.peer, send.tag)
         behind = self._late.queued(stream) or any((held.send.peer, held.send.tag) == stream for held in late)
-        return decision.delayed or decision.swapped or behind or self._faults.slow_bytes_per_s is not None
+        return decision.delayed or decision.swapped or behind or self._rank_faults.slow_bytes_per_s is not None
 
     def _due(self, send: Send, decision: _FaultDecision) -> float:
         return self._slowness.due(send, self._faults.delay_s if decision.delayed or decision.swapped else 0.0)
@@ -255,19 +221,15 @@ def check_faults(faults: Mapping[str, Any], size: int) -> None:
     for name in faults:
         if name not in defaults:
             raise ValueError(unknown_name("fault", name, defaults))
-    given = {**defaults, **faults}
-    checked = _Faults(seed=0, **{**given, "ranks": _rank_numbers(given["ranks"])})
-    for rank in checked.ranks or ():
+    checked = _Faults(seed=0, **{**defaults, **faults})
+    for rank in (checked.on_ranks and checked.on_ranks.ranks) or ():
         if not 0 <= rank < size:
             raise ValueError(f"faults name rank {rank}, but the ranks are 0 to {size - 1}")
 
 
-def _rank_numbers(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-    if ranks is None:
-        return None
-    if isinstance(ranks, int) or not all(isinstance(rank, int) for rank in ranks):
-        raise TypeError(f"ranks must be a sequence of ranks such as [1], not {ranks!r}")
-    return tuple(ranks)
+def _of_rank(faults: RankFaults, rank: int) -> RankFaults:
+    """Return the faults of one rank, by its number in the job's first group."""
+    return faults if faults.ranks is None or rank in faults.ranks else RankFaults()
 
 
 @dataclass(frozen=True, slots=True)

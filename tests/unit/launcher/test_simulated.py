@@ -15,7 +15,7 @@ from simulated_programs import FREE, all_reduce
 import unisono as un
 from unisono.core.work import wait_any
 from unisono.errors import CommTimeoutError, DeadlockError, PeerLostError
-from unisono.testing import Faulty
+from unisono.testing import Faulty, RankFaults
 from unisono.transports.sim import Link, SimNetwork
 
 
@@ -206,10 +206,10 @@ def test_wait_times_out_on_the_virtual_clock() -> None:
         ({"network": FREE, "backend": "thread"}, "network= is for backend 'sim'"),
         ({"faults": {"drop": 2.0}}, "drop must be a probability from 0 to 1, not 2.0"),
         ({"faults": {"drop": "often"}}, "drop must be a number, not 'often'"),
-        ({"faults": {"kil_at": 1}}, r"unknown fault 'kil_at'; known: .*; did you mean 'kill_at'\?"),
+        ({"faults": {"dorp": 0.1}}, r"unknown fault 'dorp'; known: .*; did you mean 'drop'\?"),
         ({"faults": {"seed": 1}}, "unknown fault 'seed'"),
-        ({"faults": {"kill_at": 1, "ranks": [0, 2]}}, "faults name rank 2, but the ranks are 0 to 1"),
-        ({"faults": {"kill_at": 1, "ranks": 1}}, r"ranks must be a sequence of ranks such as \[1\], not 1"),
+        ({"faults": {"on_ranks": RankFaults(kill_at=1, ranks=[0, 2])}}, "faults name rank 2, but the ranks are 0 to 1"),
+        ({"faults": {"on_ranks": [1]}}, r"on_ranks must be a unisono.testing.RankFaults, not \[1\]"),
     ],
 )
 def test_bad_arguments_are_rejected_before_ranks_start(options: dict[str, Any], words: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import unisono as un
 from unisono.errors import CommTimeoutError, DeadlockError, PeerLostError
 from unisono.simulation import TaskScheduler
-from unisono.testing import KilledError
+from unisono.testing import KilledError, RankFaults
 
 
 # -- deadlock --------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_silently_killed_rank_is_named() -> None:
             reached.append("nothing")
             raise
 
-    run = un.simulate(program, 3, on_failure="continue", faults={"kill_at": 3, "ranks": [1]})
+    run = un.simulate(program, 3, on_failure="continue", faults={"on_ranks": RankFaults(kill_at=3, ranks=[1])})
     assert isinstance(run.results[1], KilledError)
     for error in (run.results[0], run.results[2]):
         assert isinstance(error, PeerLostError)
@@ -113,7 +113,7 @@ def test_silently_killed_rank_is_named() -> None:
 
 
 def test_frozen_rank_is_named() -> None:
-    faults = {"freeze_at": 2, "ranks": [1]}
+    faults = {"on_ranks": RankFaults(freeze_at=2, ranks=[1])}
 
     def program(comm: un.Communicator) -> None:
         for _ in range(3):

@@ -10,7 +10,7 @@ from simulated_programs import all_reduce
 
 import unisono as un
 from unisono.errors import DeadlockError
-from unisono.testing import KilledError
+from unisono.testing import KilledError, RankFaults
 
 
 def calls_per_rank(ranks: int) -> float:
@@ -67,7 +67,9 @@ def test_death_among_many_ranks_is_named(ranks: int) -> None:
         for _ in range(2):
             comm.all_reduce(torch.ones(1))
 
-    run = un.simulate(program, ranks, on_failure="continue", faults={"kill_at": 5, "ranks": [ranks // 2]})
+    run = un.simulate(
+        program, ranks, on_failure="continue", faults={"on_ranks": RankFaults(kill_at=5, ranks=[ranks // 2])}
+    )
     for rank, error in enumerate(run.results):
         if rank == ranks // 2:
             assert isinstance(error, KilledError)

@@ -12,7 +12,7 @@ import unisono as un
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.errors import CorruptedError, DeadlockError, MismatchError
-from unisono.testing import Checksummed, Delayed, Faulty, run_ranks
+from unisono.testing import Checksummed, Delayed, Faulty, RankFaults, run_ranks
 from unisono.testing.reference import DTYPES
 from unisono.wrappers.base import Wrapper
 
@@ -111,8 +111,8 @@ def test_all_faults_work_between_real_ranks(backend: str) -> None:
     """Duplicated, reordered, late and slow messages together are detected."""
 
     def wrap(inner: Transport) -> Transport:
-        faults = {"duplicate": 0.3, "reorder": 0.3, "delay": 0.3, "delay_s": 0.002, "slow_bytes_per_s": 1e6}
-        return Checksummed(Faulty(inner, seed=2, **faults))
+        slow = RankFaults(slow_bytes_per_s=1e6)
+        return Checksummed(Faulty(inner, seed=2, duplicate=0.3, reorder=0.3, delay=0.3, delay_s=0.002, on_ranks=slow))
 
     def program(comm: un.Communicator) -> str:
         tensors = [torch.full((10,), float(number)) for number in range(8)]

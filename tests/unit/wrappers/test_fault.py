@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import time
@@ -18,7 +17,7 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.core.work import Completion
 from unisono.errors import AbortedError, CommTimeoutError
-from unisono.testing import Faulty, run_ranks
+from unisono.testing import Faulty, RankFaults, run_ranks
 from unisono.wrappers.base import Wrapper
 from unisono.wrappers.fault import KilledError
 
@@ -207,7 +206,7 @@ def test_corruption_flips_one_bit_of_a_copy() -> None:
 def test_frozen_rank_returns_or_is_released_by_abort() -> None:
     for freeze_s in (0.05, None):
         inner = Recorder()
-        frozen = Faulty(inner, seed=0, freeze_at=2, freeze_s=freeze_s)
+        frozen = Faulty(inner, seed=0, on_ranks=RankFaults(freeze_at=2, freeze_s=freeze_s))
         frozen.post([message(1)])
         started = time.monotonic()
         thread = threading.Thread(target=frozen.post, args=([message(2)],))
@@ -229,9 +228,10 @@ def test_slow_link_serializes_bytes() -> None:
             work.wait()
         return time.monotonic() - started
 
-    found = un.simulate(program, 2, faults={"slow_bytes_per_s": 1000.0, "ranks": [0]}).results
+    found = un.simulate(program, 2, faults={"on_ranks": RankFaults(slow_bytes_per_s=1000.0, ranks=[0])}).results
     assert all(3.0 <= time_s < 3.1 for time_s in found), found
-    assert max(un.simulate(program, 2, faults={"slow_bytes_per_s": 1000.0, "ranks": [1]}).results) < 0.1
+    other = {"on_ranks": RankFaults(slow_bytes_per_s=1000.0, ranks=[1])}
+    assert max(un.simulate(program, 2, faults=other).results) < 0.1
 
 
 def test_faults_apply_to_subgroups() -> None:
@@ -243,19 +243,13 @@ def test_faults_apply_to_subgroups() -> None:
         "reorder": 0.4,
         "corrupt": 0.5,
     }
-    configured |= {
-        "delay_s": 1.0,
-        "kill_at": 7,
-        "freeze_at": 8,
-        "freeze_s": 9.0,
-        "slow_bytes_per_s": 10.0,
-        "ranks": (1,),
-    }
+    on_ranks = RankFaults(kill_at=7, freeze_at=8, freeze_s=9.0, slow_bytes_per_s=10.0, ranks=[1])
+    configured |= {"delay_s": 1.0, "on_ranks": on_ranks}
     part = Faulty(Recorder(), **configured).split(Group("world/part", 0, (1, 2)))
     assert isinstance(part, Faulty)
-    assert dataclasses.asdict(part._configured) == configured
+    assert {name: getattr(part._faults, name) for name in configured} == configured
     # In the part, rank 0 is rank 1 of the job.
-    assert part._faults.kill_at == 7
+    assert part._rank_faults.kill_at == 7
 
 
 def test_kill_reaches_the_wrapped_transport() -> None:
@@ -264,7 +258,7 @@ def test_kill_reaches_the_wrapped_transport() -> None:
             return Plain(inner)
 
     with pytest.raises(KilledError, match="rank 0 of 3 was killed at its post 1"):
-        Faulty(Plain(Recorder()), seed=0, kill_at=1).post([message(1)])
+        Faulty(Plain(Recorder()), seed=0, on_ranks=RankFaults(kill_at=1)).post([message(1)])
 
 
 def test_subgroups_have_the_same_faults() -> None:
@@ -282,14 +276,25 @@ def test_subgroups_have_the_same_faults() -> None:
         ({"drop": 1.5}, "drop must be a probability from 0 to 1, not 1.5"),
         ({"delay": -0.1}, "delay must be a probability"),
         ({"delay_s": -1.0}, "delay_s must not be negative"),
-        ({"kill_at": 0}, "kill_at must be at least 1"),
-        ({"kill_at": 1.5}, "kill_at must be at least 1 and a whole number, not 1.5"),
-        ({"freeze_at": -1}, "freeze_at must be at least 1"),
-        ({"freeze_s": -1.0}, "freeze_s must not be negative"),
         ({"corrupt": 7}, "corrupt must be a probability from 0 to 1, not 7"),
-        ({"slow_bytes_per_s": 0}, "slow_bytes_per_s must be positive"),
     ],
 )
 def test_invalid_faults_are_rejected(faults: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Faulty(Recorder(), seed=0, **faults)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ({"kill_at": 0}, "kill_at must be at least 1"),
+        ({"kill_at": 1.5}, "kill_at must be at least 1 and a whole number, not 1.5"),
+        ({"freeze_at": -1}, "freeze_at must be at least 1"),
+        ({"freeze_s": -1.0}, "freeze_s must not be negative"),
+        ({"slow_bytes_per_s": 0}, "slow_bytes_per_s must be positive"),
+        ({"ranks": 1}, r"ranks must be a sequence of ranks such as \[1\], not 1"),
+    ],
+)
+def test_invalid_faults_of_ranks_are_rejected(faults: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        RankFaults(**faults)

@@ -10,12 +10,12 @@ import torch
 import unisono as un
 from unisono.core.transport import Transport
 from unisono.errors import PeerLostError
-from unisono.testing import Faulty, run_ranks
+from unisono.testing import Faulty, RankFaults, run_ranks
 from unisono.wrappers.fault import KilledError
 
 
 def killing(rank: int, at: int) -> Callable[[Transport], Transport]:
-    return lambda inner: Faulty(inner, seed=0, kill_at=at if inner.rank == rank else None)
+    return lambda inner: Faulty(inner, seed=0, on_ranks=RankFaults(kill_at=at, ranks=[rank]))
 
 
 def posts(comm: un.Communicator) -> int:

@@ -1,0 +1,57 @@
+"""Faults of whole ranks: their death, a freeze, and slow links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["RankFaults"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFaults:
+    """Setting of `Faulty`: ranks that are killed, freeze or are slow.
+
+    Args:
+        kill_at: Number of the `post`, counted from 1 in each group, at which the rank ends: by SIGKILL, or by
+            `KilledError` where ranks are threads. Never if None.
+        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, alive to
+            the control plane. Never if None.
+        freeze_s: Duration of the freeze, in seconds; until its group has failed or is closed, if None.
+        slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
+        ranks: Ranks affected, by their numbers in the job's first group; all if None.
+
+    Raises:
+        ValueError: A negative duration, a number of a post below 1, or a bandwidth that is not positive.
+        TypeError: An argument is not a number, or `ranks` not a sequence of ranks.
+
+    Example:
+        >>> def program(comm):
+        ...     comm.barrier()
+        >>> faults = {"on_ranks": un.testing.RankFaults(kill_at=1, ranks=[1])}
+        >>> ends = un.simulate(program, 3, faults=faults, on_failure="continue").results
+        >>> [type(end).__name__ for end in ends]
+        ['PeerLostError', 'KilledError', 'PeerLostError']
+    """
+
+    kill_at: int | None = None
+    freeze_at: int | None = None
+    freeze_s: float | None = None
+    slow_bytes_per_s: float | None = None
+    ranks: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("freeze_s", "slow_bytes_per_s"):
+            if not isinstance(getattr(self, name), int | float | None):
+                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
+        if not (self.freeze_s or 0.0) >= 0:
+            raise ValueError(f"freeze_s must not be negative, not {self.freeze_s!r}")
+        for name in ("kill_at", "freeze_at"):
+            at = getattr(self, name)
+            if at is not None and not (isinstance(at, int) and at >= 1):
+                raise ValueError(f"{name} must be at least 1 and a whole number, not {at!r}")
+        if self.slow_bytes_per_s is not None and not self.slow_bytes_per_s > 0:
+            raise ValueError(f"slow_bytes_per_s must be positive, not {self.slow_bytes_per_s!r}")
+        ranks = self.ranks
+        if ranks is not None and (isinstance(ranks, int) or not all(isinstance(rank, int) for rank in ranks)):
+            raise TypeError(f"ranks must be a sequence of ranks such as [1], not {ranks!r}")

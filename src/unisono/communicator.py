@@ -84,8 +84,8 @@ class Communicator(Place):
         transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
         options: Options of the transport.
-        check: "auto" compares every rank's operation before each collective; "off" never does; "full" also compares
-            shapes, sent with received contents, and whether a tensor was changed before `wait`.
+        check: "auto" compares every rank's operation before each collective, on nccl while it runs; "off" never does;
+            "full" also compares shapes, sent with received contents, and whether a tensor was changed before `wait`.
         admission: For a rank that replaces a lost one: function of a deadline on the library's clock that returns the
             communicator of the job that has admitted this rank. `rebuild` calls it.
 
@@ -139,7 +139,7 @@ class Communicator(Place):
             from unisono.transports.tcp.collectives import TcpCollectives
 
             connect = TcpCollectives.connect if control.connectable and not transport.checks else None
-            transport = Checked(transport, control, options, connect, full=check == "full")
+            transport = Checked(transport, control, options, connect, full=check == "full", report=relay.report)
         self._engine = Engine(transport, control, options, self._host_names, check=check)
         self._messages = Messages(self._engine)
         self._boundaries = control.boundaries(group)
@@ -1880,6 +1880,7 @@ class Communicator(Place):
 
         First waits for background saves, then up to a second for the other ranks, so that nothing in flight is cut off.
         Both waits end immediately if the communicator is broken. If a save has failed, its error is raised at the end.
+        On nccl, so is a difference between the last calls, which ranks have compared while they ran.
         A communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
         works.
 
@@ -1934,7 +1935,7 @@ class Communicator(Place):
             self._successor._finish()
         while self._before_close:
             self._before_close.pop()()
-        self._engine.close_agreements()
+        self._engine.settle()
         for part in self._open_parts():
             part._finish()
 

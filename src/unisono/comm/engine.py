@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from sys import _getframe
 from threading import get_ident
@@ -112,6 +112,9 @@ class Engine:
         self.life: Life = Life()
         self.uneven_batches = False
         self.broken: Cause | None = None
+        # Whether a comparison beside the calls has failed, and whether the program has seen an error of the group.
+        self._differed = False
+        self._raised = False
         self.agreements: Agreements = Agreements()
         self._waiting = self.agreements.waiting if check != "off" else _NEVER
         self._compared: dict[str, int] = {}
@@ -201,6 +204,7 @@ class Engine:
 
     def failure(self, operation: str | None = None) -> CommError | None:
         """Return the error for further calls, such as this operation; None while calls can be made."""
+        self._raised = self._raised or self.broken is not None
         if self.closed:
             return self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
         return None if self.broken is None else self.with_context(error_of(self.broken, self.group), operation)
@@ -442,7 +446,8 @@ class Engine:
         self.activity.note(fingerprint.operation, self._calls, fingerprint, fingerprint.site)
         transport, waiting = observed(self.transport, call, starts=async_op)
         with waiting:
-            if async_op and call.steps is None and transport.overlaps and not self._pending and then is None:
+            starts = async_op and call.steps is None and call.agreed is None and then is None and not self._pending
+            if starts and transport.starts(call):
                 work = self._start(call, transport)
                 return waits_of(self.transport.returned(work), fingerprint.operation, self.group)
             with self._lock:
@@ -476,7 +481,15 @@ class Engine:
             raise_caused(self.report_failure(error, "flush_agreements"), error)
         self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
 
-    def close_agreements(self) -> None:
+    def settle(self) -> None:
+        """Compare, before the end, what has not been compared; raise what differs, unless a call has raised it."""
+        if not self.closed:
+            self.transport.settle()
+        if self._differed and not self._raised:
+            self.check("close")
+        self._close_agreements()
+
+    def _close_agreements(self) -> None:
         """Compare the pending values with those of the first rank that closes; no rank waits for another."""
         mine = self.agreements.take(self._calls + 1) if self.parent is None and self.failure() is None else None
         if mine is None:
@@ -614,6 +627,15 @@ class Engine:
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
 
+    def report_later(self, error: BaseException, fingerprint: Fingerprint) -> None:
+        """Break the group for what a comparison beside a call has found; the next call raises it, or `settle`."""
+        if not self.closed:
+            # Before the group breaks: `settle` may be called at any time.
+            self._differed = True
+            # Without a control plane, its own loss is the first cause, and known already.
+            with suppress(CommError):
+                self._report(error, fingerprint.operation, fingerprint.call)
+
     def report_failure(self, error: BaseException, operation: str | None, call: int | None = None) -> BaseException:
         """Break the group for this error, and return the error to raise: the group's first cause.
 
@@ -622,6 +644,10 @@ class Engine:
             operation: Name of the operation; None for the program.
             call: Number of the operation; the next one if None.
         """
+        self._raised = True
+        return self._report(error, operation, call)
+
+    def _report(self, error: BaseException, operation: str | None, call: int | None) -> BaseException:
         where = operation or "the program"
         if not self.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
@@ -743,6 +769,12 @@ class FailureRelay:
         engine = self._engine()
         if engine is not None:
             engine.on_failure(cause)
+
+    def report(self, error: BaseException, fingerprint: Fingerprint) -> None:
+        """Pass on what a comparison beside a call has found."""
+        engine = self._engine()
+        if engine is not None:
+            engine.report_later(error, fingerprint)
 
     def connect(self, engine: Engine) -> None:
         """Pass on all causes, including earlier ones."""

@@ -12,7 +12,7 @@ from unisono import serialization
 from unisono.control.replies import Outgoing, failed
 from unisono.control.state import ControlState
 from unisono.core import clock
-from unisono.core.call import Fingerprint, call_text, explain
+from unisono.core.call import MAY_BE_WRONG, NOTHING_SENT, Fingerprint, call_text, explain
 from unisono.core.failure import Cause, ended_by
 from unisono.host.processes import exit_status
 
@@ -242,9 +242,9 @@ class WatchedCalls(ControlState):
         problem = explain(prints)
         if not problem:
             return self._made(where, number, call)
-        sent = "Its result, and all that follows from it, may be wrong"
+        sent = MAY_BE_WRONG
         if len(call.asked) == len(call.made):
-            sent = "Nothing was sent"
+            sent = NOTHING_SENT
         missing = self._missing_in(where, call)
         silent = f"; rank {min(missing)} has not made it" if missing else ""
         return self._fail("MismatchError", None, f"{problem}. This is call {number} of {where.text}{silent}. {sent}")

@@ -16,10 +16,28 @@ if TYPE_CHECKING:
     from unisono.core.staging import Staging
     from unisono.core.types import PointToPoint
 
-__all__ = ["NATIVE", "Agreed", "Call", "Fingerprint", "Steps", "call_text", "disagreement", "explain", "hash_of"]
+__all__ = [
+    "MAY_BE_WRONG",
+    "NATIVE",
+    "NOTHING_SENT",
+    "Agreed",
+    "Call",
+    "Fingerprint",
+    "Steps",
+    "call_text",
+    "disagreement",
+    "explain",
+    "hash_of",
+]
 
 NATIVE = "native"
 """Algorithm name of a call that the transport carries out with its native collective."""
+
+NOTHING_SENT = "Nothing was sent"
+"""Ends the text of a mismatch that was found before the call."""
+
+MAY_BE_WRONG = "Its result, and all that follows from it, may be wrong"
+"""Ends the text of a mismatch that was found while the call ran."""
 
 
 class Agreed(NamedTuple):

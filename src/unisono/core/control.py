@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
-from unisono.core.call import Fingerprint, explain
+from unisono.core.call import NOTHING_SENT, Fingerprint, explain
 from unisono.core.failure import Cause
 from unisono.core.flight_recorder import Activity
 from unisono.core.group import Group
@@ -204,11 +204,11 @@ def compare_in_full(
     values = control.exchange(group, topic, mine.values(), timeout_s)
     problem = explain([Fingerprint(*value) for value in values], shapes=shapes)
     if problem:
-        raise MismatchError(f"{problem}. Nothing was sent")
+        raise MismatchError(f"{problem}. {NOTHING_SENT}")
 
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
     """Raise an error that quotes each rank's call, once all ranks know that their calls differ."""
     # The fast path does not number its calls here, and all ranks are known to be at the same call.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
-    raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
+    raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")

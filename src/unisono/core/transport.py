@@ -104,6 +104,7 @@ class Transport(ABC):
         any_source: Whether `iprobe` reports what has arrived, so that a receive may accept any sender.
         checks: Whether `compare` or `run` compares the calls of all ranks.
         full: Whether it compares shapes and contents, too, as `check="full"` asks for.
+        compares_later: Whether ranks may compare a native call while it runs, because `abort` ends a call that differs.
         balanced: Whether sums by messages must be reduced in the balanced tree over the ranks, as native ones are.
         devices: The supported device types of tensors.
         host_staged: Those of them that are staged in CPU memory; `post` sees CPU tensors then.
@@ -111,6 +112,8 @@ class Transport(ABC):
         background: Whether a thread that completes a collective pays off: it mostly waits for a network, or each rank
             has a core to spare. The same on every rank.
         fast_path: Blocking calls on plain tensors in one native call each, or None.
+        plain: Runs native calls on the caller's own tensors, see `PlainCalls`: this transport, or the one inside a
+            wrapper that only compares. None if every call takes the general path.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
         reconnect: Set by what has chosen this transport by the hosts of the ranks: chooses again for other ranks.
     """
@@ -123,12 +126,14 @@ class Transport(ABC):
     any_source: bool = False
     checks: bool = False
     full: bool = False
+    compares_later: bool = False
     balanced: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
     host_staged: frozenset[str] = frozenset()
     overlaps: bool = False
     background: bool = False
     fast_path: FastPath | None = None
+    plain: Transport | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
     reconnect: Callable[[Group], Transport] | None = None
@@ -301,6 +306,17 @@ class Transport(ABC):
             MismatchError: Ranks make different calls; on every rank.
             CommTimeoutError: A rank has not made its call in time.
         """
+
+    def starts(self, call: Call) -> bool:
+        """Return whether `compare` and `run` only start a native call, so that an asynchronous one needs no thread.
+
+        Args:
+            call: The call.
+        """
+        return self.overlaps
+
+    def settle(self) -> None:
+        """Return when all calls so far have been compared, those included that ranks compare while they run."""
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         """Start a collective: here, one that is carried out by messages, by the thread that waits.

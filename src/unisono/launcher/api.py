@@ -136,7 +136,7 @@ def init(
             "cpu".
         secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, else this user's
             key, which the first rank on a host creates (mode 0600).
-        check: "auto" compares the calls of all ranks before each collective; "off" does not.
+        check: "auto" compares the calls of all ranks before each collective, on nccl while it runs; "off" does not.
         deterministic: Whether sums and products of rounded numbers are reduced in one fixed order: a balanced binary
             tree over the ranks, whose first half is the longer one, with each addition rounded in the tensor's dtype.
             Algorithms that keep this order give the same bits with all chunk sizes and transports; others are refused.

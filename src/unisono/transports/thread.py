@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unisono.core import clock
-from unisono.core.call import Call, Fingerprint, explain
+from unisono.core.call import NOTHING_SENT, Call, Fingerprint, explain
 from unisono.core.control import ControlPlane
 from unisono.core.failure import left_error
 from unisono.core.group import Group
@@ -232,7 +232,7 @@ class ThreadTransport(Transport):
         if any(other.compared() != mine for other in prints) or call.fingerprint.sends:
             problem = explain(prints)
             if problem:
-                raise MismatchError(f"{problem}. Nothing was sent")
+                raise MismatchError(f"{problem}. {NOTHING_SENT}")
 
     def _await(self, meeting: dict[int, _Attendance], arrived: Completion, deadline: float) -> None:
         started = clock.now()

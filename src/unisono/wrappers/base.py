@@ -58,6 +58,9 @@ class Wrapper(Transport):
     def compare(self, call: Call, deadline: float) -> None:
         self.inner.compare(call, deadline)
 
+    def settle(self) -> None:
+        self.inner.settle()
+
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         return self.inner.run(call, over or self)
 

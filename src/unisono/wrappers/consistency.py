@@ -1,4 +1,4 @@
-"""Comparison of the collectives of all ranks, over the control plane, before any data moves; and of what arrives."""
+"""Comparison of the collectives of all ranks, before any data moves or while it moves; and of what arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from unisono.core import clock
 from unisono.core.call import Call, Fingerprint
-from unisono.core.collective import FAMILIES, Collective
+from unisono.core.collective import COLLECTIVES, FAMILIES, Collective
 from unisono.core.control import ControlPlane, compare_in_full
 from unisono.core.group import Group
 from unisono.core.staging import digest
@@ -20,6 +20,7 @@ from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Work
 from unisono.core.work import ChainedWork
 from unisono.errors import ClosedError, CommError, CorruptedError
 from unisono.wrappers.base import Wrapper
+from unisono.wrappers.later_comparison import LaterComparison, Report
 
 __all__ = ["Checked", "Comparer", "Connect"]
 
@@ -53,6 +54,10 @@ Connect = Callable[[Group, ControlPlane, Options], Comparer]
 class Checked(Wrapper):
     """Starts every collective with an exchange of fingerprints: `MismatchError` on all ranks if they differ.
 
+    If the transport `compares_later`, only the first call waits for that exchange, and calls that must be known to be
+    the same on all ranks: barriers, calls by messages, and those whose result the library itself reads. All others are
+    compared by a thread while they run.
+
     Cost: about 25 us per collective on one host, and log2 p short messages, over connections that ranks make in their
     first collective; a round trip to the control plane if they cannot be made. None per message. With `full`, which
     also compares shapes, a round trip to the control plane after it, with hashes of the inputs and outputs:
@@ -66,6 +71,7 @@ class Checked(Wrapper):
         options: For the timeout, and the address of this host.
         connect: Makes connections over which the calls of a group are compared. Without it, over the control plane.
         full: Whether to compare contents too.
+        report: Reports what a comparison beside a call finds. Without it, all calls wait.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Checked(Wrapper):
         connect: Connect | None = None,
         *,
         full: bool = False,
+        report: Report | None = None,
     ) -> None:
         super().__init__(inner)
         self._control = control
@@ -83,6 +90,9 @@ class Checked(Wrapper):
         self._connect = connect
         self.full = full
         self._comparer: Comparer | None = None
+        self._report = report if inner.compares_later and not full else None
+        self._later: LaterComparison | None = None
+        self.plain: Transport | None = None if full else inner.plain
         self.native: frozenset[str] = inner.native
         self.checks = True
         self._counted: Counter[tuple[bool, int, int, int]] = Counter()
@@ -91,6 +101,10 @@ class Checked(Wrapper):
         return Checked(inner, self._control, self._options, self._connect, full=self.full)
 
     def compare(self, call: Call, deadline: float) -> None:
+        if self._later is not None and _can_differ(call):
+            self._later.add(call.fingerprint, deadline)
+            return
+        self.settle()
         if self._comparer is not None:
             self._comparer.compare(call.fingerprint, deadline, shapes=self.full)
         else:
@@ -98,7 +112,18 @@ class Checked(Wrapper):
             # All ranks are known to be here.
             self._comparer = self._connected()
             self._connect = None
-        return super().compare(call, deadline)
+            if self._comparer is not None and self._report is not None:
+                name = f"unisono comparison {self.group.name} rank {self.rank}"
+                self._later = LaterComparison(self._comparer.compare, self._report, name)
+        super().compare(call, deadline)
+
+    def starts(self, call: Call) -> bool:
+        return self._later is not None and _can_differ(call) and self.inner.starts(call)
+
+    def settle(self) -> None:
+        if self._later is not None:
+            self._later.settle()
+        super().settle()
 
     def _compare_by_control_plane(self, fingerprint: Fingerprint, deadline: float) -> None:
         topic = _topic(fingerprint)
@@ -184,6 +209,8 @@ class Checked(Wrapper):
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
+        # Before the farewell: without this rank's part, a comparison fails on the others.
+        self.settle()
         if self._comparer is not None:
             self._comparer.leave()
         super().leave()
@@ -193,12 +220,20 @@ class Checked(Wrapper):
             self._comparer.end(ClosedError("the communicator is closed"))
             self._comparer.close()
             self._comparer = None
+        if self._later is not None:
+            self._later.end()
         super().close()
 
     def abort(self, cause: BaseException) -> None:
         if self._comparer is not None:
             self._comparer.end(cause)
         super().abort(cause)
+
+
+def _can_differ(call: Call) -> bool:
+    """Return whether no harm comes of a call that other ranks do not make: an abort ends it."""
+    moves = call.inputs or call.outputs
+    return bool(moves) and call.steps is None and not COLLECTIVES[call.fingerprint.operation].returns
 
 
 def _topic(fingerprint: Fingerprint) -> str:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import torch
 
 from unisono.core import clock
-from unisono.core.call import Call, Fingerprint
+from unisono.core.call import NOTHING_SENT, Call, Fingerprint
 from unisono.core.control import ControlPlane, compare_in_full
 from unisono.core.group import Group
 from unisono.core.tensors import combine_all
@@ -172,7 +172,7 @@ class HostAgreement:
         if first.verdict != _AGREED:
             patience_s = min(self._timeout_s, _QUOTE_S)
             compare_in_full(self._control, self._group, f"mismatch in call {self._calls}", mine, patience_s)
-            raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
+            raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
 
     def _swapped(self, links: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
         """Return whether all hosts make the same call."""

@@ -39,6 +39,8 @@ __all__ = ["TRANSPORT", "TorchTransport", "translated"]
 
 _SLICE_S = 0.1
 _LOOK_EVERY_S = 0.001
+_LAUNCH_S = 1.0
+"""Seconds that an abort waits for a launch. One of nccl's takes microseconds, unless it waits for other ranks."""
 
 _threads = DaemonThreadPool("unisono torch")
 
@@ -48,7 +50,8 @@ class TorchTransport(Transport):
 
     Collectives are torch's own. With gloo, messages, and algorithms that consist of them, use this package's
     connections, because a gloo wait can neither be ended nor polled, and a receive that does not fit ends the process.
-    With nccl they are nccl's, and waits are stream-ordered: see `_follow`.
+    With nccl they are nccl's, and waits are stream-ordered: see `_follow`. Ranks compare calls while nccl carries them
+    out, and an abort ends those that differ.
     """
 
     native: frozenset[str] = NATIVE
@@ -79,6 +82,8 @@ class TorchTransport(Transport):
         self.host_staged: frozenset[str] = declared.host_staged
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
+        # A group of another owner cannot be aborted here. Gloo ends a process whose peers make other calls.
+        self.compares_later: bool = self._cuda and owned
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags: bool = not self._cuda
         self.any_source: bool = not self._cuda
@@ -170,7 +175,10 @@ class TorchTransport(Transport):
             try:
                 work = start(self._backend, call, self._device)
             except RuntimeError as error:
-                raise translated(error, []) from error
+                raise self._broken or translated(error, []) from error
+            if self._broken is not None:
+                # An abort has ended the launch.
+                raise self._broken
             # A rank lost before it was connected never answers, and only this work's wait can be ended.
             return self._flown(work, _follow if self._cuda else partial(_wait_for, broken=lambda: self._broken))
 
@@ -211,7 +219,9 @@ class TorchTransport(Transport):
         """
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
-        with self._lock:
+        # Nccl connects ranks in the launch of a call, and waits there for one that makes another call, or is lost.
+        launching = not self._lock.acquire(timeout=_LAUNCH_S)
+        try:
             first = self._broken is None
             self._broken = self._broken or cause
             stuck = [known for known in self._flying if not known.is_finished()]
@@ -224,11 +234,14 @@ class TorchTransport(Transport):
             if not self._owned:
                 return
             self._backend = _DetachedGroup(cause)
+        finally:
+            if not launching:
+                self._lock.release()
         if self._cuda and first:
-            # An abort ends kernels that wait for a lost rank. A group that is only dropped leaks, and torch warns. On a
-            # failed device, neither works.
+            # An abort ends launches, and kernels that wait for a lost rank. A group that is only dropped leaks, and
+            # torch warns. On a failed device, neither works.
             with suppress(RuntimeError):
-                (backend.abort if stuck else backend.shutdown)()
+                (backend.abort if stuck or launching else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):
             _threads.run(partial(self._sockets.abandon, backend, [known.work for known in stuck]))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from gpu_devices import ALL, CPU, GPU, Place, listed
+from nccl_stand_in import around
 
 import unisono as un
 from unisono.core.collective import COLLECTIVES
@@ -116,6 +121,29 @@ def test_values_on_a_device_are_compared(place: Place) -> None:
 
     for text in place.run(program):
         assert ("'layer'" in text and "'weight'" in text) if place.size > 1 else text == "no difference"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPU == "cuda", reason="NCCL itself takes its place")
+def test_a_sum_with_nccl_runs_few_functions_on_the_launching_thread() -> None:
+    def program(comm: un.Communicator) -> int:
+        tensor = torch.ones(4, device=GPU)
+        ours = str(Path(un.__file__).parent)
+        count = 0
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            nonlocal count
+            count += event == "call" and frame.f_code.co_filename.startswith(ours)
+
+        for _ in range(3):
+            comm.all_reduce(tensor)
+        sys.setprofile(note)
+        comm.all_reduce(tensor)
+        sys.setprofile(None)
+        comm.barrier()
+        return count
+
+    assert max(un.launch(program, 2, "gloo", wrap=partial(around, kind=GPU), timeout=30)) <= 16
 
 
 @pytest.mark.gpu

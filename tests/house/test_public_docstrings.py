@@ -32,6 +32,7 @@ NO_EXAMPLE: dict[str, str] = {
     "un.testing.Checksummed.declared": _TRANSPORT,
     "un.testing.Checksummed.empty": _TRANSPORT,
     "un.testing.Checksummed.leave": _TRANSPORT,
+    "un.testing.Checksummed.plain": _TRANSPORT,
     "un.testing.Checksummed.post": _TRANSPORT,
     "un.testing.Checksummed.reconfigure": _TRANSPORT,
     "un.testing.Checksummed.settle": _TRANSPORT,

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from nccl_stand_in import around
 from torch import nn
 
 import unisono as un
 from unisono.host.native import native
+from unisono.testing import run_ranks
 
 OURS = str(Path(un.__file__).parent)
 ALL_REDUCE = (7, 5)
@@ -121,6 +123,21 @@ def too_many(comm: un.Communicator) -> list[str]:
 @pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 def test_fast_path_runs_few_functions() -> None:
     assert un.launch(too_many, 2, "shm", timeout=30) == [[], []]
+
+
+@pytest.mark.parametrize(("wrap", "device", "most"), [(around, "meta", (16, 10)), (None, "cpu", (24, 13))])
+def test_a_sum_of_torch_runs_few_functions(wrap: Any, device: str, most: tuple[int, int]) -> None:
+    """NCCL's is compared beside the call, gloo's before."""
+
+    def program(comm: un.Communicator) -> list[tuple[int, int, int]]:
+        tensor = torch.ones(4, device=device)
+        for _ in range(3):
+            comm.all_reduce(tensor)
+        return [counted(lambda: comm.all_reduce(tensor)) for _ in range(3)]
+
+    for found in run_ranks(program, 2, "gloo", wrap=wrap):
+        assert max(functions for functions, _, _ in found) <= most[0]
+        assert max(files for _, files, _ in found) <= most[1]
 
 
 def small_step(model: nn.Module, optimizer: Any) -> Callable[[], None]:

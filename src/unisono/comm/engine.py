@@ -20,6 +20,7 @@ from unisono.collectives.arguments import Splits, make_call
 from unisono.collectives.selection import Selection
 from unisono.comm.agreement import Agreements
 from unisono.comm.phase import Event, Life, Phase
+from unisono.comm.plain_calls import PlainCalls
 from unisono.comm.slow_rank import SlowRank
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
@@ -37,7 +38,7 @@ from unisono.core.staging import BufferGuard, Staging
 from unisono.core.tensors import numels
 from unisono.core.threads import SerialWorker
 from unisono.core.tracing import SINK, profiler, record_collective, record_message
-from unisono.core.transport import Options, Tensors, Transport
+from unisono.core.transport import FastPath, Options, Tensors, Transport
 from unisono.core.types import PointToPoint, ReduceOp, Timeout, Work
 from unisono.core.work import Completion, Deferred, resolve_timeout, seconds_left
 from unisono.diagnostics.hang_report import with_hang_report
@@ -90,7 +91,7 @@ class Engine:
         broken: The first cause of the group's failure.
         checked: Whether ranks compare their calls.
         uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued.
-        fast_path: The transport's fast path, if it has one.
+        fast_path: The transport's fast path, or `PlainCalls`, if it has one.
         selection: Chooses algorithms.
         tuner: Cost table for "auto".
         parent: The engine of the parent communicator, which must outlive this one.
@@ -120,8 +121,7 @@ class Engine:
         self._compared: dict[str, int] = {}
         self._calls = 0
         self._process = os.getpid()
-        # The fast path's sums have a different order than deterministic ones.
-        self.fast_path = None if options.deterministic else transport.fast_path
+        self.fast_path: FastPath | None = self._fast_path_of(transport)
         self.tuner: Tuner = Tuner(transport, control, options, hosts)
         self.selection: Selection = Selection(
             transport, options.chunk_bytes, deterministic=options.deterministic, machine=self.tuner.machine
@@ -148,7 +148,14 @@ class Engine:
         """Replace the transport and control plane, for example with a recording wrapper."""
         self.transport = transport
         self.control = self.tuner.control = control
-        self.fast_path = None if self.options.deterministic else transport.fast_path
+        self.fast_path = self._fast_path_of(transport)
+
+    def _fast_path_of(self, transport: Transport) -> FastPath | None:
+        if self.options.deterministic:
+            # The fast path's sums have a different order than deterministic ones.
+            return None
+        plain = transport.plain()
+        return transport.fast_path if plain is None else PlainCalls(transport, plain, self.activity)
 
     def measured(self, what: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, as `ControlPlane.measured`."""

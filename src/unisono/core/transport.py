@@ -112,8 +112,6 @@ class Transport(ABC):
         background: Whether a thread that completes a collective pays off: it mostly waits for a network, or each rank
             has a core to spare. The same on every rank.
         fast_path: Blocking calls on plain tensors in one native call each, or None.
-        plain: Runs native calls on the caller's own tensors, see `PlainCalls`: this transport, or the one inside a
-            wrapper that only compares. None if every call takes the general path.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
         reconnect: Set by what has chosen this transport by the hosts of the ranks: chooses again for other ranks.
     """
@@ -133,7 +131,6 @@ class Transport(ABC):
     overlaps: bool = False
     background: bool = False
     fast_path: FastPath | None = None
-    plain: Transport | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
     reconnect: Callable[[Group], Transport] | None = None
@@ -306,6 +303,13 @@ class Transport(ABC):
             MismatchError: Ranks make different calls; on every rank.
             CommTimeoutError: A rank has not made its call in time.
         """
+
+    def plain(self) -> Transport | None:
+        """Return what runs native calls on the caller's own tensors, as `PlainCalls` makes them; None if nothing does.
+
+        It is this transport, or the one inside a wrapper that only compares.
+        """
+        return None
 
     def starts(self, call: Call) -> bool:
         """Return whether `compare` and `run` only start a native call, so that an asynchronous one needs no thread.

@@ -27,6 +27,8 @@ __all__ = ["Checked", "Comparer", "Connect"]
 _log = logging.getLogger("unisono")
 
 _DIGEST = struct.Struct("<Q")
+_BEFORE = frozenset(name for name, collective in COLLECTIVES.items() if collective.returns or not collective.moves)
+"""Calls that ranks always compare before they run: barriers, and those whose lengths the library reads."""
 _CONNECT_S = 5.0
 """Seconds in which the ranks of a group connect; a firewall answers nothing."""
 
@@ -92,7 +94,6 @@ class Checked(Wrapper):
         self._comparer: Comparer | None = None
         self._report = report if inner.compares_later and not full else None
         self._later: LaterComparison | None = None
-        self.plain: Transport | None = None if full else inner.plain
         self.native: frozenset[str] = inner.native
         self.checks = True
         self._counted: Counter[tuple[bool, int, int, int]] = Counter()
@@ -101,10 +102,12 @@ class Checked(Wrapper):
         return Checked(inner, self._control, self._options, self._connect, full=self.full)
 
     def compare(self, call: Call, deadline: float) -> None:
-        if self._later is not None and _can_differ(call):
-            self._later.add(call.fingerprint, deadline)
-            return
-        self.settle()
+        if self._later is not None:
+            if call.steps is None and call.fingerprint.operation not in _BEFORE:
+                # The transport compares nothing itself, or it would not be compared for here.
+                self._later.add(call.fingerprint, deadline)
+                return
+            self._later.settle()
         if self._comparer is not None:
             self._comparer.compare(call.fingerprint, deadline, shapes=self.full)
         else:
@@ -117,8 +120,12 @@ class Checked(Wrapper):
                 self._later = LaterComparison(self._comparer.compare, self._report, name)
         super().compare(call, deadline)
 
+    def plain(self) -> Transport | None:
+        return None if self.full else self.inner.plain()
+
     def starts(self, call: Call) -> bool:
-        return self._later is not None and _can_differ(call) and self.inner.starts(call)
+        later = self._later is not None and call.fingerprint.operation not in _BEFORE
+        return later and self.inner.starts(call)
 
     def settle(self) -> None:
         if self._later is not None:
@@ -228,12 +235,6 @@ class Checked(Wrapper):
         if self._comparer is not None:
             self._comparer.end(cause)
         super().abort(cause)
-
-
-def _can_differ(call: Call) -> bool:
-    """Return whether no harm comes of a call that other ranks do not make: an abort ends it."""
-    moves = call.inputs or call.outputs
-    return bool(moves) and call.steps is None and not COLLECTIVES[call.fingerprint.operation].returns
 
 
 def _topic(fingerprint: Fingerprint) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +19,7 @@ from unisono.control.encryption import refuse_unencrypted
 from unisono.control.torch_store import ControlStore
 from unisono.core import clock
 from unisono.core.call import Call
+from unisono.core.collective import FAMILIES
 from unisono.core.control import ControlPlane
 from unisono.core.failure import connection_error
 from unisono.core.forks import invalidate_after_fork
@@ -31,7 +33,7 @@ from unisono.errors import ClosedError, CommError
 from unisono.transports.tcp.collectives import connected
 from unisono.transports.tcp.mailbox import TcpMailbox
 from unisono.transports.tcp.messages import TcpMessages
-from unisono.transports.torch.collectives import NATIVE, carries, start
+from unisono.transports.torch.collectives import ON_CPU, ON_GPU, START
 from unisono.transports.torch.gloo_sockets import Sockets
 from unisono.transports.torch.process_groups import backend_of
 
@@ -39,6 +41,8 @@ __all__ = ["TRANSPORT", "TorchTransport", "translated"]
 
 _SLICE_S = 0.1
 _LOOK_EVERY_S = 0.001
+_GATHERED_BYTES = 4 << 20
+"""From which on gloo's all_gather is slower than an algorithm."""
 _LAUNCH_S = 1.0
 """Seconds that an abort waits for a launch. One of nccl's takes microseconds, unless it waits for other ranks."""
 
@@ -50,11 +54,11 @@ class TorchTransport(Transport):
 
     Collectives are torch's own. With gloo, messages, and algorithms that consist of them, use this package's
     connections, because a gloo wait can neither be ended nor polled, and a receive that does not fit ends the process.
-    With nccl they are nccl's, and waits are stream-ordered: see `_follow`. Ranks compare calls while nccl carries them
-    out, and an abort ends those that differ.
+    With nccl they are nccl's, and waits are stream-ordered: see `_StreamWork`. Ranks compare calls while nccl carries
+    them out, and an abort ends those that differ.
     """
 
-    native: frozenset[str] = NATIVE
+    native: frozenset[str] = frozenset(START)
     overlaps = True
     latency_s: float = 150e-6
     second_per_byte: float = 1e-9
@@ -75,7 +79,8 @@ class TorchTransport(Transport):
         self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        self._flying: list[_BackendWork] = []
+        # In the order of their start, in which nccl ends them.
+        self._flying: deque[_BackendWork] = deque()
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
         self.devices: frozenset[str] = declared.devices
@@ -156,14 +161,29 @@ class TorchTransport(Transport):
             with suppress(RuntimeError):
                 self._backend._end_coalescing()
             raise translated(error, batch) from error
-        return self._flown(work, _follow)
+        return self._flown(work)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         return super().iprobe(peer, tag) if self._messages is None else self._messages.holds(peer, tag)
 
     # -- native collectives --------------------------------------------------------------------
+    def plain(self) -> Transport:
+        return self
+
     def supports(self, call: Call) -> bool:
-        return call.name in self.native and carries(call, self._cuda)
+        if call.name not in self.native or call.lengths:
+            return False
+        family = FAMILIES[call.name]
+        if family.reduces:
+            if call.name == "reduce_scatter" and len({t.numel() for t in call.inputs}) != 1:
+                return False
+            return (call.inputs[0].dtype, call.op) in (ON_GPU if self._cuda else ON_CPU)
+        if call.name == "all_gather":
+            # Gloo gathers into separate memory first, and copies: long messages take up to twice as long as with an
+            # algorithm.
+            short = self._cuda or sum(t.nbytes for t in call.outputs) < _GATHERED_BYTES
+            return short and len({t.numel() for t in call.outputs}) == 1
+        return True
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         if call.steps is not None:
@@ -172,21 +192,28 @@ class TorchTransport(Transport):
         with self._lock:
             if self._broken is not None:
                 raise self._broken
+            # Without tensors, it is a barrier.
+            moves = max(map(torch.Tensor.numel, (*call.inputs, *call.outputs)), default=1)
             try:
-                work = start(self._backend, call, self._device)
+                work = START[call.name](self._backend, call, self._device) if moves else None
             except RuntimeError as error:
                 raise self._broken or translated(error, []) from error
             if self._broken is not None:
                 # An abort has ended the launch.
                 raise self._broken
-            # A rank lost before it was connected never answers, and only this work's wait can be ended.
-            return self._flown(work, _follow if self._cuda else partial(_wait_for, broken=lambda: self._broken))
+            return self._flown(work)
 
-    def _flown(self, work: Any, wait_for: Callable[[Any, float], bool]) -> Work:
-        waited = _BackendWork(work, self._options.timeout_s, wait_for)
+    def _flown(self, work: Any) -> Work:
+        if self._cuda:
+            flown: _BackendWork = _StreamWork(work, self._options.timeout_s)
+        else:
+            # A rank lost before it was connected never answers, and only this work's wait can be ended.
+            flown = _PolledWork(work, self._options.timeout_s, lambda: self._broken)
         if self._owned:
-            self._flying = [known for known in self._flying if not known.is_finished()] + [waited]
-        return waited
+            while self._flying and self._flying[0].is_finished():
+                self._flying.popleft()
+            self._flying.append(flown)
+        return flown
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
@@ -229,7 +256,7 @@ class TorchTransport(Transport):
                 # Its stream no longer produces the requested results.
                 known.fail(cause)
             # Works keep their own references.
-            self._flying = []
+            self._flying = deque()
             backend = self._backend
             if not self._owned:
                 return
@@ -262,30 +289,12 @@ class _BackendWork(Work):
     Args:
         work: Torch's work; None if nothing moves.
         timeout_s: Default timeout of a wait.
-        wait_for: Function that waits for it until a deadline, and returns whether the data has moved.
     """
 
-    def __init__(self, work: Any, timeout_s: float, wait_for: Callable[[Any, float], bool]) -> None:
+    def __init__(self, work: Any, timeout_s: float) -> None:
         self.work = work
         self._timeout_s = timeout_s
-        self._wait_for = wait_for
         self._error: BaseException | None = None
-
-    def wait(self, timeout: Timeout | None = None) -> None:
-        if self._error is not None:
-            raise self._error
-        started = clock.now()
-        try:
-            if self.work is not None:
-                over = self._wait_for(self.work, started + resolve_timeout(timeout, self._timeout_s))
-                # It keeps its tensors.
-                self.work = None if over else self.work
-        except CommError as error:
-            self._error = error
-            raise
-        except RuntimeError as error:
-            self._error = translated(error, [], clock.now() - started)
-            raise self._error from error
 
     def fail(self, cause: BaseException) -> None:
         """Record that the group failed before the data had moved."""
@@ -309,34 +318,70 @@ class _BackendWork(Work):
         raise NotImplementedError("torch's own work inside a collective has no future; call wait()")
 
 
-def _follow(work: Any, _deadline: float) -> bool:
-    """Make the current stream wait for nccl's work, and return, like torch's own wait.
+class _StreamWork(_BackendWork):
+    """Nccl's work. A wait makes the current stream wait, and returns, like torch's own; a timeout does not limit it.
 
     Earlier work on the stream may take any time, and torch would abort the whole group at a timeout.
     """
-    work.wait()
-    return False
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        if self._error is None and self.work is not None:
+            try:
+                # The work stays: it keeps its tensors.
+                self.work.wait()
+            except RuntimeError as error:
+                self._error = self._error or translated(error, [])
+                raise self._error from error
+        if self._error is not None:
+            raise self._error
 
 
-def _wait_for(work: Any, deadline: float, *, broken: Callable[[], BaseException | None]) -> bool:
-    """Wait for gloo's work in slices, after each of which the wait can be ended."""
-    while True:
-        left = deadline - clock.now()
-        last = left <= _SLICE_S or work.is_completed()
+class _PolledWork(_BackendWork):
+    """Gloo's work, which is waited for in slices, after each of which the wait can be ended.
+
+    Args:
+        work, timeout_s: As of `_BackendWork`.
+        broken: Returns why the wait has to end.
+    """
+
+    def __init__(self, work: Any, timeout_s: float, broken: Callable[[], BaseException | None]) -> None:
+        super().__init__(work, timeout_s)
+        self._broken = broken
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        started = clock.now()
         try:
-            # A timeout of zero would mean no timeout.
-            work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
-        except CommError:
-            # Raised by the control store, which lazy connections use; torch cannot raise it twice.
+            if self.work is not None:
+                self._wait_until(started + resolve_timeout(timeout, self._timeout_s))
+                # It keeps its tensors.
+                self.work = None
+        except CommError as error:
+            self._error = error
             raise
-        except RuntimeError:
-            if last:
+        except RuntimeError as error:
+            self._error = translated(error, [], clock.now() - started)
+            raise self._error from error
+
+    def _wait_until(self, deadline: float) -> None:
+        while True:
+            left = deadline - clock.now()
+            last = left <= _SLICE_S or self.work.is_completed()
+            try:
+                # A timeout of zero would mean no timeout.
+                self.work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
+            except CommError:
+                # Raised by the control store, which lazy connections use; torch cannot raise it twice.
                 raise
-            cause = broken()
-            if cause is not None:
-                raise cause from None
-        else:
-            return True
+            except RuntimeError:
+                if last:
+                    raise
+                cause = self._broken()
+                if cause is not None:
+                    raise cause from None
+            else:
+                return
 
 
 def _backend(

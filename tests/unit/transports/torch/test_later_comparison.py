@@ -135,3 +135,25 @@ def test_equal_calls_are_made_in_their_order() -> None:
         return len(device_of(comm).launched), device_of(comm).launched[-3:]
 
     assert on_ranks(program) == [(1 + 8 * _AHEAD, ["broadcast", "allreduce", "broadcast"])] * 2
+
+
+def test_both_paths_of_a_call_make_the_same() -> None:
+    """Rank 0 takes the short one, and the other ranks do what needs the long one."""
+
+    def program(comm: un.Communicator) -> list[list[float]]:
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.int32, torch.bool):
+            for op in ("sum", "max", "product"):
+                wide = torch.ones(3, 2, dtype=dtype)
+                given = wide[:, 0] if comm.rank == 2 else torch.ones(3, dtype=dtype)
+                work = comm.all_reduce(given, op, async_op=comm.rank == 1)
+                if work is not None:
+                    work.wait()
+                found.append(given.tolist())
+            # A difference would be found in the shapes that errors quote, too.
+            comm.broadcast(torch.full((1,), comm.rank, dtype=dtype), 1, algorithm=None if comm.rank else "native")
+        return found
+
+    first, *others = run_ranks(program, 3, "gloo")
+    assert others == [first, first]
+    assert [values[0] for values in first[:3]] == [3.0, 1.0, 1.0]

@@ -71,20 +71,21 @@ class Device:
 
 
 class StandIn(TorchTransport):
-    """The transport of nccl, for tensors without memory."""
+    """The transport of nccl, for tensors of the fake device, or such as have no memory."""
 
-    def __init__(self, inner: TorchTransport) -> None:
+    def __init__(self, inner: TorchTransport, kind: str) -> None:
         self.device = Device()
-        options = Options("nccl", "meta", inner._options.timeout_s)
+        self._kind = kind
+        options = Options("nccl", kind, inner._options.timeout_s)
         super().__init__(inner.group, self.device, inner._control, options)
         self._inner = inner
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
-        return Capabilities(frozenset({"meta"}), frozenset(), cls.native)
+        return Capabilities(frozenset({"meta", "fake"}), frozenset(), cls.native)
 
     def split(self, group: Group) -> StandIn:
-        return StandIn(self._inner.split(group))
+        return StandIn(self._inner.split(group), self._kind)
 
     def close(self) -> None:
         super().close()
@@ -95,10 +96,10 @@ class StandIn(TorchTransport):
         self._inner.abort(cause)
 
 
-def around(inner: Transport) -> StandIn:
-    """Put it in the place of a transport on gloo."""
+def around(inner: Transport, kind: str = "meta") -> StandIn:
+    """Put it in the place of a transport on gloo, for tensors of this kind of device."""
     assert isinstance(inner, TorchTransport)
-    return StandIn(inner)
+    return StandIn(inner, kind)
 
 
 def device_of(comm: un.Communicator) -> Device:

@@ -1,0 +1,107 @@
+"""The fast path of a transport that carries out collectives by another library's calls."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from unisono.core import clock
+from unisono.core.call import NATIVE, NOTHING_SENT, Call, Fingerprint
+from unisono.core.collective import Collective
+from unisono.core.flight_recorder import Activity
+from unisono.core.numbers import Status
+from unisono.core.tensors import as_flat, copy_back
+from unisono.core.tracing import SINK
+from unisono.core.transport import Transport
+from unisono.core.types import ReduceOp
+from unisono.errors import MismatchError
+
+__all__ = ["PlainCalls"]
+
+_OPS = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
+
+
+class PlainCalls:
+    """Native calls whose result takes the place of the caller's own tensor: the general path without its staging.
+
+    Averages, reductions to a root, barriers and calls on several tensors take the general path, which asks the same of
+    the transport.
+
+    Args:
+        transport: Compares calls.
+        plain: Runs them: what the transport returns as such.
+        activity: This rank's, whose present call is the one to make.
+    """
+
+    def __init__(self, transport: Transport, plain: Transport, activity: Activity) -> None:
+        self._transport = transport
+        self._plain = plain
+        self._activity = activity
+        self._devices = plain.devices - plain.host_staged
+
+    def try_collective(
+        self,
+        collective: Collective,
+        output: Any,
+        input: Any,
+        op: Any,
+        root: Any,
+        algorithm: str | None,
+        deadline: float,
+    ) -> Status:
+        """As of `FastPath`: no algorithms' steps. A recording that is open has more to record of the general path."""
+        if not (collective.in_place and collective.moves) or algorithm is not None or SINK.get() is not None:
+            return Status.UNSUPPORTED
+        operation = None
+        if collective.reduces:
+            operation = _OPS.get(op) if isinstance(op, str) else None
+            if operation is None or collective.root is not None:
+                return Status.UNSUPPORTED
+        elif type(root) is not int or not 0 <= root < self._plain.group.size:
+            return Status.UNSUPPORTED
+        contributes = root is None or root == self._plain.group.rank
+        target = as_flat(output, collective.output, written=root is None or not contributes, devices=self._devices)
+        if target is None:
+            return Status.UNSUPPORTED
+        # As in `Staging.flat`: stride 1 also where there is only one element.
+        flat = target.as_strided((target.numel(),), (1,))
+        record = self._activity.now
+        assert record is not None
+        fingerprint = Fingerprint(
+            record[1] or 0,
+            collective.name,
+            str(op) if collective.reduces else None,
+            root,
+            str(flat.dtype).removeprefix("torch."),
+            (flat.numel(),),
+            flat.device.type,
+            NATIVE,
+            shape=tuple(target.shape),
+            site=record[3],
+        )
+        call = Call(
+            collective.family,
+            (flat,) if contributes else (),
+            (flat,),
+            operation,
+            root=root,
+            fingerprint=fingerprint,
+        )
+        if not self._plain.supports(call):
+            return Status.UNSUPPORTED
+        self._transport.compare(call, deadline)
+        self._plain.run(call).wait(max(deadline - clock.now(), 0.0))
+        if target is not output:
+            copy_back(output, target)
+        return Status.OK
+
+    def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
+        """As of `FastPath`; the transport's `compare` has raised it already."""
+        raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
+
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """As of `FastPath`: never."""
+        return False
+
+    def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
+        """As of `FastPath`."""
+        return Status.UNSUPPORTED

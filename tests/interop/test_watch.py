@@ -41,6 +41,8 @@ NAMED = {
     "order_of_groups": "DeadlockError.*rank 0 waits for rank 1",
     "dtype_in_a_part": f"{DIFFER} dtype",
     "returns_early": ENDED,
+    "returns_early_without_a_message": "PeerLostError.*rank 1 has ended.* Then rank . failed",
+    "message_after_a_collective": r"CommTimeoutError.*for rank 0(.|\n)*rank 0 is .* its last was recv \(from rank 1",
     "branch_of_one_rank": ENDED,
     "reduce_of_a_logger": f"{DIFFER} operation",
     "barrier_too_many": f"{DIFFER} operation",

@@ -164,6 +164,21 @@ def returns_early(rank: int, size: int) -> None:
 
 
 @wrong
+def returns_early_without_a_message(rank: int, size: int) -> None:
+    if rank != 1:
+        dist.recv(ones(), 1)
+
+
+@wrong
+def message_after_a_collective(rank: int, size: int) -> None:
+    if rank == 0:
+        dist.recv(ones(), 1)
+    dist.all_reduce(ones())
+    if rank == 1:
+        dist.send(ones(), 0)
+
+
+@wrong
 def branch_of_one_rank(rank: int, size: int) -> None:
     if rank != 1:
         dist.all_reduce(ones())

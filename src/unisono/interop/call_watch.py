@@ -205,8 +205,11 @@ class Watch:
     ) -> tuple[int, Fingerprint, bytes] | None:
         """Report a call, unless it is to be compared first. Return its number, what it is, and the report.
 
-        None for a call on tensors without memory, which is not made.
+        None for a message, which is only noted, and for a call on tensors without memory, which is not made.
         """
+        if message := form.message(args, where.activity.group.members):
+            where.activity.note(form.operation, None, message, place)
+            return None
         key = (form.key(args), place, op, where.size)
         # Under the lock, so that a group's reports are in the order of its calls.
         with self._lock:

@@ -8,7 +8,7 @@ autograd, modes and FakeTensor, gets each call with all its arguments, and passe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -42,6 +42,9 @@ _NAMES = {
     "alltoall_base_": ("all_to_all_single", "input"),
     "barrier": ("barrier", None),
     "monitored_barrier_": ("monitored_barrier", None),
+    "send": ("send", "tensors"),
+    "recv_": ("recv", "tensors"),
+    "recv_any_source_": ("recv", "tensors"),
 }
 """By operator: the name in `torch.distributed`, and the argument whose length must be equal on all ranks."""
 _UNEVEN = ("all_to_all", "all_to_all_single")
@@ -74,6 +77,8 @@ class Form:
         self._root = self._places.get("root_rank")
         self._async = self._places.get("async_op")
         self._timeout = self._places.get("timeout")
+        self._tag = self._places.get("tag")
+        self._peer = self._places.get("dst", self._places.get("src"))
         more = [self._places.get(_LISTS.get(self.operation))]
         if self.operation in _UNEVEN:
             names = ("output_tensors", "output", "output_split_sizes", "input_split_sizes")
@@ -90,6 +95,14 @@ class Form:
         """Return the call's own timeout in seconds; None if the group's applies."""
         timeout_ms = args[self._timeout] if self._timeout is not None and len(args) > self._timeout else -1
         return None if timeout_ms < 0 else timeout_ms / 1000
+
+    def message(self, args: tuple[Any, ...], members: Sequence[int]) -> str | None:
+        """Return what a message is, for reports; None if this is a collective. `members` are the group's ranks."""
+        if self._tag is None:
+            return None
+        way = "to" if self.operation == "send" else "from"
+        peer = "any rank" if self._peer is None else f"rank {members[args[self._peer]]}"
+        return f"{way} {peer}, tag {args[self._tag]}"
 
     def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return everything that a call's signature depends on."""

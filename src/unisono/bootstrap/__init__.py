@@ -1,4 +1,4 @@
-"""Start-up: the number of this rank, the number of ranks, and where they meet.
+"""Start-up: this rank's number, the number of ranks, and the rendezvous.
 
 One module for each way to find them. Its function `find(request)` returns a `Rendezvous`. A scheme, which users name in
 an `init_method`, needs no more than that and its name in `_SCHEMES`. A launcher, which is recognised by its environment
@@ -26,11 +26,11 @@ from unisono.host.launched import Launched
 __all__ = ["InitRequest", "Rendezvous", "find", "launched", "launchers"]
 
 _SCHEMES = ("env", "file", "mpi", "tcp")
-"""Modules of this package, each of which loads when it is asked."""
+"""Modules of this package, each loaded on first use."""
 _LAUNCHERS = ("env", "mpi", "slurm")
 """Modules of this package, the one that takes precedence first."""
 _TAKEN = "UNISONO_TAKEN_BY"
-"""Variable for children of this process: its number, and the place that it has taken among the ranks of its job."""
+"""Variable for children of this process: its number, and its place among the ranks of its job."""
 
 
 def find(
@@ -40,23 +40,23 @@ def find(
     timeout_s: float = 300.0,
     secret: str | bytes | None = None,
 ) -> Rendezvous:
-    """Return this process's place among the ranks of its job, when all of them have joined.
+    """Return this process's place among the ranks of its job, once all of them have joined.
 
     Args:
-        init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", or None: the
-            environment if it defines ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else
-            mpirun, else a step of Slurm), else a world of one. "mpi://" insists on MPI.
+        init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", or None: the environment if it
+            defines ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else mpirun, else a Slurm step), else
+            a single rank. "mpi://" requires MPI.
         rank: This process's number; needed with tcp:// and file://.
-        world_size: How many ranks there are; needed with tcp:// and file://.
-        timeout_s: Seconds within which all ranks come, or all that have come get an error.
-        secret: What all ranks know; see `unisono.control.sockets.find_secret`.
+        world_size: Number of ranks; needed with tcp:// and file://.
+        timeout_s: Seconds within which all ranks must join; otherwise all that have joined get an error.
+        secret: Secret shared by all ranks; see `unisono.control.sockets.find_secret`.
 
     Raises:
-        ValueError: The arguments or the environment make no sense; or the variables are those of a rank that has
-            started this process, and would lead it into the other job.
+        ValueError: The arguments or the environment are inconsistent; or the variables belong to a rank that has
+            started this process, and would make it join the other job.
         CommTimeoutError: Ranks are missing (named), or rank 0 cannot be reached.
-        MismatchError: Two processes claim the same rank, or ranks differ in how many there are.
-        CommError: Rank 0 cannot listen at the address, or the secrets differ.
+        MismatchError: Two processes claim the same rank, or ranks disagree on the number of ranks.
+        CommError: Rank 0 cannot listen on the address, or the secrets differ.
 
     Example:
         >>> place = find()
@@ -96,12 +96,12 @@ def _module(name: str) -> Any:
 
 
 def _take_place(names: Sequence[str]) -> None:
-    """Raise `ValueError` if another process, which has started this one, is the rank that the variables name."""
+    """Raise `ValueError` if the variables' rank is another process, which has started this one."""
     there = {name: value for name in names if (value := os.environ.get(name))}
     if not there:
         return
     place = " ".join(f"{name}={value}" for name, value in there.items())
-    # Each torchrun has a file of its own for each rank.
+    # Each torchrun has a separate file for each rank.
     agent = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     number, taken, agent_then = (os.environ.get(_TAKEN, "") + "\n\n").split("\n")[:3]
     if number not in ("", str(os.getpid())):
@@ -112,6 +112,6 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # The place was set by hand in a rank of that torchrun, whose agent has no store there.
+            # The variables were set by hand in a rank of that torchrun, whose agent has no store there.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

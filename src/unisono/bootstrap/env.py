@@ -17,7 +17,7 @@ START = "torchrun --nproc-per-node 2 train.py"
 
 def launched() -> Launched | None:
     """Return the place that torchrun, or whatever else set RANK and WORLD_SIZE, gave to this process."""
-    # Set to nothing is not set.
+    # An empty variable counts as unset.
     if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return None
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the environment"
@@ -25,12 +25,12 @@ def launched() -> Launched | None:
 
 
 def detected(request: InitRequest) -> bool:
-    """Return whether the environment, or the caller, defines ranks at all."""
+    """Return whether the environment or the caller defines ranks at all."""
     return request.rank is not None or request.size is not None or launched() is not None
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous that the environment names; the caller's arguments take precedence."""
+    """Return the rendezvous from the environment; the caller's arguments take precedence."""
     host, port = check(request)
     rank, size = request.numbers()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -43,10 +43,10 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def check(request: InitRequest) -> tuple[str, int]:
-    """Return where the ranks meet, with rank and size set in the request.
+    """Return the rendezvous address, after setting rank and size in the request.
 
     Raises:
-        ValueError: The environment makes no sense; says what to set.
+        ValueError: The environment is inconsistent; says what to set.
     """
     request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
@@ -63,10 +63,10 @@ def check(request: InitRequest) -> tuple[str, int]:
 
 
 def _private_port() -> int | None:
-    """Return the port for this library alone, because torch's own store listens at MASTER_PORT.
+    """Return the port for this library, because torch's own store listens on MASTER_PORT.
 
-    `unisono run` sets it with the MASTER_PORT of the same job. Beside that of another job, as of one that is started
-    in a rank of the first, it says nothing.
+    `unisono run` sets it together with the job's MASTER_PORT. It is ignored beside another job's MASTER_PORT, as in a
+    job that is started inside a rank of the first one.
     """
     value = os.environ.get("UNISONO_PORT", "")
     port, _, other = value.partition("/")

@@ -1,4 +1,4 @@
-"""file:///path: rank 0 writes where it listens, and a fresh secret, to a file that all ranks of one host see."""
+"""file:///path: rank 0 writes its address and a fresh secret to a file that all ranks on one host can read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RendezvousFile:
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous that the file names. The file is created if missing, and taken over if empty or old."""
+    """Return the rendezvous in a file, which is created if missing, and taken over if empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
     claim = RankClaim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
@@ -47,7 +47,7 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def address_in(url: str) -> tuple[tuple[str, int], bytes]:
-    """Return the address and secret of the control plane that a file names."""
+    """Return the address and secret of the control plane in a file."""
     path = _path(url)
     published = read(path)
     if published is None:
@@ -56,7 +56,7 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
 
 
 def _path(url: str) -> Path:
-    # Names of files have "#" and "?" like any letter, and "%20" too, though `Path.as_uri` writes blanks so.
+    # File names may contain "#" and "?", and even "%20", although `Path.as_uri` encodes blanks so.
     name = url.removeprefix("file://")
     path = Path(unquote(name))
     if not path.parent.is_dir() and Path(name).parent.is_dir():
@@ -129,7 +129,7 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the file atomically: no reader ever sees a part of it."""
+    """Write the file atomically, so that no reader ever sees a part of it."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -142,7 +142,7 @@ def _write(path: Path, text: str) -> None:
 
 # -- the others ------------------------------------------------------------------------------------
 def _follow(path: Path, claim: RankClaim) -> Rendezvous:
-    """Try the file's address repeatedly: a file of an earlier run has a stale address."""
+    """Try the file's address repeatedly, because a file from an earlier run has a stale address."""
     last = "no rank has written it"
     while claim.left_s:
         published = read(path)

@@ -1,4 +1,4 @@
-"""Rendezvous under mpirun: rank, size and local rank are MPI's; rank 0 sends its address and a secret over MPI.
+"""Rendezvous under mpirun: rank, size and local rank are from MPI, and rank 0 sends its address and a secret over MPI.
 
 So every backend works there. A rank that ends too early ends the job; see `job_end`.
 """
@@ -49,8 +49,8 @@ def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous found through MPI.
 
     Raises:
-        UnavailableError: mpi4py or its library is missing, or is not the one of the launcher.
-        CommTimeoutError: Not all ranks have called `init` in time; rank 0's error names the missing ranks.
+        UnavailableError: mpi4py or its library is missing, or differs from the launcher's.
+        CommTimeoutError: Not all ranks called `init` in time; rank 0's error names the missing ranks.
     """
     started = launched()
     if started is not None:
@@ -76,16 +76,16 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Rendezvous:
-    """Return the rendezvous of the ranks of an MPI communicator. Each of them calls this.
+    """Return the rendezvous of an MPI communicator's ranks. Each of them calls this.
 
     Args:
-        comm: A communicator on which no rank waits for a message of any tag.
+        comm: A communicator without posted any-tag receives.
         source: As in `Rendezvous`.
         deadline: On the library's clock.
-        secret: A random one if None.
+        secret: Secret; a random one if None.
     """
     claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source, restarts=False)
-    # Looked at on every rank, for a bad one is to be refused on each.
+    # Checked on every rank, because an invalid one must be refused on each.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
     exchange = _HelloExchange(comm, claim)
     if claim.rank == 0:
@@ -107,7 +107,7 @@ def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
     try:
         return address_for_others(other_hosts[0])
     except OSError:
-        # No name server knows that host.
+        # The name server does not know that host.
         outward = address_outward()
         if outward is None:
             raise
@@ -144,7 +144,7 @@ class _HelloExchange:
         self._send((host_identity(), socket.gethostname()), [0])
         memory = bytearray(_MAX_BYTES)
         waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
-        # Rank 0 may need until its deadline to know which ranks are missing.
+        # Rank 0 may need until its deadline to find out which ranks are missing.
         if not clock.poll_until(lambda: _all_done(waiting), self._claim.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
@@ -157,7 +157,7 @@ class _HelloExchange:
 
     def _send(self, message: object, ranks: Any) -> None:
         data = FrameChannel().encode(Kind.HELLO, serialization.encode(message))
-        # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
+        # So short that MPI buffers them until they are received, so the caller's memory is free afterwards.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
         clock.poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
 
@@ -191,7 +191,7 @@ def _read(memory: bytearray) -> Any:
 
 
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
-    """Install hooks that end the job with this process: after an uncaught exception, or `sys.exit(3)`."""
+    """Install hooks that end the job with this process after an uncaught exception or `sys.exit(3)`."""
     known = getattr(sys.excepthook, "__self__", None)
     if isinstance(known, MpiAbortGuard):
         return known
@@ -206,7 +206,7 @@ class MpiAbortGuard:
 
     Args:
         mpi: The module.
-        rank, size: In MPI's world.
+        rank, size: This rank in MPI's world, and its size.
     """
 
     def __init__(self, mpi: Any, rank: int, size: int) -> None:
@@ -228,12 +228,12 @@ class MpiAbortGuard:
         rendezvous.release = close
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report as `sys.excepthook` does; then end the job."""
+        """Report as `sys.excepthook` does, then end the job."""
         if self._over():
             self._excepthook(kind, error, trace)
             return
         if isinstance(error, PeerLostError | AbortedError):
-            # Another rank's failure is the cause; that rank reports it, and ends the job, first.
+            # If another rank's failure is the cause, that rank reports it, and ends the job, first.
             self._excepthook(kind, error, trace)
             time.sleep(_GRACE_S)
             sys.stderr.write(f"{self._who} ends the job\n")
@@ -249,25 +249,25 @@ class MpiAbortGuard:
     def _uncaught(self, status: object) -> None:
         if not self._over():
             sys.stderr.write(f"{self._who} ends the job by sys.exit({status!r})\n")
-            # As Python sees it: whatever is no number has been printed, and means 1.
+            # As in Python: anything but a number has been printed, and means 1.
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:
-        # What was caught and kept is forgotten when the interpreter ends.
+        # An exit that was caught and kept is dropped when the interpreter ends.
         return os.getpid() != self._process or sys.is_finalizing() or self._mpi.Is_finalized()
 
     def _end(self, status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if has_ulfm():
-            # This rank alone ends, and the others are notified: ULFM was requested for that.
+            # Only this rank ends, and the others are notified, because ULFM was requested.
             close_all()
             os._exit(status)
         self._mpi.COMM_WORLD.Abort(status)
 
 
 class _Exit(SystemExit):
-    """Exit that notices when it ends the process: Python has no hook for it, but then drops it where no code runs."""
+    """SystemExit that notices when it ends the process: Python has no hook for that, but drops it when no code runs."""
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:
         super().__init__(status)

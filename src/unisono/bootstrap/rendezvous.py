@@ -1,4 +1,4 @@
-"""Rendezvous at an address: host or reach the control plane there, register the rank, and wait until all ranks have."""
+"""Rendezvous at an address: host or reach the control plane there, register the rank, and wait for all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class InitRequest:
 
     Attributes:
         init_method: As passed.
-        rank, size: As passed; or as found, so that errors name the rank.
+        rank, size: As passed or as found, so that errors name the rank.
         deadline: Time by which all ranks must have joined, on the library's clock.
         secret: As passed.
     """
@@ -62,7 +62,7 @@ class InitRequest:
     secret: str | bytes | None
 
     def numbers(self) -> tuple[int, int]:
-        """Rank and size, if they were given and make sense."""
+        """Return rank and size, if they were given and are consistent."""
         if self.rank is None or self.size is None:
             raise ValueError(
                 f"{self.init_method} gives an address, but not the rank of this process: pass rank and world_size too"
@@ -71,7 +71,7 @@ class InitRequest:
 
 
 def checked(rank: int, size: int) -> tuple[int, int]:
-    """Rank and size, if they make sense together."""
+    """Return rank and size, if they are consistent."""
     for name, number in (("rank", rank), ("world_size", size)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise ValueError(f"{name} must be a whole number, not {number!r}")
@@ -83,7 +83,7 @@ def checked(rank: int, size: int) -> tuple[int, int]:
 
 
 def env_number(name: str) -> int | None:
-    """Return the number in a variable of the environment; None if it is not set, or empty."""
+    """Return the number in an environment variable; None if it is unset or empty."""
     text = os.environ.get(name)
     if not text:
         return None
@@ -99,17 +99,17 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Place of this process in the world. Its group is joined already; join again to be notified of failures.
+    """Place of this process in the world. Its group is already joined; join again to be notified of failures.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
         local_rank: Its number on its host, if known.
-        control: Its own handle to the control plane.
+        control: Its handle to the control plane.
         server: The control plane itself, if this process hosts it.
-        address: The address of this host that the other ranks can reach.
+        address: This host's address that the other ranks can reach.
         name: The name of the world's group, different for each `init` of a job.
-        source: The decision and its reason, in one line for the log.
-        network: The backend that "auto" uses between hosts; "" if it depends on them.
+        source: The decision and its reason, as one line for the log.
+        network: Backend that "auto" uses between hosts; "" if it depends on the hosts.
     """
 
     rank: int
@@ -124,7 +124,7 @@ class Rendezvous:
     network: str = ""
 
     def close(self) -> None:
-        """Leave without an error. Idempotent. A server of this process serves the others until they have left."""
+        """Leave without an error. Idempotent. A server in this process serves the others until they have left."""
         release = self.release
         self.release = _nothing
         self.control.close()
@@ -142,9 +142,9 @@ class Lease:
 
     Attributes:
         server: The server.
-        secret: The secret that it was started with.
-        users: Number of users that have not released it.
-        withdraw: Called when the last user has released it, before it ends.
+        secret: Its secret.
+        users: Number of users that have not yet released it.
+        withdraw: Called when the last user has released it, before the server ends.
     """
 
     server: ControlServer
@@ -161,8 +161,8 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Of the process, because the address is: each `init` of a job must find the server of the one before. By process,
-# for a forked child has its parent's entries, and serves nothing.
+# Global, because the address is: each `init` of a job must find the server of the previous one. By process, because a
+# forked child inherits its parent's entries, but serves nothing.
 _leases: dict[tuple[int, str], Lease] = {}
 # Guards the leases above.
 _lock = threading.Lock()
@@ -177,14 +177,14 @@ def acquire(
     *,
     restarts: bool = True,
 ) -> Lease:
-    """The server that this process runs under `key`; a new one if there is none.
+    """Return the server that this process runs under `key`, or a new one.
 
-    Without a secret, it has one of its own. `restarts` is as for `ControlState`.
+    Without a secret, it makes its own. `restarts` is as for `ControlState`.
 
-    The next `init` of a job finds the server of the last one, even if that is about to end.
+    The next `init` of a job finds the previous one's server, even if that is about to end.
 
     Raises:
-        ValueError: It runs, with another secret.
+        ValueError: It is running with another secret.
         CommError: A new one cannot listen there.
     """
     with _lock:
@@ -202,12 +202,12 @@ def acquire(
 
 
 def hosts_at(address: tuple[str, int]) -> bool:
-    """Return whether a server of this process listens at an address, or did: one that is retired does for a while."""
+    """Return whether a server in this process listens on an address, or did recently."""
     return any(process == os.getpid() and held.server.address == address for (process, _), held in _leases.items())
 
 
 def _close_servers() -> None:
-    # This process's own handles close first, whatever the order of its exit hooks.
+    # This process's handles close first, whatever the order of its exit hooks.
     close_all()
     mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
     for held in mine:
@@ -220,7 +220,7 @@ def _close_servers() -> None:
 
 # -- joining ---------------------------------------------------------------------------------------
 class MovedError(CommError):
-    """The ranks meet at another place than was thought."""
+    """The ranks meet at another address than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,8 @@ class RankClaim:
         deadline: On the library's clock.
         source: As in `Rendezvous`.
         job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at one address.
-        restarts: Whether a process that is killed while ranks gather may be started again: the others wait for it
-            then, until their deadline. Else they raise an error.
+        restarts: Whether a process that is killed while ranks gather may be restarted: then the others wait for it
+            until their deadline, instead of raising an error.
     """
 
     rank: int
@@ -251,13 +251,13 @@ class RankClaim:
 
 
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
-    """Return the rendezvous at the server of this address, when all ranks have joined.
+    """Return the rendezvous at this server address, once all ranks have joined.
 
-    A server that closes meanwhile belonged to an earlier `init`, and one that is lost to a process that may be started
-    again: the call waits for the next one.
+    A server that closes meanwhile belonged to an earlier `init`, and a lost one to a process that may be restarted, so
+    the call waits for the next one.
 
     Args:
-        claim: The claim of this process.
+        claim: This process's claim.
         address: The server's address.
         secret: Its secret.
         lease: Set if this process hosts the server; released on failure.
@@ -284,10 +284,10 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
 
 
 def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
-    """Claim rank 0 at a server that this process should host and cannot. Other errors are not reported.
+    """Claim rank 0 at a server that this process should host but cannot. Other errors are not reported.
 
     Raises:
-        MismatchError: Another process holds it; the ranks that gather there are notified, too.
+        MismatchError: Another process holds it; the ranks gathering there are also notified.
     """
     try:
         control = SocketControl(address, secret, _CLAIM_WITHIN_S)
@@ -308,23 +308,23 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
 def confirm(
     claim: RankClaim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
 ) -> Rendezvous:
-    """Return the rendezvous at the server of `control`, when all ranks have joined; close `control` on failure.
+    """Return the rendezvous at the server of `control`, once all ranks have joined; close `control` on failure.
 
     Args:
-        claim: The claim of this process.
+        claim: This process's claim.
         control: This rank's handle.
         lease: Set if this process hosts the server.
-        moved: Returns whether the ranks meet elsewhere. Called while rank 0 has not joined.
+        moved: Function that returns whether the ranks meet elsewhere, called while rank 0 has not joined.
 
     Raises:
-        MovedError: They do, or the server has ended, and the next process of rank 0 may open another.
+        MovedError: They do; or the server has ended, and rank 0's next process may open another.
         CommError: As for `find`.
     """
     try:
         name = _gather(claim, control, moved)
     except BaseException as error:
         ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
-        # The others do not wait for a rank that gives up as for one that is killed, and learn why.
+        # Report the reason, because the others must not wait for a rank that gives up as they do for a killed one.
         control.on_process_exit(None if isinstance(error, MovedError) else error)
         if ended and isinstance(error, CommError):
             raise MovedError(error.message) from error
@@ -369,16 +369,16 @@ def _open(group: Group) -> str:
 
 @functools.cache
 def _process(number: int) -> str:
-    """A name for this process that no other one has; a fork has another number."""
+    """A name unique to this process; a fork has another number."""
     return f"{number}-{uuid.uuid4().hex}"
 
 
-# Of the process: two worlds of one must not have the same name.
+# Global, because two single-rank worlds must not have the same name.
 _worlds_of_one = itertools.count(1)
 
 
 def alone(_request: InitRequest) -> Rendezvous:
-    """Return a world of one: nothing in the arguments or the environment defines ranks. No socket, no thread."""
+    """Return a single-rank world, because nothing defines ranks. Opens no sockets, starts no threads."""
     control = LocalHub().control()
     close_at_exit(control)
     name = f"alone{next(_worlds_of_one)}"

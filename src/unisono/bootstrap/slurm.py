@@ -1,10 +1,10 @@
 """Slurm: a task of a job step is a rank; the ranks meet on the step's first node.
 
-What counts is what slurmstepd tells of the step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID,
-SLURM_STEP_NODELIST, SLURM_JOB_ID and SLURM_STEP_ID. Nothing is guessed from the job's name. Where
-no step runs, in a shell of `salloc` or the body of an `sbatch` script, the process is alone.
+Uses slurmstepd's variables for the step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST,
+SLURM_JOB_ID and SLURM_STEP_ID. Nothing is guessed from the job's name. Outside a step, in a shell of `salloc` or the
+body of an `sbatch` script, the process is alone.
 
-MASTER_ADDR and MASTER_PORT go before the first node and the port that `port_of` gives.
+MASTER_ADDR and MASTER_PORT take precedence over the first node and the port from `port_of`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STRIDE = 1009
 
 @dataclass(frozen=True, slots=True)
 class SlurmStep:
-    """Description of this task by Slurm.
+    """Slurm's description of this task.
 
     Attributes:
         rank, size, local_rank: The task's number, the step's number of tasks, the task's number on its node.
@@ -72,7 +72,7 @@ class SlurmStep:
 
 
 def port_of(job: int, number: int) -> int:
-    """Return the port at which the ranks of a step meet: 15000 + (job + 1009 * step) mod 16384.
+    """Return the rendezvous port of a step's ranks: 15000 + (job + 1009 * step) mod 16384.
 
     It is below the ephemeral ports of the system. Consecutive jobs, and the
     steps of one job, have different ports.
@@ -104,7 +104,7 @@ def detected(_request: InitRequest) -> bool:
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """The place of a step's task; a world of one where no step runs, or where it has one task."""
+    """Return the place of a step's task; a single rank outside a step, or in a step with one task."""
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
     if task is None:
@@ -119,13 +119,13 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def step() -> SlurmStep | None:
-    """The step that this process is a task of; None if it is none.
+    """Return the step of which this process is a task; None outside a step.
 
-    The body of an sbatch script has a SLURM_PROCID too, though it is no rank of anything; slurmstepd has
-    set its SLURM_TASK_PID, but no number of a step.
+    The body of an sbatch script also has a SLURM_PROCID, although it is not a rank; slurmstepd has set its
+    SLURM_TASK_PID, but no step number.
 
     Raises:
-        ValueError: A variable makes no sense.
+        ValueError: A variable is invalid.
     """
     rank = env_number("SLURM_PROCID")
     number = _first("SLURM_STEP_ID", "SLURM_STEPID")
@@ -176,7 +176,7 @@ def _first(*names: str) -> int | None:
 
 
 MAX_HOSTS = 65536
-"""A longer list is taken for a mistake, as Slurm itself does."""
+"""A longer list is considered a mistake, as in Slurm itself."""
 
 _MAX_DEPTH = 32
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})(?=[,\]])")
@@ -184,10 +184,10 @@ _TEXT = re.compile(r"[^\[\],\s]+")
 
 
 def expand(hostlist: str) -> list[str]:
-    """The names that a list of hosts stands for, in its order.
+    """Return the names in a Slurm host list, in order.
 
     Raises:
-        ValueError: It is not well formed (says where), or stands for more than `MAX_HOSTS` names.
+        ValueError: It is malformed (says where), or has more than `MAX_HOSTS` names.
 
     Example:
         >>> expand("node[001-003,7],gpu-a")
@@ -197,7 +197,7 @@ def expand(hostlist: str) -> list[str]:
 
 
 class _HostlistParser:
-    """Reads from left to right; one method for each rule of the grammar."""
+    """Recursive-descent parser with one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -267,7 +267,7 @@ class _HostlistParser:
         return match
 
     def _bound(self, count: int) -> None:
-        """Called before names are made, so that a short text cannot fill the memory."""
+        """Check the number before names are made, so that a short text cannot fill the memory."""
         if count > MAX_HOSTS:
             raise ValueError(f"{self._text!r} stands for {count} hosts or more; at most {MAX_HOSTS} are allowed")
 

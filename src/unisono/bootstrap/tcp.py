@@ -24,7 +24,7 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
-    """The place at this address, of which rank 0 is the host."""
+    """Return the place at this address, hosted by rank 0."""
     host = plain_host(host)
     known = find_secret(secret)
     try:
@@ -39,13 +39,12 @@ def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) 
 
 
 def plain_host(host: str) -> str:
-    """Return the host without the brackets that an IPv6 address may have, as in a URL; "localhost" as an address.
+    """Return the host without the brackets of an IPv6 address in a URL, and "localhost" as an address.
 
-    A link-local address gets the zone that it has on this host: the given one, else the interface that the environment
-    requests.
+    A link-local address gets its zone on this host: the given one, or the interface from the environment.
 
     Raises:
-        ValueError: It means all addresses, or is a link-local one and the interface is not known.
+        ValueError: It means all addresses, or is link-local with an unknown interface.
     """
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(

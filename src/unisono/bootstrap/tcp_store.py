@@ -1,9 +1,9 @@
 """Rendezvous through torch's `TCPStore` at MASTER_PORT, in which rank 0 publishes its own address.
 
-Under torchrun, the store is that of its agent. Else rank 0 opens it, or uses the one that torch's env:// has opened in
-its process, and closes it before any rank leaves: torch may open its own there next.
+Under torchrun, the store is its agent's. Otherwise rank 0 opens it, or uses the one that torch's env:// has opened in
+its process, and closes it before any rank leaves, because torch may open its own there next.
 
-The store does not authenticate; the peer at the published address still has to know the secret.
+The store does not authenticate, but the peer at the published address still has to know the secret.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
     The address is removed once all ranks have met. After a restart by torchrun, its store may still hold the earlier
-    one; each agent counts restarts by itself, so these counts do not tell old from new. An address that fails is
-    therefore retried until rank 0 publishes another.
+    one; each agent counts restarts by itself, so these counts do not distinguish old from new. So an address that fails
+    is retried until rank 0 publishes another.
 
     Args:
-        claim: The claim of this process.
+        claim: This process's claim.
         host, port: MASTER_ADDR and MASTER_PORT.
         secret: As for `find`.
-        agent: Whether the store is that of torchrun's agent.
+        agent: Whether the store belongs to torchrun's agent.
     """
     host = plain_host(host)
     known = find_secret(secret)
-    # The key is without the host, of which each rank may know another name.
+    # The key excludes the host, because ranks may know it by different names.
     key = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {port}/rank 0"
     at = _StoreAt(host, port, f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}", agent)
     found = _follow(at, key, claim, known) if claim.rank else _lead(at, key, claim, known)
@@ -89,10 +89,10 @@ class _StoreAt(NamedTuple):
 
 def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
     """Publish the address of this process's server, and return the rendezvous there."""
-    # torchrun sets the number of agents; on one host no other host needs to reach this rank.
+    # torchrun sets the number of agents; with a single one, no other host needs to reach this rank.
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     outward = (address_towards if alone else address_for_others)(at.host, at.port) if at.agent else at.host
-    # Before the store: if this fails, nobody has found that yet.
+    # Before the store, so that if this fails, nobody has found the address yet.
     hosted = acquire(f"{key} at {at.host}", secret, outward, 0, restarts=claim.restarts)
     try:
         store = _connected(claim, at) if at.agent else _opened(claim, at, secret, key)
@@ -123,12 +123,12 @@ def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
     from torch.distributed import DistError
 
     def knock(timeout_s: float) -> str:
-        # Torch's wait for a server cannot be interrupted.
+        # Check first, because torch's wait for a server cannot be interrupted.
         with dial((at.host, at.port), timeout_s) as peer:
             return host_in(peer.getpeername())
 
     def client() -> TCPStore:
-        # At the address that has answered: torch would wait for each one that a name has.
+        # Use the address that has answered, because torch would wait for each address of a name.
         host = reach((at.host, at.port), max(claim.left_s, 0.1), knock)
         return _client(host, at.port, at.where, _ANSWERS_WITHIN_S)
 
@@ -137,7 +137,7 @@ def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
     except CommTimeoutError as error:
         if not isinstance(error.__cause__, DistError):
             raise
-    # The process that has closed the connection may have been killed, and started again.
+    # The process that has closed the connection may have been killed and restarted.
     return client()
 
 
@@ -145,7 +145,7 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
     """Return a client of the store.
 
     Raises:
-        CommTimeoutError: What listens there does not answer as a store.
+        CommTimeoutError: The listening process does not answer as a store.
     """
     import torch.distributed as dist
 
@@ -168,11 +168,11 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
 
 
 def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore:
-    """Return the store that this process serves at this port: one that torch has opened, or else a new one.
+    """Return the store that this process serves on this port: one opened by torch, or a new one.
 
     Raises:
         CommError: Another process listens there.
-        MismatchError: That process is rank 0, too.
+        MismatchError: That process is also rank 0.
     """
     import torch.distributed as dist
 
@@ -190,7 +190,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
             taken = error
             if not hosts_at((host, port)) or clock.now() > deadline:
                 break
-            # A control plane of this process, of an earlier `init` by tcp://, is about to end there.
+            # A control plane in this process, from an earlier `init` with tcp://, is about to end there.
             time.sleep(_LOOK_EVERY_S)
     try:
         return dist.TCPStore(
@@ -220,7 +220,7 @@ def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> Non
 
 
 def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
-    """Try the address that rank 0 has published, repeatedly; if it is lost, that of its next process."""
+    """Try the address that rank 0 has published repeatedly; if it is lost, try its next process's."""
     last = "it has published nothing yet"
     lost = ""
     store: TCPStore | None = None
@@ -235,7 +235,7 @@ def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvo
             store = None
             last = lost = error.message or last
         except CommTimeoutError:
-            # It ends shortly before the deadline, and the reason why nobody answers any more says more.
+            # It ends shortly before the deadline, so that the error can say why nobody answers.
             if not lost:
                 raise
         time.sleep(_LOOK_EVERY_S)
@@ -245,7 +245,7 @@ def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvo
 
 
 def _read(store: TCPStore, key: str, at: _StoreAt) -> str:
-    """Return what rank 0 published last, or an empty string."""
+    """Return rank 0's latest address, or an empty string."""
     with _losses_named(at):
         return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
@@ -254,7 +254,7 @@ def published_address(published: str) -> tuple[str, int]:
     """Return the address that was published.
 
     Raises:
-        MovedError: It is none: any process that reaches the store can write there.
+        MovedError: It is invalid, because any process that reaches the store can write there.
     """
     host, _, port = published.rpartition(" ")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -281,14 +281,14 @@ def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: by
         refusal = error.__cause__
         refused = isinstance(refusal, AuthenticationError) and (refusal.other_secret or refusal.versions)
         settled = control is not None or refused or isinstance(refusal, UntrustedError)
-        # In the store of an agent, it may be the address of an earlier run, whose ranks are there for a while.
+        # In an agent's store, it may be an earlier run's address, whose ranks still exist for a while.
         if not settled or (at.agent and _moves(store, key, published, claim, at)):
             raise MovedError(error.message) from error
         raise
 
 
 def _moves(store: TCPStore, key: str, published: str, claim: RankClaim, at: _StoreAt) -> bool:
-    """Return whether rank 0 publishes another address soon."""
+    """Return whether rank 0 will publish another address soon."""
     deadline = clock.now() + min(_MOVES_WITHIN_S, claim.left_s)
     while clock.now() < deadline:
         if _read(store, key, at) != published:

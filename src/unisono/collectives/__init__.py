@@ -1,1 +1,1 @@
-"""Collectives: the description of each one, and how a call is made, chosen and carried out."""
+"""Collectives: how a call is made, its algorithm chosen, and carried out."""

@@ -1,4 +1,4 @@
-"""From a caller's arguments to a call: the checks that one rank can make alone, before anything is sent."""
+"""Turns a caller's arguments into a call, with all checks that one rank can make before anything is sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.core.types import ReduceOp
 __all__ = ["Splits", "check_list", "check_rank", "check_scale", "make_call"]
 
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]
-"""Rows of a packed output and input for each rank, or None for equal parts."""
+"""Rows of a packed output and input for each rank; None for equal parts."""
 
 
 def make_call(
@@ -46,22 +46,22 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call, without what the engine adds, and a tensor of its dtype, device and shape; None if there is none.
+    """Return a call without the engine's additions, and a tensor of its dtype, device and shape, or None.
 
     Args:
         what: The collective.
-        output, input: The caller's arguments; `input` is ignored where the collective works in place.
-        op: For collectives that reduce.
+        output, input: The caller's arguments; `input` is ignored if the collective works in place.
+        op: Reduce operation of collectives that reduce.
         root: The caller's root; None if there is none.
         rank, size: This rank, and the number of ranks.
         devices: Device types that the transport supports.
-        staging: Makes one-dimensional contiguous tensors of others.
-        splits: As `Splits`.
-        lengths: As of `Call`.
-        scale: Factor of each contribution to a sum in place.
+        staging: Staging that makes tensors one-dimensional and contiguous.
+        splits: See `Splits`.
+        lengths: As for `Call`.
+        scale: Factor for each contribution to an in-place sum.
 
     Raises:
-        TypeError, ValueError: Arguments that this rank alone can find wrong.
+        TypeError, ValueError: Arguments that this rank can reject by itself.
     """
     if what.root is not None:
         check_rank(root, what.root, size)
@@ -84,7 +84,7 @@ def _in_place(
     staging: Staging,
     scale: float | None,
 ) -> tuple[Call, torch.Tensor]:
-    """Return the call of a collective whose tensor is both contribution and result."""
+    """Return the call of an in-place collective."""
     contributes = root is None or what.contributes(rank, root)
     receives = root is None or what.receives(rank, root)
     writes = root is None or what.writes(rank, root)
@@ -96,7 +96,7 @@ def _in_place(
         flat = _copied([tensor], staging)
     elif scale is not None:
         check_scale(scale, reduced, tensor.dtype)
-        # In a copy: nothing is written before all ranks agree.
+        # In a copy, because nothing may be written before all ranks agree.
         flat = _copied([tensor], staging)
         staging.before.append(partial(flat.mul_, scale))
         staging.after.append(partial(copy_back, tensor, flat.view(tensor.shape)))
@@ -132,7 +132,7 @@ def _apart(
     lengths: tuple[int, ...],
     staging: Staging,
 ) -> tuple[Call, torch.Tensor]:
-    """Return the call of a collective whose results are other tensors than its contributions."""
+    """Return the call of a collective with separate results and contributions."""
     what = checks.what
     size = checks.size
     read, written = checks.sides(output, input, splits)
@@ -183,7 +183,7 @@ def _write_back(what: Collective, output: Any, written: _Side, staging: Staging)
 
 
 def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
-    """Make an average of a sum: half-precision inputs are divided before, to avoid overflow."""
+    """Turn a sum into an average: half-precision inputs are divided before, to avoid overflow."""
     if summed.dtype in HALVES:
         staging.before.append(partial(divide, summed, size))
     elif outputs:
@@ -191,7 +191,7 @@ def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, st
 
 
 def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
-    """Raise `TypeError` or `ValueError` for what is no factor of the contributions to such a reduction."""
+    """Raise `TypeError` or `ValueError` for an invalid `scale` of such a reduction."""
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number, not {type(scale).__name__}")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -201,7 +201,7 @@ def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
 
 
 def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:
-    """Return one copy of all input, which may be written to: the tensors belong to the caller."""
+    """Return one writable copy of all input, because the tensors belong to the caller."""
     lengths = numels(tensors)
     scratch = staging.scratch(sum(lengths), tensors[0])
     for part, tensor in zip(scratch.split(lengths), tensors, strict=True):
@@ -213,15 +213,15 @@ class _Side(NamedTuple):
     """Tensors that one rank reads or writes in a call.
 
     Attributes:
-        tensors: The caller's tensors: one, or one for each rank.
-        counts: Elements of each part: of each tensor, or of each slice of the one tensor that holds them all.
+        tensors: The caller's tensors, either one or one for each rank.
+        counts: Elements of each part, which is a tensor, or a slice of the one tensor with all parts.
     """
 
     tensors: tuple[torch.Tensor, ...]
     counts: tuple[int, ...]
 
     def parts(self) -> list[torch.Tensor]:
-        """The parts of contiguous memory, or the tensors themselves."""
+        """The parts of the contiguous tensor, or the tensors themselves."""
         if len(self.tensors) == len(self.counts):
             return list(self.tensors)
         return list(self.tensors[0].detach().view(-1).split(self.counts))
@@ -234,7 +234,7 @@ def _share_storage(read: _Side, written: _Side) -> bool:
 
 
 def _flat(side: _Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-    """The parts as one-dimensional tensors, and the tensor that they are consecutive slices of, if there is one."""
+    """Return the parts as one-dimensional tensors, and the tensor of which they are consecutive slices, if any."""
     if len(side.tensors) == len(side.counts):
         return flat, None
     return flat[0].split(side.counts), flat[0]
@@ -251,7 +251,7 @@ def check_rank(rank: object, name: str, size: int, *, other_than: int | None = N
 
 
 def _is_list(tensors: object) -> TypeGuard[Sequence[object]]:
-    """Return whether an argument is a sequence of buffers, not a buffer of numbers."""
+    """Return whether an argument is a sequence of buffers instead of a buffer of numbers."""
     return isinstance(tensors, Sequence) and not isinstance(
         tensors, torch.Tensor | str | bytes | bytearray | memoryview | array
     )
@@ -260,7 +260,7 @@ def _is_list(tensors: object) -> TypeGuard[Sequence[object]]:
 def check_list(
     tensors: object, name: str, size: int, devices: frozenset[str], *, written: bool, like: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return one tensor for each rank, all of the dtype and device of `like`, or of the first one if it is None."""
+    """Return one tensor for each rank, all with the dtype and device of `like`, or of the first one if it is None."""
     if not _is_list(tensors):
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     if len(tensors) != size:
@@ -282,7 +282,7 @@ class _Checks(NamedTuple):
     devices: frozenset[str]
 
     def sides(self, output: object, input: object, splits: Splits) -> tuple[_Side, _Side]:
-        """Return what this rank reads and writes; raise for arguments that do not match."""
+        """Return the sides that this rank reads and writes; raise for arguments that do not match."""
         collective = self.what
         if collective.packed:
             read, written = self._packed(output, input, splits)
@@ -305,7 +305,7 @@ class _Checks(NamedTuple):
         return _Side((found,), (found.numel(),))
 
     def _list(self, tensors: object, name: str, like: torch.Tensor | None, *, written: bool) -> _Side:
-        """Return one tensor for each rank, as `check_list`; only the root passes them if there is one."""
+        """Return one tensor for each rank, as `check_list`; with a root, only the root passes them."""
         if self.what.root is not None:
             if self.rank != self.root:
                 if tensors is not None and not (_is_list(tensors) and not tensors):
@@ -361,7 +361,7 @@ class _Checks(NamedTuple):
         return tuple(size * row for size in sizes)
 
     def _check_own(self, read: _Side, written: _Side) -> None:
-        """Raise if a rank's part for itself differs in length from the part that it expects."""
+        """Raise if the part that this rank sends itself differs in length from the one that it expects."""
         if not read.counts or not written.counts:
             return
         given = read.counts[self.rank if self.what.scatters else 0]
@@ -377,12 +377,12 @@ class _Checks(NamedTuple):
         )
 
     def _check_apart(self, read: _Side, written: _Side) -> None:
-        """Raise if results overlap each other or the input, except this rank's own part in place."""
+        """Raise if results overlap each other or the input, except for this rank's own part in place."""
         collective = self.what
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
         ):
-            # What is copied before it is reduced or sent does no harm.
+            # Input that is copied before it is reduced or sent may overlap.
             return
         sources = _labelled(read.parts(), collective.input, collective.scatters, "the input")
         targets = _labelled(written.parts(), collective.output, collective.gathers, "the tensor")
@@ -399,7 +399,7 @@ class _Checks(NamedTuple):
 
 
 def _labelled(tensors: Sequence[torch.Tensor], name: str, many: bool, single: str) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor with its name in messages."""
+    """Return each tensor with its name for messages."""
     return [(f"{name}[{index}]" if many else single, tensor) for index, tensor in enumerate(tensors)]
 
 

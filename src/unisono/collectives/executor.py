@@ -1,4 +1,4 @@
-"""Executor of algorithms over a transport: the only module that uses both buffers and messages."""
+"""Executes algorithms over a transport; the only module that handles both buffers and messages."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ __all__ = [
 ]
 
 PACKED_BYTES = 64 << 10
-"""Largest message that is packed of several regions: a longer one is not worth the copy."""
+"""Largest message that is packed from several regions: a longer one is not worth the copy."""
 
 
 class Region(NamedTuple):
     """A part of memory that one message fills: elements `start` to `stop` of the buffer `key`.
 
-    `own` is this rank's contribution to a sum that is stored in `tensor`, if it is in other memory.
+    `own` is this rank's contribution to a sum stored in `tensor`, if it is in separate memory.
     """
 
     key: int
@@ -52,7 +52,7 @@ class Region(NamedTuple):
 
 
 def even_edges(numel: int, parts: int) -> list[int]:
-    """Return the start of each of `parts` almost equal chunks, and the end; the first chunks are the longer ones.
+    """Return the start of each of `parts` almost equal chunks, and the end; the first chunks are longer.
 
     Example:
         >>> even_edges(10, 4)
@@ -66,18 +66,18 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """A buffer of chunks. Both ends of a message cut it alike, whatever their memory looks like."""
+    """A buffer of chunks, which both ends of a message split alike, whatever their memory looks like."""
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         """The non-empty regions, of at most `segment_bytes`, of chunks `start` to `stop`."""
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        """The same regions, as memory that received data is stored in."""
+        """The same regions, as memory for received data."""
         return self.regions(start, stop, segment_bytes)
 
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
-        """The regions of each message that a move travels in: one, or several that are packed."""
+        """The regions of each message of a move: one, or several that are packed."""
         found: list[list[Region]] = []
         packed = 0
         most = min(segment_bytes, PACKED_BYTES)
@@ -94,12 +94,12 @@ class Layout(ABC):
 
 
 class Flat(Layout):
-    """Chunks that are slices of one tensor: a run of them is one stretch.
+    """Chunks that are slices of one tensor, so that a run of them is contiguous.
 
     Args:
         tensor: One-dimensional and contiguous.
-        edges: Where each chunk begins, and the end.
-        key: Of the regions: the number of the tensor, where there are several.
+        edges: Start of each chunk, and the end.
+        key: Key of the regions: the tensor's number, if there are several.
     """
 
     def __init__(self, tensor: torch.Tensor, edges: Sequence[int], key: int = 0) -> None:
@@ -123,13 +123,13 @@ class Flat(Layout):
 
 
 class Pieces(Layout):
-    """Chunks that are tensors of their own: each travels by itself.
+    """Chunks that are separate tensors, each sent by itself.
 
     Args:
-        tensors: By chunk; one-dimensional and contiguous. A chunk that is missing is made, of
-            `like`'s dtype, when it is first touched (what a rank only passes on).
+        tensors: Tensors by chunk, one-dimensional and contiguous. A missing chunk, which a rank only forwards, is
+            created on first use with the dtype of `like`.
         like: One of the call's tensors.
-        lengths: Elements of each chunk; of `like` if empty.
+        lengths: Elements of each chunk; if empty, as many as `like`.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class Pieces(Layout):
 
 
 class PartialSums(Pieces):
-    """Chunks of a reduce_scatter: inputs, which are only read, until something is reduced into them.
+    """Chunks of a reduce_scatter: read-only inputs, until something is reduced into them.
 
     Args:
-        inputs: By chunk; one-dimensional and contiguous.
+        inputs: Inputs by chunk, one-dimensional and contiguous.
         rank: The chunk whose sum is this rank's result.
         output: Memory of the result.
     """
@@ -176,7 +176,7 @@ class PartialSums(Pieces):
         return found
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        # Of several contributions in one step, the first region has this rank's own.
+        # With several contributions in one step, the first region has this rank's own.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)
@@ -184,24 +184,24 @@ class PartialSums(Pieces):
 
 
 IN_FLIGHT = 8
-"""Maximum number of batches of messages in flight. Bounds the memory that arriving contributions need."""
+"""Maximum number of message batches in flight, which bounds the memory for arriving contributions."""
 
 _Combine = Callable[..., object]
 
 
 class Schedule:
-    """An algorithm's steps on one rank, which carry out calls. They are integers, and the same for every call.
+    """An algorithm's steps on one rank, for carrying out calls. They are integers, the same for every call.
 
     Long messages are cut into segments. Segment i of all messages of a step is one batch; the next step's batch starts
     as soon as the segments that it sends have arrived (and been reduced), while later segments are still in flight. So
-    a ring is pipelined without any code for it in the ring's file.
+    a ring is pipelined without any code in the ring's file.
 
     Args:
         algorithm: An algorithm of the calls' collective.
         rank, size: This rank, and the number of ranks.
         root: Root of the calls.
         segment_bytes: Largest message.
-        scratch: Memory kept from earlier calls.
+        scratch: Pool of memory from earlier calls.
 
     Attributes:
         chunks: Number of chunks of a call.
@@ -219,7 +219,7 @@ class Schedule:
         self._scratch = scratch
 
     def numbers(self) -> list[int]:
-        """Return the steps as src/native/steps/program.hpp reads them, with the ranks of the calls."""
+        """Return the steps in the format of src/native/steps/program.hpp, with the ranks of the calls."""
         found: list[int] = []
         for step in self._steps:
             found += (int(step.reduce), len(step.send), len(step.recv))
@@ -230,7 +230,7 @@ class Schedule:
         return found
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Return when this rank's part of a call is done. A reduction in place writes to its tensors.
+        """Return when this rank's part of a call is done. An in-place reduction writes to its tensors.
 
         Raises:
             CommTimeoutError: Not done in time; names the step and the missing ranks.
@@ -264,7 +264,7 @@ def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int
 
 
 def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
-    """Copy a rank's part for itself; algorithms assume that this is done."""
+    """Copy a rank's part for itself, which algorithms assume to be done."""
     if not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]
@@ -274,7 +274,7 @@ def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
 
 
 _Routed = tuple[int, list[Region]]
-"""A peer, and the regions of a message to it or from it."""
+"""A peer, and the regions of a message to or from it."""
 
 
 _Segment = tuple[list[_Routed], list[_Routed]]
@@ -283,7 +283,7 @@ _Segment = tuple[list[_Routed], list[_Routed]]
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """Messages in flight, and memory beside the buffer that holds what they carry."""
+    """Messages in flight, and separate memory for data that does not arrive in place."""
 
     work: Work
     step: int
@@ -292,16 +292,16 @@ class _InFlight:
     reduce: bool
     packed: list[torch.Tensor]
     landed: list[torch.Tensor | None]
-    """Memory of each receive that does not arrive in its place: contributions, and packed messages."""
+    """Memory for each receive that does not arrive in place: contributions, and packed messages."""
     aside: bool
-    """Whether there is any."""
+    """Whether there is any such memory."""
 
 
 class ScratchPool:
-    """Reusable memory for arriving contributions: fresh memory costs a page fault per page.
+    """Reusable memory for arriving contributions, because fresh memory costs a page fault per page.
 
     Args:
-        most_bytes: What is kept, at most.
+        most_bytes: Largest amount of memory to keep.
     """
 
     def __init__(self, most_bytes: int = 16 << 20) -> None:
@@ -317,7 +317,7 @@ class ScratchPool:
             numel += region.stop - region.start
         free = self._free.get((numel, like.dtype, like.device))
         if not free:
-            # A call in inference mode must not leave memory behind that only inference mode may write to.
+            # A call in inference mode must not leave memory behind that is writable only in inference mode.
             with torch.inference_mode(mode=False):
                 return like.new_empty(numel)
         self._held -= like.nbytes
@@ -333,7 +333,7 @@ class ScratchPool:
 
 
 class _Execution:
-    """One call under way."""
+    """One call in progress."""
 
     def __init__(
         self,
@@ -372,8 +372,8 @@ class _Execution:
             self.settle()
 
     def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
-        """Post one batch, after what it depends on has arrived."""
-        # What is reduced lands beside the buffer first, so it may arrive while the buffer is still read.
+        """Post one batch, after the data that it depends on has arrived."""
+        # Contributions arrive in separate memory, so they may arrive while the buffer is still being read.
         hazards = [] if reduce else recvs
         while self.flight and (len(self.flight) >= IN_FLIGHT or self._conflicts(sends, hazards)):
             self.settle()
@@ -399,7 +399,7 @@ class _Execution:
         self.flight.append(_InFlight(work, step, sends, recvs, reduce, packed, landed, aside))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
-        # Plain loops, because this runs for each message: a generator would cost more than the test itself.
+        # Plain loops, because this runs for each message, and a generator would cost more than the test itself.
         for batch in self.flight:
             if _overlap(reads, batch.recvs) or _overlap(overwrites, batch.recvs) or _overlap(overwrites, batch.sends):
                 return True
@@ -423,7 +423,7 @@ class _Execution:
             self._spare.give(tensor)
 
     def _store(self, batch: _InFlight) -> None:
-        """Reduce or copy what has arrived beside the buffer, and release that memory."""
+        """Reduce or copy data from separate memory, and release that memory."""
         found: dict[tuple[int, int, int], tuple[Region, list[tuple[int, torch.Tensor]]]] = {}
         for (peer, regions), beside in zip(batch.recvs, batch.landed, strict=True):
             if beside is None:
@@ -444,7 +444,7 @@ class _Execution:
                 self._spare.give(beside)
 
     def _reduce(self, region: Region, contributions: list[tuple[int, torch.Tensor]]) -> None:
-        """Reduce contributions and this rank's own, in a balanced tree by rank, into the region."""
+        """Reduce contributions and this rank's own into the region, in a balanced tree by rank."""
         target = region.tensor
         own = target if region.own is None else region.own
 

@@ -1,4 +1,4 @@
-"""Collectives by a native core: one call for each, whatever its tensors."""
+"""Collectives in a native core, with one native call for each, whatever its tensors."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ __all__ = [
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
-"""Numbers of dtypes, the same on all ranks. A core is given the list when it is made."""
+"""Numbers of dtypes, the same on all ranks. A core gets the list in its constructor."""
 
 _OPS = (str, ReduceOp)
 
 
 class Programs:
-    """Algorithms' steps as a core has them.
+    """Algorithms' steps in a core's format.
 
     Args:
         module: The native core.
@@ -57,8 +57,8 @@ class Programs:
         latency_s, second_per_byte: Cost of a message.
 
     Attributes:
-        ops, families: Numbers of reduce operations and of collectives, as the core has them.
-        default: Stands for the steps that the core prefers. It has no chunks.
+        ops, families: The core's numbers of reduce operations and collectives.
+        default: Program without chunks, which selects the core's preferred steps.
     """
 
     def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
@@ -76,10 +76,10 @@ class Programs:
         self.default: Program = module.Program([], 0, size, 0)
 
     def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Program:
-        """Return the steps with the least cost for calls of up to `nbytes`.
+        """Return the cheapest steps for calls of up to `nbytes`.
 
         Args:
-            number, op, dtype, root: As the core has them.
+            number, op, dtype, root: The core's numbers.
             nbytes: Bytes of the whole message.
         """
         inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
@@ -89,7 +89,7 @@ class Programs:
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
 
     def named(self, number: int, op: int, root: int, label: str) -> Program | None:
-        """Return the steps of the caller's algorithm; None if the general path has to look at the call."""
+        """Return the steps of the caller's algorithm; None if the call needs the general path."""
         key = number, op, root, label
         if type(label) is not str:
             return None
@@ -105,7 +105,7 @@ class Programs:
         return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
 
     def of(self, schedule: Schedule, label: str) -> Program:
-        """Return the steps of a schedule of a named algorithm."""
+        """Return the steps of a named algorithm's schedule."""
         if (schedule, label) not in self._made:
             number = xxhash.xxh3_64_intdigest(label.encode())
             self._made[schedule, label] = self._module.Program(schedule.numbers(), schedule.chunks, self._size, number)
@@ -113,12 +113,12 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """Messages of one rank, moved in Python while the core does not.
+    """Messages of one rank that Python moves while the core does not.
 
     Attributes:
-        lock: Held while bytes are moved.
-        idle: Whether no message is in flight here, so that the core may move the next message by itself.
-        held: Whether it is doing so.
+        lock: Lock to hold while moving bytes.
+        idle: Whether no message is in flight here, so that the core may move the next one by itself.
+        held: Whether the core is moving one.
     """
 
     lock: threading.RLock
@@ -137,7 +137,7 @@ class NativeCalls(ABC):
         core: The native core.
         rank, size: This rank, and the number of ranks.
         programs: The steps of algorithms.
-        messages: Those that Python moves, where the core moves others; None if it moves none.
+        messages: Messages that Python moves, if the core moves others; None if it moves none.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class NativeCalls(ABC):
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """As of `FastPath`."""
+        """Implement `FastPath`."""
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
         number = self._families[collective.family]
@@ -203,7 +203,7 @@ class NativeCalls(ABC):
             source = as_flat(input, collective.input)
             if source is None or source.dtype is not target.dtype:
                 return Status.UNSUPPORTED
-            # Each rank's part is some of the rows; the core checks lengths.
+            # Each rank's part consists of some rows; the core checks lengths.
             if collective.pairwise and not (
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
@@ -260,7 +260,7 @@ class NativeCalls(ABC):
 
     # -- blocking messages ---------------------------------------------------------------------------
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: only while no other messages are in flight."""
+        """Implement `FastPath`: true only while no other messages are in flight."""
         return (
             self._messages is not None
             and self._messages.idle
@@ -273,7 +273,7 @@ class NativeCalls(ABC):
         )
 
     def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
-        """As of `FastPath`. A receive is refused if another message comes first."""
+        """Implement `FastPath`. A receive is refused if another message is next."""
         messages = self._messages
         receives = name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
@@ -295,13 +295,13 @@ class NativeCalls(ABC):
 
     # -- calls of the general path -------------------------------------------------------------------
     def _codes_of(self, call: Call) -> tuple[int, int]:
-        """Return the numbers of a call's operation and dtype; 0 if it has none."""
+        """Return the numbers of a call's operation and dtype, 0 for none."""
         tensors = call.inputs or call.outputs
         op = ReduceOp.AVG if call.average else call.op
         return 0 if op is None else self._ops[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0
 
     def carries(self, call: Call) -> bool:
-        """Return whether `carry` serves a call: with any algorithm, but no reduction without a kernel."""
+        """Return whether `carry` supports a call: any algorithm, but no reduction without a kernel."""
         if not (call.steps is None or isinstance(call.steps, Schedule)):
             return False
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
@@ -328,7 +328,7 @@ class NativeCalls(ABC):
         self.check(self.core.compare(digest, counts, deadline), fingerprint)
 
     def check(self, failure: Outcome | None, fingerprint: Fingerprint) -> None:
-        """Raise the error of a call of the general path that has failed in this way, if it has."""
+        """Raise the error of a call from the general path, if it has failed."""
         ended = self._ended(failure)
         if ended is Status.MISMATCH:
             self.mismatch(fingerprint)
@@ -338,7 +338,7 @@ class NativeCalls(ABC):
     # -- ends ----------------------------------------------------------------------------------------
     @abstractmethod
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As of `FastPath`."""
+        """Implement `FastPath`."""
 
     @abstractmethod
     def _cause(self) -> BaseException | None:
@@ -349,7 +349,7 @@ class NativeCalls(ABC):
         self.core.abort()
 
     def _ended(self, failure: Outcome | None) -> Status:
-        """Return how a call has ended, or raise its error."""
+        """Return how a call ended, or raise its error."""
         if failure is None:
             return Status.OK
         status = failure.status
@@ -368,7 +368,7 @@ class NativeCalls(ABC):
 
 
 class NativeTransport(Transport):
-    """Transport whose collectives are those of a native core: on flat memory, with any algorithm."""
+    """Transport whose collectives run in a native core, on flat memory, with any algorithm."""
 
     native: frozenset[str] = frozenset(FAMILIES)
     any_source = checks = True
@@ -380,7 +380,10 @@ class NativeTransport(Transport):
         return not call.lengths and self.calls.carries(call)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare calls by messages, and backward calls, in separate rounds. Native ones compare in their first."""
+        """Compare message-based and backward calls in a separate round.
+
+        Native calls are compared in their first round.
+        """
         if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
             self.calls.compare(call.fingerprint, deadline)
 
@@ -391,11 +394,11 @@ class NativeTransport(Transport):
 
 
 def check_builds(backend: str, builds: Sequence[str]) -> None:
-    """Raise if a rank has no native core, or another one.
+    """Raise if a rank has no native core, or a different one.
 
     Args:
-        backend: Needs the core.
-        builds: By rank: what identifies the core.
+        backend: Backend that needs the core.
+        builds: Identifier of each rank's core.
 
     Raises:
         UnavailableError: A rank has no native core.
@@ -417,7 +420,7 @@ def known_dtypes() -> list[tuple[str, int]]:
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return addresses and numbers of elements. Uses loops, because Python 3.11 comprehensions are function calls."""
+    """Return addresses and element counts. Uses loops, because Python 3.11 comprehensions are function calls."""
     addresses = []
     counts = []
     for tensor in tensors:

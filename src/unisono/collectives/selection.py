@@ -1,4 +1,4 @@
-"""Selection of a collective's algorithm: the requested one, the transport's own, or the cheapest by its cost."""
+"""Selection of a collective's algorithm: the requested one, the transport's own, or the cheapest."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _Chosen = tuple[str, Steps | None]
 
 
 class Selection:
-    """Choice of an algorithm for each call on a transport. A choice is kept for later calls of its kind.
+    """Choice of an algorithm for each call on a transport, cached for later calls of the same kind.
 
     Args:
-        transport: Supplies native collectives and costs.
+        transport: Source of native collectives and costs.
         segment_bytes: Largest message of an algorithm.
         deterministic: Whether sums of rounded numbers must be reduced in the balanced tree over the ranks.
-        machine: Returns what "auto" depends on beside the call; None where no call asks for "auto".
+        machine: Function that returns what "auto" depends on besides the call; None if no call uses "auto".
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class Selection:
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
 
     def choose(self, call: Call, requested: str | None = None) -> _Chosen:
-        """Return the name of an algorithm of this collective, with its options, and its steps; or "native", and None.
+        """Return an algorithm's name with options, and its steps; or "native" and None.
 
         Args:
             call: The call, without steps.
             requested: The caller's choice; `ValueError` lists the known names if it cannot serve the call.
                 "fewest_bytes" is native, or the algorithm that sends least, regardless of its rounds. "auto" is the
-                algorithm with the least predicted time, which is fixed by operation, size class, number of ranks,
-                hosts and table of costs.
+                algorithm with the lowest predicted time, determined by operation, size class, number of ranks, hosts
+                and cost table.
         """
         native = bool(self._transport.native) and self._transport.supports(call)
         if native and requested is None and not self._deterministic:
             return NATIVE, None
         tensors = call.inputs or call.outputs
         dtype = tensors[0].dtype if tensors else None
-        # A size class, as by `size_class`: all calls of a class choose alike.
+        # By `size_class`, so that all calls of a class choose alike.
         bits = max(0, message_bytes(call, self._size) - 1).bit_length()
         machine = self._machine() if requested == AUTO and self._machine is not None else None
         uniform = requested is None or _is_uniform(call)
@@ -83,11 +83,11 @@ class Selection:
     def plan(
         self, collective: str, nbytes: int, dtype: torch.dtype, op: ReduceOp | None, algorithm: str | None
     ) -> Choice:
-        """Return what "auto" stands for in a call, and the predicted times of all that can serve it.
+        """Return the choice of "auto" for a call, and the predicted times of all algorithms that can serve it.
 
         Args:
-            collective, nbytes, dtype, algorithm: As of `Communicator.plan`.
-            op: None where nothing is reduced.
+            collective, nbytes, dtype, algorithm: As for `Communicator.plan`.
+            op: Reduce operation; None if nothing is reduced.
         """
         assert self._machine is not None
         machine = self._machine()
@@ -140,13 +140,13 @@ class Selection:
 
 
 def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = None, why: str = "") -> Choice:
-    """Return the algorithm that "auto" stands for, with the predicted times of the others.
+    """Return the choice of "auto", with the predicted times of the other algorithms.
 
     Args:
         needs: Requirements of the call.
         nbytes: A size class.
         machine: Constants and hosts.
-        forced: Another algorithm to choose, for a reason `why`.
+        forced: Another algorithm to choose, with the reason `why`.
     """
     fastest = _fastest(needs, nbytes, machine)
     if forced is None or forced == fastest.algorithm:
@@ -167,7 +167,7 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
 
 @lru_cache(maxsize=4096)
 def _fastest(needs: Needs, nbytes: int, machine: Machine) -> Choice:
-    # Whether the parts of all ranks are equally long, one rank alone cannot tell.
+    # One rank alone cannot tell whether all ranks' parts are equally long.
     return compare(needs.collective, _serving(needs, uneven=True), needs.size, nbytes, machine)
 
 
@@ -177,7 +177,7 @@ class Needs(NamedTuple):
     Attributes:
         rounded: Whether results depend on the order of operations: sums and products of floating point.
         balanced: Whether that order must be the balanced tree over the ranks.
-        rotated: Whether there is a root other than rank 0, so that the ranks of an algorithm are not those of the call.
+        rotated: Whether the root is not rank 0, so that an algorithm's ranks differ from the call's.
     """
 
     collective: str
@@ -188,7 +188,7 @@ class Needs(NamedTuple):
 
 
 def message_bytes(call: Call, size: int) -> int:
-    """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
+    """Return the bytes of the whole message, the same on every rank unless pairs of ranks have their own lengths."""
     family = FAMILIES[call.name]
     if call.lengths:
         return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize
@@ -209,7 +209,7 @@ def serves(name: str, needs: Needs, *, uneven: bool) -> bool:
     """Return whether an algorithm serves a call with these needs, and, if `uneven`, with parts of different lengths."""
     algorithm = find(needs.collective, name)
     served = algorithm.serves(needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
-    # In a single round the root reduces in the order of the call's own ranks.
+    # In a single round the root reduces in the order of the call's ranks.
     return served and not (needs.balanced and needs.rotated and algorithm.cost(needs.size, 1).rounds > 1)
 
 
@@ -239,7 +239,7 @@ def _refusal(transport: Transport, call: Call, needs: Needs, requested: str) -> 
 
 @lru_cache(maxsize=4096)
 def cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float) -> str:
-    """Return the algorithm with the least declared cost.
+    """Return the algorithm with the lowest declared cost.
 
     Args:
         needs: Requirements of the call.
@@ -252,5 +252,5 @@ def cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float
         latencies = cost.rounds + GAP * max(0, cost.messages - cost.rounds)
         return latencies * latency_s + cost.sent * second_per_byte, cost.rounds
 
-    # Whether the parts of all ranks are equally long, one rank alone cannot tell.
+    # One rank alone cannot tell whether all ranks' parts are equally long.
     return min(_serving(needs, uneven=True), key=seconds)

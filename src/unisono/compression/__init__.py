@@ -1,4 +1,4 @@
-"""Send less: codecs that average gradients over all ranks, lossy, and with what was lost sent later.
+"""Send less: lossy codecs that average gradients over all ranks, optionally sending later what was lost.
 
     averager = un.GradientAverager(model, comm, compression="bf16")
     averager = un.GradientAverager(model, comm, compression=un.compression.error_feedback(un.compression.onebit()))

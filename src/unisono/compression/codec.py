@@ -1,4 +1,4 @@
-"""Codecs: average one flat bucket over all ranks, and send less than all of it. The interface, and codecs by name."""
+"""Codecs, which average one flat bucket over all ranks, and send less than all of it: interface, and lookup by name."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Codec(ABC):
     """Averages one flat bucket over all ranks, sending less than all of it. One object a bucket; `clone` makes more.
 
-    A new codec is one file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or an entry point
-    of that name in another package. It calls `prepare` first of all in `average`, and shows its settings in
-    its `repr`, which all ranks compare. `unisono.testing.codecs` has its conformance checks.
+    A new codec is a file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or an entry point of that
+    name in another package. Its `average` begins with `prepare`, and its `repr` shows its settings, which all ranks
+    compare. `unisono.testing.codecs` has its conformance checks.
 
     Attributes:
         name: Name by which `resolve` finds the codec.
@@ -59,35 +59,34 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Replace this rank's contribution by the mean over ranks of what was kept of each contribution.
+        """Replace this rank's contribution with the mean over ranks of the part kept of each contribution.
 
-        Collective. In place, bit for bit the same on all ranks.
+        Collective. In place, bitwise identical on all ranks.
 
-        The mean over ranks of `kept` is the result, up to rounding of the bucket's dtype: a loss after
-        contributions were summed is booked p times by the rank that caused it, so that error feedback misses
-        nothing. A single-rank world has the same losses.
+        The mean over ranks of `kept` is the result, up to rounding of the bucket's dtype: the rank that causes a loss
+        in a sum books it p times, so that error feedback misses nothing. A single rank has the same losses.
 
         Args:
             flat: One-dimensional, contiguous, of float16, bfloat16, float32 or float64.
             comm: The ranks that average.
-            shapes: Shapes of the parameters that `flat` stores one after another.
-            kept: If given, set to what was kept of this rank's contribution; of flat's shape and dtype.
+            shapes: Shapes of the parameters stored consecutively in `flat`.
+            kept: If given, tensor of flat's shape and dtype for the part kept of this rank's contribution.
 
         Raises:
-            MismatchError: Ranks compress in different ways, or different buckets.
+            MismatchError: Ranks have different codecs, or different buckets.
             TypeError, ValueError: The arguments are not as described; nothing was sent.
-            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
         """
 
     def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
-        """Average a bucket as `average` does, where the means of some parameters are not going to be read.
+        """Average a bucket as `average` does, if the means of some parameters will not be used.
 
         Args:
             flat: As for `average`; 0 where parameters are not used.
             comm, shapes: As for `average`.
-            used: For each shape whether its parameter is used; the same on all ranks.
+            used: For each shape, whether its parameter is used; the same on all ranks.
 
         Raises:
             CommError, TypeError, ValueError: As `average` does.
@@ -108,11 +107,11 @@ class Codec(ABC):
 
         Args:
             flat: This rank's contribution, as for `average`.
-            others: Those of the other ranks, in any order: a second stage's loss depends on them.
+            others: The other ranks' contributions, in any order, on which a second stage's loss depends.
             shapes: As for `average`.
 
         Returns:
-            The bound; infinite if `kept` may be.
+            The bound, infinite if `kept` may be.
 
         Example:
             >>> flat = torch.tensor([4.0, 3.0])
@@ -139,7 +138,7 @@ class Codec(ABC):
         """
 
     def clone(self) -> Self:
-        """Return a codec of the same settings, without state, for another bucket."""
+        """Return a codec with the same settings, without state, for another bucket."""
         fresh = copy.deepcopy(self)
         fresh.reset()
         return fresh
@@ -191,7 +190,7 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Check the arguments of `average`, and that the first call for a communicator and bucket matches on all ranks.
+        """Check the arguments of `average`, and on the first call for a communicator and bucket that ranks agree.
 
         Args:
             flat, comm, shapes, kept: As for `average`.
@@ -218,12 +217,12 @@ class Codec(ABC):
         return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies belong to other buckets or processes: the agreement does not hold for them.
+        # Copies belong to other buckets or processes, for which the agreement does not hold.
         return {key: value for key, value in self.__dict__.items() if key != "_agreed"}
 
 
 class SteppedCodec(Codec):
-    """Base of codecs that count their averages, and draw random numbers for each: the same on all ranks.
+    """Base class of codecs that count their averages, and draw the same random numbers on all ranks for each.
 
     Attributes:
         seed: Seed of the draws; the same on all ranks.
@@ -233,7 +232,7 @@ class SteppedCodec(Codec):
     _step = 0
 
     def generator(self) -> torch.Generator:
-        """Return a generator for this step: on the CPU, and independent of other draws."""
+        """Return a CPU generator for this step, independent of other draws."""
         return torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
 
     def reset(self) -> None:
@@ -252,7 +251,7 @@ class SteppedCodec(Codec):
 
 
 def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.Tensor | None = None) -> None:
-    """`TypeError` or `ValueError` for what is not a bucket of these shapes."""
+    """Raise `TypeError` or `ValueError` unless this is a bucket with these shapes."""
     for name, tensor in (("flat", flat), ("kept", kept)):
         if tensor is None:
             continue
@@ -304,8 +303,8 @@ def resolve(spec: Spec) -> Codec:
             name of `CODECS`.
 
     Raises:
-        ValueError: There is no codec of that name.
-        TypeError: `spec`, or its result, is no codec.
+        ValueError: No codec of that name.
+        TypeError: `spec`, or its result, is not a codec.
 
     Example:
         >>> un.compression.resolve("int8"), un.compression.resolve(un.compression.int8)

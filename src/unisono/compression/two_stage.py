@@ -1,7 +1,7 @@
 """Two-stage codecs: each rank sums one piece of the encoded buckets, encodes the sum again, and sends it to all.
 
-The stages are a reduce-scatter and an all-gather, each in one message to each peer. Pieces are decoded before they are
-added, so that a codec needs no sums of its own, and each rank knows all losses that it causes.
+The stages are a reduce-scatter and an all-gather, each with one message to each peer. Pieces are decoded before they
+are added, so a codec need not support sums, and each rank knows all losses that it causes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["HalfPrecision", "TwoStage"]
 class TwoStage(Codec):
     """Block codec: a subclass defines two functions, `encode` and `decode`, and their loss.
 
-    A bucket is cut into p pieces of equally many blocks of equal length, up to `block`; the last ones may
-    end in zeros. Cost: 2(p-1)/p of the encoded bucket sent by each rank, in two rounds, and up to two
-    buckets of memory for the time of a call.
+    A bucket is cut into p pieces with equally many blocks of equal length, up to `block`; the last ones may end in
+    zeros. Cost: each rank sends 2(p-1)/p of the encoded bucket, in two rounds, and needs memory for up to two buckets
+    during a call.
 
     Attributes:
-        block: The most elements that are encoded together.
-        multiple: Blocks' lengths are multiples of this.
+        block: Largest number of elements that are encoded together.
+        multiple: Number of which blocks' lengths are multiples.
     """
 
     block: int
@@ -39,8 +39,8 @@ class TwoStage(Codec):
         """Return the bytes of some pieces.
 
         Args:
-            pieces: Of shape (pieces, blocks, length), float32 or float64, contiguous; may be overwritten.
-            counts: How many elements of each block are not padding, of shape (pieces, blocks, 1), at least 1.
+            pieces: Tensor of shape (pieces, blocks, length), float32 or float64, contiguous; may be overwritten.
+            counts: Number of elements of each block that are not padding, of shape (pieces, blocks, 1), at least 1.
 
         Returns:
             uint8, of shape (pieces, bytes), contiguous.
@@ -56,10 +56,10 @@ class TwoStage(Codec):
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Decode the bytes of `encode`, up to its losses.
+        """Decode the output of `encode`, up to its losses.
 
         Args:
-            coded: Result of `encode`, received.
+            coded: Received output of `encode`.
             out: Tensor to write, of the shape and dtype of `encode`'s `pieces`, contiguous.
 
         Returns:
@@ -68,7 +68,7 @@ class TwoStage(Codec):
 
     @abstractmethod
     def piece_bytes(self, blocks: int, length: int) -> int:
-        """Return the number of bytes that `encode` makes of a piece.
+        """Return the number of bytes of an encoded piece.
 
         Args:
             blocks: Number of blocks in the piece.
@@ -77,7 +77,7 @@ class TwoStage(Codec):
 
     @abstractmethod
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Bound the change of each block by `encode` and `decode`. All tensors have one element for each block.
+        """Bound the change of each block through `encode` and `decode`. All tensors have one element for each block.
 
         Args:
             norm: Upper bound of the block's Euclidean norm, float64.
@@ -86,7 +86,7 @@ class TwoStage(Codec):
             count: Number of its elements, without padding.
 
         Returns:
-            Upper bound of the Euclidean norm of the change; infinite where the block may not stay finite.
+            Upper bound of the Euclidean norm of the change; infinite if the block may not stay finite.
         """
 
     def average(
@@ -101,7 +101,7 @@ class TwoStage(Codec):
             return
         pieces, counts = self._cut(flat, comm.size)
         coded = self.encode(pieces, counts)
-        # From here on `pieces` is but memory for what is decoded.
+        # From here on `pieces` is just memory for decoded data.
         if kept is not None:
             kept.copy_(self.decode(coded, pieces).mul_(comm.size).view(-1)[: flat.numel()])
         arrived = torch.empty_like(coded)
@@ -109,7 +109,7 @@ class TwoStage(Codec):
         total = self.decode(arrived, pieces)[0]
         for piece in pieces[1:]:
             total += piece
-        # What was decoded from padding must not weigh in again.
+        # Decoded padding must not contribute again.
         total.view(-1)[max(0, flat.numel() - comm.rank * total.numel()) :] = 0
         lost = None if kept is None else total.clone()
         own = slice(comm.rank, comm.rank + 1)
@@ -149,9 +149,9 @@ class TwoStage(Codec):
         return blocks, math.ceil(piece / blocks / self.multiple) * self.multiple
 
     def _cut(self, flat: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of the mean in pieces, in flat's own memory where it fits; and how much of them is real.
+        """Return this rank's share of the mean in pieces, in flat's own memory if it fits, and their unpadded counts.
 
-        Divided before anything is summed: no sum of shares can overflow.
+        Divided before anything is summed, so that no sum of shares can overflow.
         """
         blocks, length = self._grid(flat.numel(), size)
         total = size * blocks * length
@@ -174,7 +174,9 @@ def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None
 
 
 class HalfPrecision(TwoStage):
-    """Codec that sends every number as `half`. Sums are computed in float32 (of float64: in float64), and rounded once.
+    """Codec that sends every number as `half`.
+
+    Sums are computed in float32 (for float64, in float64), and rounded once.
 
     An all_reduce of halves would round at every addition, and no rank would book that loss: see `Codec.average`.
     """

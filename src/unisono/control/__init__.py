@@ -1,4 +1,4 @@
-"""The control plane: a small store and messages between ranks, out of band, authenticated."""
+"""The control plane: a small store and authenticated out-of-band messages between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process beside the ranks of a watch, which compares their calls, and outlives each of them."""
+"""The monitor process of a watch, which compares the ranks' calls, and outlives all of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallControl(SocketControl):
     """A rank's handle to the monitor, or the monitor's own."""
 
     def attend(self, group: Group, on_failure: Callable[[Cause], None], pid: int) -> None:
-        """Join the ranks of the watch. `on_failure` is as for `join`; `pid` is 0 on another host than the monitor's."""
+        """Join the ranks of the watch. `on_failure` is as for `join`; `pid` is 0 on a host other than the monitor's."""
         self.join(group, on_failure)
         self._request("attend", group.name, pid)
 
@@ -41,17 +41,17 @@ class CallControl(SocketControl):
         self._send(0, words)
 
     def call(self, content: bytes) -> None:
-        """Report a call. Waits only while the monitor does not read."""
+        """Report a call. Blocks only while the monitor does not read."""
         try:
             self._connection.send(content, clock.now() + self._patience_s, Kind.CALL)
         except OSError:
             self._stop()
 
     def compare(self, content: bytes, timeout: float | None) -> None:
-        """Report a call, and wait until all ranks have made the same; with a timeout, for no longer than that.
+        """Report a call, and wait until all ranks have made the same one, or until the timeout, if any.
 
         Raises:
-            CommError: As `unisono.core.failure.error_of`: the watch has failed.
+            CommError: The watch has failed; see `unisono.core.failure.error_of`.
         """
         waiter = self._begin("compare", content)
         if self._wait(waiter, 1e6 if timeout is None else timeout):
@@ -59,13 +59,13 @@ class CallControl(SocketControl):
         self._waiters.pop(waiter.number, None)
 
     def examine(self) -> tuple[bool, Overdue | None]:
-        """Let the monitor look for what only time shows. Return whether all ranks have ended, and an overdue call."""
+        """Make the monitor check for overdue calls. Return whether all ranks have ended, and an overdue call."""
         ended, overdue = self._request("examine")
         return ended, None if overdue is None else Overdue(*overdue)
 
 
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
-    """Start a process that compares the calls of ranks that know the secret; return its address.
+    """Start a process that compares the calls of ranks with this secret; return its address.
 
     It ends when the last of them has ended, or if none attends within a minute.
     """
@@ -74,7 +74,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # A session of its own: Ctrl-C and the launcher's signals must not end the process that reports what they end.
+        # In its own session, because Ctrl-C and the launcher's signals must not end the process that reports their
+        # effects.
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -85,14 +86,14 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         answer = process.stdout.readline()
     if not answer:
         raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
-    # It is nobody's child to wait for: it ends after this process. Python would warn that it still runs.
+    # Nobody waits for this child, which ends after this process; Python would warn that it still runs.
     process.returncode = 0
     where = json.loads(answer)
     return where[0], where[1]
 
 
 def _report(control: CallControl, overdue: Overdue) -> str:
-    """Return what each rank is doing, as lines."""
+    """Return each rank's activity as lines of text."""
     found = control.query(None, _ANSWER_WITHIN_S)
     lines = [line for (_, rank), report in sorted(found.items()) for line in lines_of(f"rank {rank}", report)]
     return "\n  ".join([f"{overdue.text}. Is it alive, or did it skip a call?", *lines])

@@ -40,18 +40,18 @@ _NOTIFY_WITHIN_S = 1.0
 class SocketControl(ControlClient):
     """A handle to the control plane at `address`.
 
-    It has two connections. The first carries requests and their answers: the thread that waits for an
-    answer reads it, because a wake-up by another thread would take longer than the answer itself. The
-    second carries failures of groups, which a daemon thread reads. That thread runs the callbacks of
-    `join` and `on_orphan`; they must not send requests on this handle.
+    It has two connections. The first carries requests and answers. The thread that waits for an answer reads it itself,
+    because a wake-up by another thread would take longer than the answer. The second carries failures of groups, which
+    a daemon thread reads. That thread runs the callbacks of `join` and `on_orphan`, which must not send requests on
+    this handle.
 
     Args:
         address: Host and port of the server. It may start later than this client.
         secret: The server's secret.
-        timeout: Seconds to reach the server, and later to wait for an answer that does not depend on other ranks.
-        on_orphan: Called if the server vanishes without a goodbye.
-        reach_within_s: Seconds to reach the server, if not `timeout`.
-        host_rank: Rank of the job that hosts the server, if any; named if it is lost.
+        timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
+        on_orphan: Called if the server disappears without a goodbye.
+        reach_within_s: Seconds to reach the server; `timeout` if None.
+        host_rank: Rank of the job that hosts the server, if any, to be named if it is lost.
         rank: This rank in the job, reported to the others if its secret differs.
 
     Attributes:
@@ -59,7 +59,7 @@ class SocketControl(ControlClient):
 
     Raises:
         CommTimeoutError: No server answers there.
-        CommError: Something else answers there, the secrets differ, or only one side uses TLS.
+        CommError: Another program answers there, the secrets differ, or only one side uses TLS.
     """
 
     connectable = True
@@ -95,19 +95,19 @@ class SocketControl(ControlClient):
 
     @property
     def local_host(self) -> str:
-        """The address of this host on the route to the server: its peers can reach it there."""
+        """This host's address on the route to the server, at which peers can reach it."""
         return self._connection.local_host
 
     def address_for_all(self, group: Group, timeout: float) -> str:
-        """Return the address of this host for the other ranks of a group, the same on all of its ranks. Collective.
+        """Return this host's address for the other ranks of a group, the same on all of its ranks. Collective.
 
-        It is the one at which ranks of other hosts have reached the server, if that is on this host: by its own name, a
-        host often reaches itself on the loopback, or by another protocol than the others.
+        If the server is on this host, this is the address at which ranks on other hosts have reached it: with its own
+        name, a host often reaches itself on the loopback, or with another protocol than the others.
         """
         here = host_identity()
         told = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
         far = (in_zone_of(reached, self.local_host) for host, _, reached in told if host != here)
-        # Every host has a loopback of its own.
+        # Every host has its own loopback.
         own = (address for address in far if means_here(address) and not is_loopback(address))
         return next(own, next(address for host, address, _ in told if host == here))
 
@@ -118,14 +118,14 @@ class SocketControl(ControlClient):
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
         """Join the next world of a job, and return its name: "world1", then "world2", ...
 
-        The name is that of the group, which the caller must also join to be notified of failures.
+        It is the name of the group, which the caller must also join to be notified of failures.
 
         Args:
             job: Prefix of the names.
             rank: This rank.
             size: Number of ranks.
-            process: Unique to the calling process. While a rank's holder is connected, another process
-                that claims the rank is refused.
+            process: Identifier of the calling process. While a rank's holder is connected, another process that claims
+                the rank is refused.
 
         Raises:
             MismatchError: Two processes claim the same rank, or ranks differ in the size.
@@ -133,12 +133,12 @@ class SocketControl(ControlClient):
         return str(self._request("enrol", job, rank, size, process))
 
     def identify(self, label: str) -> None:
-        """Label this client, or relabel it. The server's owner gets the last label when the client leaves."""
+        """Label this client, or relabel it. The server's owner receives the last label when the client leaves."""
         self._request("identify", label)
 
     def set_heartbeat(self, seconds: float) -> None:
         if self._heartbeat_s is None:
-            # The time after the last answer, in which the last probe is sent a second before the end.
+            # Time since the last answer, timed so that the last probe is sent a second before the end.
             self._heartbeat_s = max(1.0, seconds - 1.0)
             self._news.limit_silence(self._heartbeat_s)
             self._request("heartbeat", self._heartbeat_s)
@@ -226,17 +226,20 @@ class SocketControl(ControlClient):
             waiter.awake.wait(deadline - clock.now())
 
     def _wake_others(self) -> None:
-        """Wake the waiting threads, so that one of them reads from now on. It is not known which one sleeps."""
+        """Wake all waiting threads, because it is unknown which one sleeps, so that one of them reads from now on."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.awake.set()
 
     def lose(self) -> None:
-        """End like a killed process: without leaving. For tests."""
+        """End like a killed process, without leaving, for tests."""
         self._connection.hang_up()
 
     def _stop(self) -> None:
-        """Handle the end of the connection. Only the thread that reads the news knows why; it notifies all waiters."""
+        """Handle the end of the connection.
+
+        Only the thread that reads the news knows the reason; it notifies all waiters.
+        """
         self._news.hang_up()
 
     # -- news ----------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ class SocketControl(ControlClient):
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
             away = self._news.outage(error)
-        # Before any waiter is woken, which then looks at it.
+        # Set before any waiter is woken, because waiters check it.
         self.server_lost = self._ended is None
         if goodbye:
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
@@ -280,7 +283,7 @@ _MAX_POLL_S = 1e6
 
 
 class ClientConnection:
-    """A connection on which both sides know each other. One thread at a time may send, and one receive."""
+    """An authenticated connection. One thread at a time may send, and one may receive."""
 
     def __init__(self, peer: socket.socket, channel: FrameChannel) -> None:
         peer.setblocking(False)
@@ -297,7 +300,7 @@ class ClientConnection:
 
     @property
     def local_host(self) -> str:
-        """The address of this host on the route to the server."""
+        """This host's address on the route to the server."""
         return host_in(self._peer.getsockname())
 
     @property
@@ -306,7 +309,7 @@ class ClientConnection:
         return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float, kind: Kind = Kind.REQUEST) -> None:
-        """Send a request. Raises OSError if the server does not take it by `deadline` (on the library's clock)."""
+        """Send a request. Raises OSError if the server does not accept it by `deadline` (on the library's clock)."""
         with self._sending:
             rest = memoryview(self._channel.encode(kind, content))
             while rest:
@@ -317,30 +320,30 @@ class ClientConnection:
                         raise TimeoutError("the server does not read") from None
 
     def serve(self, inspect_socket: InspectSocket) -> None:
-        """Answer at an inspect socket, too, while a thread waits for this connection."""
+        """Also answer at an inspect socket while a thread waits for this connection."""
         if inspect_socket.socket is not None:
             self._inspect_socket = inspect_socket
             self._inspect_number = inspect_socket.socket.fileno()
             self._readable.register(inspect_socket.socket, select.POLLIN)
 
     def receive(self, timeout: float | None, kind: Kind) -> list[Frame]:
-        """Return the frames that have arrived, none at the timeout. Raises OSError at the end."""
+        """Return the frames that have arrived, or none at the timeout. Raises OSError at the end."""
         found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
         if self._inspect_socket is not None and self._inspect_number in found:
             self._inspect_socket.answer()
         return self._channel.available(self._peer, kind) if found else []
 
     def limit_silence(self, seconds: float) -> None:
-        """End the connection when the server's host has not answered for so long."""
+        """End the connection after this much silence from the server's host."""
         self._host = self._peer.getpeername()[0]
         limit_silence(self._peer, seconds)
 
     def outage(self, error: BaseException | None = None) -> str:
-        """Return since when the server's host has not answered, as a sentence; empty if it does, or has no limit."""
+        """Return since when the server's host has been silent, as text; empty if it answers, or has no limit."""
         return outage(self._peer, self._host, error) if self._host else ""
 
     def hang_up(self) -> None:
-        """End the connection; threads that read it are notified."""
+        """End the connection, which notifies threads that read it."""
         try:
             self._peer.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -364,11 +367,11 @@ def connect(
 ) -> tuple[ClientConnection, ClientConnection]:
     """Open two connections to the server, for requests and for news. It may start later than this client.
 
-    If the secrets differ, the server is notified of the `rank`, if it is passed.
+    If the secrets differ, the server is notified of the `rank`, if given.
 
     Raises:
         CommTimeoutError: No server answers there.
-        CommError: Something else answers there, or the secrets differ.
+        CommError: Another program answers there, or the secrets differ.
         UnavailableError: On Windows.
     """
     check_platform()
@@ -376,11 +379,11 @@ def connect(
 
 
 def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T]) -> T:
-    """Return the result of `attempt`, which gets the seconds that it may take, and is repeated while it fails.
+    """Return the result of `attempt`, a function of its time limit in seconds, repeated while it fails.
 
     Raises:
         CommTimeoutError: No server answers there.
-        CommError: There is no such host.
+        CommError: The host does not exist.
     """
     deadline = clock.now() + timeout
     failures = 0
@@ -410,7 +413,7 @@ def _both(
     news: ClientConnection | None = None
     try:
         news = _reach(address, secret, timeout, rank)
-        # The server assigns the client's number; the second connection passes it, to be known as the same client's.
+        # The server assigns the client's number, which the second connection sends to identify the same client.
         number = _request(requests, requests, ("number",), timeout)
         _request(news, requests, ("news", number), timeout)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Every request of a rank to the control plane, on top of one way to send a request and receive replies."""
+"""All requests of a rank to the control plane, based on a method that sends a request and receives replies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# After a timeout: seconds for the server to report the outcome, also if its host is known to be out of reach.
+# Seconds for the server to report the outcome after a timeout, even if its host is known to be unreachable.
 _GRACE_S = 5.0
 _AWAY_S = 0.2
 _AGAIN_S = 1.0
@@ -48,7 +48,7 @@ CLOSED = Cause("ClosedError", None, "this control handle is closed")
 
 
 class SharedObjects:
-    """Objects that ranks of one process share.
+    """Objects shared by ranks of one process.
 
     Attributes:
         objects: By key.
@@ -59,7 +59,7 @@ class SharedObjects:
         self._making = threading.RLock()
 
     def get(self, key: str, make: Callable[[], T]) -> T:
-        """Return the object of this key, which the first caller makes."""
+        """Return this key's object, made by the first caller."""
         with self._making:
             if key not in self.objects:
                 self.objects[key] = make()
@@ -67,16 +67,16 @@ class SharedObjects:
             return shared
 
     def drop(self, group: str) -> None:
-        """Drop what was shared by members of a group. (No lock: a thread that makes an object may call this.)"""
+        """Drop objects shared by members of a group. (No lock, because a thread that makes an object may call this.)"""
         for key in [key for key in list(self.objects) if key.startswith(f"{group}/")]:
             self.objects.pop(key, None)
 
 
 class ControlClient(ControlPlane, ABC):
-    """A rank's handle, without the transport of its messages.
+    """A rank's handle, independent of how its messages are sent.
 
     Args:
-        patience_s: Seconds to wait for an answer that does not depend on other ranks.
+        patience_s: Seconds to wait for answers that do not depend on other ranks.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -97,7 +97,7 @@ class ControlClient(ControlPlane, ABC):
 
     @abstractmethod
     def _notify(self, words: tuple[Any, ...]) -> None:
-        """Send a message that has no reply, from any thread; it may get lost."""
+        """Send a message without a reply, from any thread; it may get lost."""
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Return whether the answer has arrived in time."""
@@ -115,7 +115,7 @@ class ControlClient(ControlPlane, ABC):
         waiter = PendingRequest(next(self._numbers))
         self._waiters[waiter.number] = waiter
         try:
-            # Checked only now: the thread that ends the connection first sets it, then answers the waiters.
+            # Checked only now, because the thread that ends the connection first sets it, then answers the waiters.
             if self._ended is not None:
                 raise error_of(self._ended)
             self._send(waiter.number, words)
@@ -141,7 +141,7 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """Seconds to wait for an answer: few once the server is silent, because a failing rank sends many requests."""
+        """Seconds to wait for an answer, few once the server is silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     @property
@@ -163,11 +163,11 @@ class ControlClient(ControlPlane, ABC):
 
         Args:
             timeout: Seconds to wait for it.
-            give_up: Returns the request that ends the wait, by the number of this one. Answers arrive in order: after
-                its answer, that to this request is either here or will never arrive.
+            give_up: Function of this request's number that returns the request to end the wait. Answers arrive in
+                order, so once that one is answered, the answer to this request is here or will never arrive.
             words: The request.
-            group: The group that errors are located in.
-            unanswered: The error if there is no answer then; if None, ending the wait causes one.
+            group: The group in which errors are located.
+            unanswered: The error if there is then no answer; if None, ending the wait causes one.
         """
         waiter = self._begin(*words)
         try:
@@ -181,7 +181,7 @@ class ControlClient(ControlPlane, ABC):
         return self._finish(waiter, self._grace_s, group)
 
     def receive(self, reply: Reply) -> Callback | None:
-        """Pass a reply to its waiter. Return the callback that it causes, to be called outside of any lock."""
+        """Pass a reply to its waiter. Return the resulting callback, to be called outside any lock."""
         number, outcome, body = reply
         if outcome == "asked":
             return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
@@ -201,9 +201,9 @@ class ControlClient(ControlPlane, ABC):
         return membership.fail(Cause(kind, rank, message)) if membership is not None else None
 
     def _end(self, cause: Cause, *, fails_groups: bool, culprit: int | None = None) -> list[Callback]:
-        """Notify all waiters, and optionally the groups, that no answer will arrive any more.
+        """Notify all waiters, and optionally the groups, that no more answers will arrive.
 
-        `culprit` is the rank that caused it, in the first group of the job; each group has its own number for it.
+        `culprit` is the rank that caused it, in the job's first group; each group has its own number for it.
         """
         with self._ending:
             if self._ended is not None:
@@ -216,7 +216,7 @@ class ControlClient(ControlPlane, ABC):
         return [callback for callback in callbacks if callback is not None]
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close because the process ends: cleanly, or reporting the error that ends it to every group."""
+        """Close at process exit: cleanly, or reporting the error that ends the process to every group."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group
@@ -272,7 +272,7 @@ class ControlClient(ControlPlane, ABC):
         self._boundaries.pop(group.name, None)
         if self._members.pop(group.name, None) is None:
             return
-        # Without a control plane there is nothing left to leave.
+        # Without a control plane there is nothing to leave.
         with contextlib.suppress(PeerLostError, ClosedError, CommTimeoutError):
             waiter = self._begin("leave", group.name, patience > 0)
             if not self._wait(waiter, self._within(patience or self._patience_s)) and not self._silent:
@@ -293,7 +293,7 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # The others are notified and raise the same; the answer to the exchange holds the outcome.
+            # The others are notified and raise the same; the answer to the exchange has the outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 
@@ -306,7 +306,7 @@ class ControlClient(ControlPlane, ABC):
             return membership.cause
         if self._ended is None:
             with contextlib.suppress(CommTimeoutError):
-                # If there is no answer, the others have to find out for themselves.
+                # Without an answer, the others have to find out by themselves.
                 words = (group.name, cause.kind, cause.rank, cause.message)
                 return Cause(*self._request("fail", *words, group=group, within_s=min(self._patience_s, self._grace_s)))
         callback = membership.fail(cause) if membership is not None else None
@@ -340,7 +340,7 @@ class ControlClient(ControlPlane, ABC):
         self._request("hold", reason)
 
     def _hold(self, reason: str | None) -> None:
-        # A job that is not debugged does not load the debugger's part.
+        # Imported here, because a job that is not debugged must not load the debugger.
         from unisono.control.debug_socket import DEBUGGED
 
         DEBUGGED.hold([(self, self._activities)], self._where, reason)
@@ -350,7 +350,8 @@ class ControlClient(ControlPlane, ABC):
         return self._boundaries_of(group.name)
 
     def _boundaries_of(self, name: str) -> StepBoundaries:
-        # The control thread may be the first to need them, at the same time as the thread that makes the communicator.
+        # Under the lock, because the control thread may need them at the same time as the thread that makes the
+        # communicator.
         return self._boundaries.setdefault(name, StepBoundaries())
 
     def request_stop(self, group: Group | None, reason: str) -> int:
@@ -358,7 +359,7 @@ class ControlClient(ControlPlane, ABC):
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
         def unreported(_number: int) -> tuple[Any, ...]:
-            # Had this rank alone given up, it would have passed a boundary of which the verdict knows nothing.
+            # If only this rank gave up, it would pass a boundary that the verdict does not include.
             return "unreported", group.name, timeout, hang_report(self, group).report
 
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)
@@ -382,7 +383,7 @@ def _forget(number: int) -> tuple[str, int]:
 
 
 def _end_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the kind and the text of the event of a program that ends with open communicators."""
+    """Return kind and text of the event for a program that ends with open communicators."""
     return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
@@ -394,10 +395,10 @@ Callback = Callable[[], None]
 
 
 def reply_of(content: bytes) -> Reply:
-    """Return the answer in a frame of the first connection, which may hold values of any rank.
+    """Return the answer in a frame from the first connection, which may contain values from any rank.
 
     Raises:
-        ValueError: No server sends such a frame.
+        ValueError: The frame is invalid.
     """
     match serialization.decode(content):
         case number, "ok", body if number and type(number) is int:
@@ -408,10 +409,10 @@ def reply_of(content: bytes) -> Reply:
 
 
 def news_of(frame: Frame) -> Reply:
-    """Return the news in a frame of the second connection: in JSON, so that a failure is reported in few steps.
+    """Return the news in a frame from the second connection, in JSON, so that reporting a failure takes few steps.
 
     Raises:
-        ValueError: No server sends such a frame.
+        ValueError: The frame is invalid.
     """
     news = frame.json()
     match news:
@@ -430,11 +431,11 @@ def _is_rank(value: object) -> bool:
 
 
 class PendingRequest:
-    """A request under way.
+    """A request in flight.
 
     Attributes:
-        reply: The answer; None before.
-        awake: Set with the answer, or when the thread that waits for it has to read the connection.
+        reply: The answer, once it has arrived.
+        awake: Set with the answer, or when the waiting thread has to read the connection.
     """
 
     __slots__ = ("awake", "number", "reply")
@@ -462,7 +463,7 @@ class Membership:
         self._lock = threading.Lock()
 
     def fail(self, cause: Cause) -> Callback | None:
-        """Keep the first cause, and return the callback for it, to be called outside of any lock."""
+        """Keep the first cause, and return its callback, to be called outside any lock."""
         with self._lock:
             if self.cause is not None:
                 return None

@@ -1,7 +1,7 @@
-"""A debugger's way into a process whose ranks are held: a Unix socket for processes of the same user.
+"""A debugger's access to a process whose ranks are held: a Unix socket for processes of the same user.
 
-A debugger can run any code here. So the socket exists only while the ranks are held, the kernel says which user
-connects, and nothing of this goes over the control plane, but for the words "hold" and "go on".
+A debugger can run any code here. So the socket exists only while the ranks are held, the kernel identifies the
+connecting user, and the control plane carries only "hold" and "go".
 
 Requests and answers are frames of JSON.
 """
@@ -34,13 +34,13 @@ _MOST_TEXT = 20_000
 _MOST_BYTES = 1 << 20
 _STACK = 12
 _WITHIN_S = 30.0
-"""Seconds within which a process answers: code that a debugger runs there may take some."""
+"""Seconds for a process to answer, including code that a debugger runs there."""
 
 _Json = dict[str, Any]
 
 
 class _HeldRank:
-    """One held rank: its handle, and what it does."""
+    """One held rank: its handle, and its activity."""
 
     def __init__(self, control: ControlPlane, activities: ActivityRegistry) -> None:
         self.control = control
@@ -53,7 +53,7 @@ class _HeldRank:
         return known[-1].owner if known else 0
 
     def describe(self) -> _Json:
-        """Return where the rank is, and in which call."""
+        """Return the rank's location, and its current call."""
         known = self.activities.open()
         frame = users_frame(thread_frames().get(self.thread))
         inside = [activity.now for activity in known if activity.inside and activity.now is not None]
@@ -67,14 +67,14 @@ class _HeldRank:
         }
 
     def _frames(self) -> list[FrameType]:
-        """Return the program's frames, the innermost first: without those of launchers and of installed packages."""
+        """Return the program's frames, the innermost first, without those of launchers and installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
         found: list[FrameType] = []
-        # What has called the launcher is of multiprocessing, which runs a text of its own.
+        # The launcher's caller is multiprocessing, which runs code from a string.
         while (
             frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
         ):
-            # The innermost also if nothing of the program is below it.
+            # Keep the innermost frame even if it is not the program's.
             if not found or is_users(frame.f_code.co_filename):
                 found.append(frame)
             frame = frame.f_back
@@ -85,11 +85,11 @@ class _HeldRank:
         return [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in reversed(self._frames())]
 
     def evaluate(self, code: str, up: int) -> str:
-        """Return the value of an expression as text, or what statements print.
+        """Return an expression's value as text, or the output of statements.
 
         Args:
-            code: Names in it are those of one of the rank's frames.
-            up: How many of `stack` are below that one.
+            code: Source, with the names of one of the rank's frames.
+            up: Number of frames in `stack` below that one.
         """
         frames = self._frames()
         if up >= len(frames):
@@ -106,9 +106,7 @@ class _HeldRank:
                     value = eval(compiled, frame.f_globals, frame.f_locals)
                     if value is not None:
                         printed.write(repr(value))
-        except (
-            BaseException
-        ) as error:  # the debugger's own code, whatever it raises, ends neither the rank nor the session
+        except BaseException as error:  # the debugger's code must end neither the rank nor the session
             printed.write("".join(traceback.format_exception_only(error)).rstrip())
         return printed.getvalue()[:_MOST_TEXT]
 
@@ -131,12 +129,12 @@ class DebuggedProcess:
         HOLD.on_go.append(self._end)
 
     def hold(self, ranks: Iterable[tuple[ControlPlane, ActivityRegistry]], job: str, reason: str | None) -> None:
-        """Hold ranks of this process, or let all of them go if there is no reason.
+        """Hold ranks of this process, or release all of them if there is no reason.
 
         Args:
-            ranks: The handle of each, and what it does.
-            job: The same in all processes of the job.
-            reason: Shown to a debugger that attaches.
+            ranks: Handle and activity of each.
+            job: Identifier of the job, the same in all of its processes.
+            reason: Text for a debugger that attaches.
         """
         if reason is None:
             HOLD.go()
@@ -158,13 +156,13 @@ class DebuggedProcess:
             spawn_thread(partial(self._serve, listener), "unisono debugger")
 
     def _end(self) -> None:
-        """Close the socket, because the ranks go on."""
+        """Close the socket, because the ranks continue."""
         with self._lock:
             listener = self._listener
             self._listener = None
         self._ranks.clear()
         if listener is not None:
-            # The thread that accepts is woken by this, and closes it.
+            # This wakes the accepting thread, which closes the socket.
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
 
@@ -213,17 +211,17 @@ class DebuggedProcess:
 
 
 DEBUGGED = DebuggedProcess()
-"""The one of this process, whose clock and sockets are one, too."""
+"""The instance of this process, which has one clock and one set of sockets."""
 
 
 class DebugConnection:
     """A debugger's connection to one process whose ranks are held.
 
     Args:
-        pid, number: As `held_processes` lists them.
+        pid, number: As listed by `held_processes`.
 
     Raises:
-        CommError: There is no such socket, or it is another user's.
+        CommError: The socket does not exist, or belongs to another user.
     """
 
     def __init__(self, pid: int, number: int) -> None:
@@ -236,7 +234,7 @@ class DebugConnection:
         except OSError as error:
             self._socket.close()
             raise CommError(f"process {pid} holds no ranks: {error}") from error
-        # Any process may bind a name in this namespace; the kernel knows which one did.
+        # Any process may bind a name in this namespace, but the kernel knows which one did.
         if user_of(self._socket)[0] != pid or not is_this_user(self._socket):
             self._socket.close()
             raise CommError(f"the socket of process {pid} belongs to another process or user")
@@ -246,7 +244,7 @@ class DebugConnection:
         """Return the answer to one request.
 
         Raises:
-            CommError: The process has ended, or lets its ranks go.
+            CommError: The process has ended, or has released its ranks.
             ValueError: The request is too long.
         """
         request = self._channel.encode_json(Kind.DEBUG, {"do": do, **more})
@@ -270,5 +268,5 @@ class DebugConnection:
 
 
 def held_processes() -> list[tuple[int, int]]:
-    """Return process and number of each socket of this host behind which ranks are held."""
+    """Return process and number of each socket on this host with held ranks."""
     return names(_KIND)

@@ -1,4 +1,4 @@
-"""TLS for connections between ranks: a thread relays each of them, so that everything else sees a plain socket."""
+"""TLS for connections between ranks: a thread relays all of them, so that everything else uses plain sockets."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ __all__ = [
 _log = logging.getLogger("unisono")
 
 TLS = "UNISONO_TLS"
-"""The variable with a file in PEM format: this rank's key and certificate, and the certificates that it trusts."""
+"""Variable with a PEM file: this rank's key and certificate, and the certificates that it trusts."""
 ADVICE = f"Do all ranks have {TLS}, with certificates that the others trust?"
 TLS_RECORDS = b"\x15", b"\x16"
-"""First bytes of what a peer sends that speaks TLS: of an alert, and of its hello."""
+"""First bytes from a peer that speaks TLS: of an alert, and of its hello."""
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 """A fatal alert, "protocol version"."""
 
 _BYTES = 256 << 10
-"""Most bytes that wait in one direction of a connection, but for those of one read."""
+"""Largest number of bytes queued in one direction of a connection, apart from those of one read."""
 _TRUST_WITHIN_S = 10.0
-"""Time for a peer to prove its certificate: more than for the secret, which is inside."""
+"""Seconds for a peer to prove its certificate, more than for the secret, which follows inside."""
 _TIDY_EVERY_S = 1.0
 _FLUSH_S = 2.0
-"""Time for the last bytes of a process that ends to be sent."""
+"""Seconds to send the last bytes of a process that ends."""
 
 
 class UntrustedError(ConnectionError):
-    """The peer does not encrypt, or one side does not trust the other's certificate: to try again is of no use.
+    """The peer does not encrypt, or one side does not trust the other's certificate: retrying is useless.
 
     Attributes:
         reason: OpenSSL's reason, or a clause.
@@ -65,26 +65,26 @@ class UntrustedError(ConnectionError):
 
 
 def tls_context(*, server: bool) -> ssl.SSLContext | None:
-    """Return the settings of one side of connections, which proves its own certificate and asks for the other one's.
+    """Return the TLS settings of one side, which proves its certificate and requests the other's.
 
     Returns: None unless connections between ranks are encrypted.
 
     Raises:
-        CommError: The file that `UNISONO_TLS` names cannot be used.
+        CommError: The file in `UNISONO_TLS` cannot be used.
     """
     path = os.environ.get(TLS)
     if not path:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Ranks prove by a key, and by the job's secret, to be of the job; they may be reached at any address.
+    # Ranks prove with a key and the job's secret that they belong to the job; host names are not checked.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(path, password=lambda: _refuse_pass_phrase(path))
         context.load_verify_locations(path)
         status = os.stat(path)
-        # As ssh does: a key of another user, such as root's in a container, is that user's to protect.
+        # Like ssh, do not check another user's key (such as root's in a container), which is that user's to protect.
         if status.st_uid == os.getuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise CommError(
                 f"{TLS} is {path!r}, whose key is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run "
@@ -96,7 +96,7 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
 
 
 def _refuse_pass_phrase(path: str) -> NoReturn:
-    """Raise, because OpenSSL would ask for it at the terminal, of each rank and at each connection."""
+    """Raise, because OpenSSL would ask for it at the terminal, on each rank and for each connection."""
     raise CommError(
         f"{TLS} is {path!r}, whose key has a pass phrase, which ranks cannot type: write the key without it "
         "(`openssl pkey -in key.pem`) into a file that you alone can read"
@@ -104,7 +104,7 @@ def _refuse_pass_phrase(path: str) -> NoReturn:
 
 
 def refuse_unencrypted(backend: str) -> None:
-    """Raise `ValueError` for a backend with connections that are not of ours, where those are to be encrypted."""
+    """Raise `ValueError` for a backend with connections that we do not make, if connections must be encrypted."""
     if os.environ.get(TLS):
         raise ValueError(
             f"backend {backend!r} does not encrypt, and {TLS} is set: pass 'tcp' or 'shm+tcp', or unset it"
@@ -112,12 +112,13 @@ def refuse_unencrypted(backend: str) -> None:
 
 
 def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout: float | None = None) -> socket.socket:
-    """Return the socket on which to talk to a peer: that of a relay, which takes over the connection.
+    """Return the socket for talking to a peer: a relay's, which takes over the connection.
 
     Args:
         connection: The connection. It is closed if the result is another socket.
-        context: As `tls_context` returns it; None if connections are not encrypted: the result is the connection.
-        timeout: Seconds to wait until the peer is trusted. None for no wait: else the socket ends.
+        context: Result of `tls_context`; if None, connections are not encrypted, and the result is the connection
+            itself.
+        timeout: Seconds to wait until the peer is trusted; if None, do not wait, and the socket ends if it is not.
 
     Raises:
         OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not answer.
@@ -139,10 +140,10 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
 
 
 class EncryptedSocket(socket.socket):
-    """The near end of a relay, with the addresses and the options of the connection that it encrypts.
+    """The near end of a relay, with the addresses and options of the encrypted connection.
 
     Attributes:
-        outage: As of `unisono.control.sockets.outage`, when the relay closed the connection.
+        outage: Result of `unisono.control.sockets.outage` when the relay closed the connection.
         failure: The error that has ended the connection.
     """
 
@@ -167,11 +168,11 @@ class EncryptedSocket(socket.socket):
 
 
 class _Pipe:
-    """A connection to a peer, and the pair of sockets of which a rank has the near end.
+    """A connection to a peer, and a pair of sockets whose near end belongs to the rank.
 
     Attributes:
         near: The rank's socket.
-        trusted: Has a result when both sides have proved their certificates, or else the error.
+        trusted: Future that completes when both sides have proved their certificates, or with the error.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
@@ -185,7 +186,7 @@ class _Pipe:
         self._to_send = ssl.MemoryBIO()
         server = context.protocol is ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._arrived, self._to_send, server_side=server)
-        # For the rank, and for the peer.
+        # Bytes for the rank, and for the peer.
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._peer_ended = False
@@ -193,7 +194,7 @@ class _Pipe:
         self._deadline = clock.now() + _TRUST_WITHIN_S
 
     def watched(self) -> dict[socket.socket, int]:
-        """Return the events to wait for, by socket; none if nothing more can be moved."""
+        """Return the events to wait for, by socket; empty if nothing more can be moved."""
         reads = not self._peer_ended and len(self._incoming) < _BYTES
         takes = self.trusted.done() and not self._rank_ended and len(self._outgoing) < _BYTES
         return {
@@ -202,7 +203,7 @@ class _Pipe:
         }
 
     def move(self) -> None:
-        """Move what can be moved now.
+        """Move as many bytes as possible now.
 
         Raises:
             OSError: The connection or the rank's end has failed, or the peer is not trusted.
@@ -218,7 +219,7 @@ class _Pipe:
                 self._rank_ended = data == b""
                 self._tls.write(data or b"")
         finally:
-            # Also what tells the peer why it is not trusted.
+            # Including the alert that tells the peer why it is not trusted.
             self._outgoing += self._to_send.read()
             _write(self._connection, self._outgoing, ended=self._rank_ended)
         _write(self._far, self._incoming, ended=self._peer_ended)
@@ -236,7 +237,8 @@ class _Pipe:
         except ssl.SSLError as error:
             plain = error.reason == "WRONG_VERSION_NUMBER"
             if plain:
-                # OpenSSL sends nothing to a peer that does not speak TLS, which could not tell this from a lost rank.
+                # OpenSSL sends nothing to a peer that does not speak TLS, which could not distinguish this from a lost
+                # rank.
                 self._outgoing += _ALERT
             raise UntrustedError("the other side does not encrypt" if plain else error.reason or str(error)) from error
         if self._peer_ended and not self.trusted.done():
@@ -248,13 +250,13 @@ class _Pipe:
             return clock.now() > self._deadline
         if self._outgoing or not self._rank_ended:
             return False
-        # One that is shut down for sending only has not hung up.
+        # A socket that is only shut down for sending has not hung up.
         hung_up = select.poll()
         hung_up.register(self._far, 0)
         return bool(hung_up.poll(0))
 
     def is_idle(self) -> bool:
-        """Return whether all that the rank has written is sent."""
+        """Return whether everything that the rank has written is sent."""
         try:
             return self._rank_ended or not (self._outgoing or select.select([self._far], [], [], 0)[0])
         except ValueError:
@@ -262,19 +264,19 @@ class _Pipe:
             return True
 
     def close(self, error: OSError | None = None) -> None:
-        """Close the connection, and the relay's end; the rank's ends by itself."""
-        # Set before the ends are closed, for whoever finds that they are.
+        """Close the connection and the relay's end; the rank's socket then ends by itself."""
+        # Set before the ends are closed, for readers that notice the end.
         self.near.failure = error
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)
-        # Before the rank sees the end, of which it asks the reason.
+        # Before the rank sees the end, because it then queries the reason.
         self.near.outage = outage(self._connection, self.near.getpeername()[0], error)
         self._connection.close()
         self._far.close()
 
 
 class _TLSRelay:
-    """Thread that relays the connections of this process."""
+    """Thread that relays this process's connections."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -289,7 +291,7 @@ class _TLSRelay:
         threading.Thread(target=self._run, name="unisono tls", daemon=True).start()
 
     def add(self, connection: socket.socket, context: ssl.SSLContext) -> _Pipe:
-        """Relay one more connection."""
+        """Relay an additional connection."""
         pipe = _Pipe(connection, context)
         self._new.append(pipe)
         self._bell.send(b"!")
@@ -312,7 +314,7 @@ class _TLSRelay:
             pipe.move()
         except OSError as error:
             host = pipe.near.getpeername()[0]
-            # Once a host, which may try again and again.
+            # Log once per host, which may retry many times.
             if isinstance(error, UntrustedError) and host not in self._reported:
                 self._reported.add(host)
                 _log.warning("TLS with %s: %s", pipe.near.getpeername(), error.reason)
@@ -343,11 +345,11 @@ class _TLSRelay:
     def _flush(self) -> None:
         deadline = clock.now() + _FLUSH_S
         while clock.now() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
-            # The relay's thread sends meanwhile.
+            # The relay's thread keeps sending meanwhile.
             time.sleep(0.005)
 
     def invalidate_after_fork(self) -> None:
-        """Close every descriptor of a forked child, in which no thread relays."""
+        """Close every descriptor in a forked child, where no thread relays."""
         _relays.clear()
         for pipe in (*self._pipes, *self._new):
             pipe.close()
@@ -356,11 +358,11 @@ class _TLSRelay:
 
 
 _relays: list[_TLSRelay] = []
-"""The relay of this process, if it has connections that are encrypted: one thread for all communicators."""
+"""This process's relay, if it has encrypted connections: one thread for all communicators."""
 
 
 def _read(end: socket.socket) -> bytes | None:
-    """Return what can be read now: nothing at the end, None if nothing has come."""
+    """Return the bytes that can be read now: empty at the end, None if nothing has arrived."""
     try:
         return end.recv(_BYTES)
     except BlockingIOError:
@@ -368,11 +370,11 @@ def _read(end: socket.socket) -> bytes | None:
 
 
 def _write(end: socket.socket, pending: bytearray, *, ended: bool) -> None:
-    """Send what can be sent now, and remove it; shut down sending after the last of it."""
+    """Send as much as possible now, and remove it; shut down sending after the last byte."""
     if pending:
         with suppress(BlockingIOError):
             del pending[: end.send(pending)]
     if ended and not pending:
-        # The other side may have closed already.
+        # The other side may already have closed.
         with suppress(OSError):
             end.shutdown(socket.SHUT_WR)

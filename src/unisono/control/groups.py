@@ -1,4 +1,4 @@
-"""Groups of ranks in the control plane: who has joined, exchanges of values, the first cause of a failure."""
+"""Groups of ranks in the control plane: their members, exchanges of values, and first causes of failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _GroupState:
 
     @property
     def known(self) -> set[int]:
-        """Every rank that has ever joined."""
+        """Return every rank that has ever joined."""
         return self.present.keys() | self.left
 
     @property
@@ -60,7 +60,7 @@ class _GroupState:
 class Groups:
     """Groups by name, each kept while a rank is in it or may still join.
 
-    All answers are pure values: replies with their receiving clients.
+    All methods return plain values: replies with their receiving clients.
 
     Args:
         on_failure: Called with the name and the cause of a group that has failed; returns further replies.
@@ -104,7 +104,7 @@ class Groups:
         return out + self._missed(name.rpartition("/")[0])
 
     def _missed(self, name: str) -> Outgoing:
-        """Fail the forming parts of a group that wait for a rank that has left the group."""
+        """Fail subgroups that are still forming and wait for a rank that has left the group."""
         parent = self._groups.get(name)
         parts = [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]
         out: Outgoing = []
@@ -131,9 +131,9 @@ class Groups:
         return None
 
     def vacate(self, client: int, name: str) -> bool:
-        """Let another process take the place of one that was lost; return False if it is too late for that.
+        """Let another process replace a lost one; return False if it is too late for that.
 
-        It is until the members have exchanged something: before, none of them knows of any other.
+        Possible until the members have exchanged something; before, none of them knows of any other.
         """
         group = self._groups.get(name)
         rank = self._ranks.get(client, {}).get(name)
@@ -147,7 +147,7 @@ class Groups:
         return True
 
     def leave(self, client: int, name: str) -> Outgoing:
-        """Leave a group cleanly: only ranks that wait for this one are notified, now or later."""
+        """Leave a group cleanly, so that only ranks that wait for this one are notified, now or later."""
         rank = self._ranks.get(client, {}).pop(name, None)
         if rank is None:
             return []
@@ -170,7 +170,7 @@ class Groups:
         return out
 
     def lose(self, client: int, outage: str = "") -> Outgoing:
-        """Fail every group of a client that disconnected without leaving, if it has not failed before."""
+        """Fail every group of a client that disconnected without leaving, unless it has already failed."""
         out: Outgoing = []
         for name, rank in self._ranks.pop(client, {}).items():
             group = self._groups[name]
@@ -207,7 +207,7 @@ class Groups:
     def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
         """Handle a rank's timeout in an exchange: if ranks are still missing, fail the group.
 
-        `report` is what the waiting rank has found out about the others.
+        `report` has the waiting rank's findings about the others.
         """
         group = self._groups.get(name)
         exchange = group.exchanges.get(topic) if group is not None else None
@@ -236,26 +236,26 @@ class Groups:
         return group.cause if group is not None else None
 
     def complete(self, name: str) -> bool:
-        """Return whether every rank has joined at some time. A group that is over and forgotten was complete."""
+        """Return whether every rank has joined at some time. A group that has ended and is unknown was complete."""
         group = self._groups.get(name)
         return group is None or group.complete
 
     def present(self, name: str) -> dict[int, int]:
-        """Return the client of each rank that is in the group now."""
+        """Return the client of each rank that is currently in the group."""
         group = self._groups.get(name)
         return {} if group is None else dict(group.present)
 
     def awaited(self, name: str) -> set[int]:
-        """Return the ranks that are in the group, or may still join it."""
+        """Return the ranks that are in the group or may still join it."""
         group = self._groups.get(name)
         return set() if group is None else set(range(group.size)) - group.left
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
-        """Return, for each client in any group, the group that it joined first, and its rank there."""
+        """Return for each client in any group its first group, and its rank there."""
         return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
 
     def rank_of(self, client: int, name: str) -> int | None:
-        """Return a client's rank in a group, if it is there now."""
+        """Return a client's rank in a group, if it is currently a member."""
         return self._ranks.get(client, {}).get(name)
 
     def names(self, client: int) -> list[str]:
@@ -267,7 +267,7 @@ class Groups:
         return list(self._groups)
 
     def below(self, name: str) -> list[str]:
-        """Return the parts of a group that still exist."""
+        """Return the existing subgroups of a group."""
         return [part for part in self._groups if part.startswith(f"{name}/")]
 
     def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
@@ -293,7 +293,7 @@ class Groups:
 def _results(exchange: dict[int, ExchangeEntry]) -> Outgoing:
     contents = [exchange[rank].content for rank in range(len(exchange))]
     same = all(content == contents[0] for content in contents)
-    # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.
+    # Rank 0 last: if its process is also the server, it would take the GIL from this thread.
     last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
     return [(entry.client, (entry.request, "ok", None if entry.agree and same else contents)) for entry in last_first]
 

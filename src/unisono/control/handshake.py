@@ -28,11 +28,11 @@ _MOST_UNREAD = 1 << 16
 
 
 class AuthenticationError(Exception):
-    """The peer speaks another protocol, or has another secret.
+    """The peer uses another protocol or another secret.
 
     Attributes:
-        other_secret: Whether the secret is what differs.
-        versions: What to say of a peer with another version of this package; empty for others.
+        other_secret: Whether the secret differs.
+        versions: Text about a peer with another version of this package; empty for others.
     """
 
     def __init__(self, *, other_secret: bool, versions: str = "") -> None:
@@ -47,14 +47,14 @@ class Handshake:
     It reads no bytes beyond the handshake.
 
     Args:
-        peer: The connection. `advance` waits for bytes only if the socket blocks.
+        peer: The connection. `advance` waits for bytes only if the socket is blocking.
         secret: The secret that both sides should know.
         client: Whether this side has connected.
         rank: Rank of the client, sent to the server.
 
     Attributes:
         peer: The connection.
-        deadline: Time when an `Acceptor` drops it, on the library's clock.
+        deadline: Time on the library's clock when an `Acceptor` drops it.
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
@@ -68,7 +68,7 @@ class Handshake:
 
     @property
     def rank(self) -> int | None:
-        """The client's rank: proved if `advance` has returned a channel, else claimed by one with another secret."""
+        """The client's rank, proved if `advance` has returned a channel, and otherwise only claimed."""
         return self._hello.rank
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Handshake:
 
         Raises:
             OSError: The connection has ended.
-            AuthenticationError: The peer speaks another protocol, or has another secret.
+            AuthenticationError: The peer uses another protocol or another secret.
         """
         try:
             data = self.peer.recv(self._expected - len(self._arrived))
@@ -104,7 +104,7 @@ class Handshake:
             self._refuse_encrypted(hello)
             versions = self._hello.versions(hello)
             if versions and not self._client:
-                # So that the client, too, can say why.
+                # So that the client can also report the reason.
                 with contextlib.suppress(OSError):
                     self.peer.sendall(self._hello.hello)
             raise AuthenticationError(other_secret=False, versions=versions)
@@ -115,11 +115,12 @@ class Handshake:
             self._expected += RANK_BYTES
 
     def _refuse_encrypted(self, data: bytes) -> None:
-        """Raise `UntrustedError` if this is the beginning of TLS, which this side does not speak."""
+        """Raise `UntrustedError` if this is the beginning of TLS, which this side does not use."""
         if self._met or data[:1] not in TLS_RECORDS or isinstance(self.peer, EncryptedSocket):
             return
         if not self._client:
-            # What is not TLS tells the client why. Unread bytes would reset the connection before that arrives.
+            # Answering without TLS tells the client why. First read everything, because unread bytes would reset the
+            # connection.
             with contextlib.suppress(OSError):
                 self.peer.recv(_MOST_UNREAD)
                 self.peer.sendall(self._hello.hello)
@@ -143,7 +144,7 @@ def connect(
 
     Raises:
         OSError: The server cannot be reached, or does not answer.
-        AuthenticationError: Something else answers, or the secrets differ.
+        AuthenticationError: Another program answers, or the secrets differ.
     """
     deadline = clock.now() + timeout
     context = tls_context(server=False)
@@ -160,7 +161,7 @@ def connect(
     except BaseException as error:
         peer.close()
         if isinstance(peer, EncryptedSocket) and isinstance(error, ConnectionError):
-            # The server's verdict on this side's certificate comes after this side has trusted the server.
+            # The server's verdict on this side's certificate arrives after this side has trusted the server.
             if isinstance(peer.failure, UntrustedError):
                 raise peer.failure from error
             raise ConnectionError(f"TLS: {error}. {ADVICE}") from error
@@ -175,29 +176,29 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
         OSError: The server cannot be reached.
     """
     found = len(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
-    # An address that leads nowhere leaves time for the others, and for what the caller has to say.
+    # Limit each address, so that an unreachable one leaves time for the others, and for the handshake.
     peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
     try:
         if peer.getsockname() == peer.getpeername():
-            # Nobody listens at that port, and the kernel gave it to this socket, which is now connected to itself.
+            # Nobody listens on that port, and the kernel assigned it to this socket, which is now connected to itself.
             raise ConnectionRefusedError("nobody listens there")
     except OSError:
-        # A server that ends may have reset the connection already, and then there is no name of a peer.
+        # A server that ends may already have reset the connection, which then has no peer name.
         peer.close()
         raise
     return peer
 
 
 class Acceptor:
-    """Authenticates incoming connections concurrently; a silent client is dropped after 5 s and blocks no other one.
+    """Authenticates incoming connections concurrently; a silent client is dropped after 5 s, and blocks no others.
 
     Args:
         listener: The listening socket; the caller keeps ownership.
         secret: The secret that clients should know.
-        selector: The caller's event loop. Events of the listener are for `accept`; events with a `Handshake` as data
-            are for `advance`.
-        on_refused: Called with the host of a client that has another secret, or other settings of TLS, and why it was
-            refused; and first with the rank that it claims to be, or None.
+        selector: The caller's selector. The caller passes events of the listener to `accept`, and those with a
+            `Handshake` as data to `advance`.
+        on_refused: Called with the rank claimed by a client with another secret or other TLS settings (or None), its
+            host, and why it was refused.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class Acceptor:
             tune(peer)
             peer = encrypted(peer, self._context)
         except OSError as error:
-            # Out of descriptors: make room, rather than be notified of the same connection forever.
+            # Out of descriptors: make room, instead of being notified of the same connection forever.
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 for handshake in self._pending.values():
                     handshake.deadline = 0.0
@@ -239,7 +240,10 @@ class Acceptor:
         self._selector.register(peer, selectors.EVENT_READ, self._pending[peer])
 
     def advance(self, handshake: Handshake) -> FrameChannel | None:
-        """Serve a client. With a channel, its connection is the caller's, and no longer in the selector."""
+        """Serve a client.
+
+        If this returns a channel, its connection belongs to the caller, and is no longer in the selector.
+        """
         try:
             channel = handshake.advance()
         except (OSError, AuthenticationError) as error:
@@ -255,7 +259,7 @@ class Acceptor:
         return channel
 
     def tidy(self) -> None:
-        """Drop clients that took too long and, if there are too many, the first ones. Call it after each `select`."""
+        """Drop clients that took too long and, if there are too many, the oldest ones. Call it after each `select`."""
         now = clock.now()
         too_many = len(self._pending) - _MAX_PENDING
         for index, handshake in enumerate(list(self._pending.values())):
@@ -263,7 +267,7 @@ class Acceptor:
                 self._forget(handshake).close()
 
     def close(self) -> None:
-        """Close the connections that are not authenticated. A forked child may, so the selector stays as it is."""
+        """Close unauthenticated connections. A forked child may call this, so the selector stays unchanged."""
         for peer in self._pending:
             peer.close()
 

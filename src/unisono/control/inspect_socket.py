@@ -1,7 +1,7 @@
-"""Lookup of a running process's control plane by its process id, for other processes of the same user.
+"""Looks up the control plane of a running process by its process id, for other processes of the same user.
 
-A Unix socket in Linux's abstract namespace: it has no file, and disappears with its process. The kernel knows which
-user connects; only the same user (or root) gets an answer.
+Uses a Unix socket in Linux's abstract namespace, which has no file, and disappears with its process. The kernel
+identifies the connecting user; only the same user (or root) gets an answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InspectSocket:
         secret: Secret of the control plane.
 
     Attributes:
-        socket: Becomes readable when a process connects; None where the platform has no such sockets.
+        socket: Socket that becomes readable when a process connects; None if the platform has no such sockets.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -66,7 +66,7 @@ class InspectSocket:
                 if is_this_user(peer):
                     peer.send(FrameChannel().encode(Kind.ADDRESS, self._content))
             except OSError:
-                # The process has disconnected already.
+                # The process has already disconnected.
                 return
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def path_of(kind: str, pid: int, number: int) -> str:
 
 
 def opened(kind: str) -> socket.socket | None:
-    """Return a new socket of this process that listens under a name of a kind; None where there are no such sockets."""
+    """Return a new socket that listens under this process's name of a kind; None without such sockets."""
     if sys.platform != "linux":
         return None
     for number in range(_MOST):
@@ -90,7 +90,7 @@ def opened(kind: str) -> socket.socket | None:
             listener.listen(4)
             listener.setblocking(False)
         except OSError:
-            # Another handle of this process uses this name.
+            # Another handle of this process already uses this name.
             listener.close()
         else:
             return listener
@@ -110,15 +110,15 @@ def is_this_user(other: socket.socket) -> bool:
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
-    """Return address and secret of the control plane that a process of this host, or one that it started, belongs to.
+    """Return address and secret of the control plane of a process on this host, or of one that it started.
 
     Raises:
-        CommError: There is no such process, or it takes no part in a job, or it belongs to another user.
+        CommError: The process does not exist, is not part of a job, or belongs to another user.
         UnavailableError: Not on Linux.
     """
     check_linux()
     own = [(0, pid, number) for number in range(_MOST)]
-    # The nearest first: a rank may have started a job of its own.
+    # The nearest first, because a rank may have started its own job.
     below = [(ancestors.index(pid), *name) for name in names(_KIND) if pid in (ancestors := _ancestors(name[0]))]
     for _, other, number in [*own, *sorted(below)]:
         found = _ask(other, number)
@@ -131,7 +131,7 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
 
 
 def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
-    """Return all control planes that processes of this user on this host belong to, and these processes.
+    """Return the control planes of this user's processes on this host, with these processes.
 
     Raises:
         UnavailableError: Not on Linux.
@@ -160,10 +160,13 @@ def names(kind: str) -> list[tuple[int, int]]:
 
 
 def _ancestors(pid: int) -> list[int]:
-    """Return the parent, its parent, and so on: of ranks that a launcher forks, it is no parent."""
+    """Return the parent, its parent, and so on.
+
+    A launcher is not the parent of ranks that it forks through a server.
+    """
     parent = int(process_stat(pid)[1])
     found: list[int] = []
-    # The first process of the host is above everything; it has started what is right below it.
+    # The host's first process is everybody's ancestor, so stop before it.
     while parent not in found and (parent > 1 or not found):
         found.append(parent)
         parent = int(process_stat(parent)[1])
@@ -171,14 +174,14 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
-    """Return what a socket of a process says; None if there is none that may answer this user."""
+    """Return the answer of a process's socket; None if there is none that may answer this user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WITHIN_S)
         try:
             connection.connect(path_of(_KIND, pid, number))
         except OSError:
             return None
-        # Any process may bind a name in this namespace; the kernel knows which one did.
+        # Any process may bind a name in this namespace, but the kernel knows which one did.
         return _read(connection, pid) if user_of(connection)[0] == pid and is_this_user(connection) else None
 
 
@@ -188,7 +191,7 @@ def _read(connection: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
             match serialization.decode(frame.content):
                 case str(host), int(port), bytes(secret):
                     return (host, port), secret
-    # One that ends before it has answered resets the connection; one of another version says something else.
+    # A process that ends before answering resets the connection; another version may answer differently.
     except (OSError, ValueError):
         pass
     raise CommError(f"process {pid} does not answer: it is stopped or ending, or has another version of unisono")

@@ -1,4 +1,4 @@
-"""Bytes by name in the control plane, and the requests that wait for a key."""
+"""Key-value store of the control plane, and the requests that wait for a key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["KeyValueStore"]
 
 
 class KeyValueStore:
-    """Bytes by name, in memory. Never blocks: a request that must wait is kept until its key is set."""
+    """In-memory store of bytes by name. Never blocks: a request that must wait is kept until its key is set."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -16,7 +16,7 @@ class KeyValueStore:
         return len(self._values)
 
     def set(self, key: str, value: bytes) -> list[tuple[int, int]]:
-        """Set the key, and return the requests (client and request) that have been waiting for it."""
+        """Set the key, and return the requests (client and request) that were waiting for it."""
         self._values[key] = value
         return self._waiting.pop(key, [])
 
@@ -28,7 +28,7 @@ class KeyValueStore:
         return value
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """Remove this request from the waiting ones; without a request, all of this client's."""
+        """Remove this request from the waiting ones, or, without a request, all of this client's."""
         for key, waiting in list(self._waiting.items()):
             waiting[:] = [
                 (holder, number) for holder, number in waiting if holder != client or request not in (None, number)
@@ -37,7 +37,7 @@ class KeyValueStore:
                 del self._waiting[key]
 
     def add(self, key: str, amount: int) -> tuple[int, list[tuple[int, int]]]:
-        """Return the counter's new value, and the requests that have been waiting for it to exist."""
+        """Return the counter's new value, and the requests that were waiting for it to exist."""
         total = int(self._values.get(key, b"0")) + amount
         return total, self.set(key, b"%d" % total)
 

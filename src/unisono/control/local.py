@@ -1,4 +1,4 @@
-"""The control plane of ranks that are threads of one process: the same state machine behind a lock."""
+"""The control plane for ranks that are threads of one process: the same state machine behind a lock."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PATIENCE_S = 30.0
 
 
 class LocalHub:
-    """Meeting point of the ranks of one process. Create one hub, and pass each rank its own `control()`.
+    """Control plane shared by the ranks of one process. Create one hub, and pass each rank its own `control()`.
 
     Attributes:
-        shared: What the ranks share, until all members of the group that it belongs to have left.
+        shared: Objects that the ranks share, kept until all members of their group have left.
 
     Example:
         >>> from unisono.core.group import Group
@@ -43,17 +43,17 @@ class LocalHub:
         self._state = ControlState(self.shared.drop)
 
     def control(self) -> LocalControl:
-        """Return the handle of one more rank."""
+        """Return the handle for another rank."""
         client = next(self._numbers)
         control = self._controls[client] = self.make(client)
         return control
 
     def make(self, client: int) -> LocalControl:
-        """Return a new handle, which knows the hub and its own number."""
+        """Return a new handle for this hub, with its number."""
         return LocalControl(self, client)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
-        """As `ControlPlane.share`."""
+        """Implement `ControlPlane.share`."""
         return self.shared.get(key, make)
 
     def handle(self, client: int, number: int, words: tuple[Any, ...]) -> None:
@@ -61,7 +61,7 @@ class LocalHub:
         self._deliver(lambda: self._state.handle(client, number, words))
 
     def hold(self, reason: str | None) -> None:
-        """Hold all ranks, or let them go, without a request: that would take time of simulated ranks."""
+        """Hold all ranks, or release them, without a request, which would take virtual time of simulated ranks."""
         from unisono.control.debug_socket import DEBUGGED
 
         ranks = [control.as_held() for control in list(self._controls.values())]
@@ -77,7 +77,7 @@ class LocalHub:
         self._controls.pop(client, None)
 
     def _deliver(self, change: Callable[[], Outgoing]) -> None:
-        """Change the state, and deliver the replies; callbacks run outside of the lock."""
+        """Change the state, and deliver the replies; callbacks run outside the lock."""
         with self._lock:
             addressed = [(self._controls.get(client), reply) for client, reply in change()]
             callbacks = [control.receive(reply) for control, reply in addressed if control is not None]
@@ -89,7 +89,7 @@ class LocalHub:
 class LocalControl(ControlClient):
     """One rank's handle to its `LocalHub`.
 
-    Callbacks of `join` run in the thread that sent the request that made the group fail.
+    Callbacks of `join` run in the thread whose request made the group fail.
     """
 
     def __init__(self, hub: LocalHub, client: int) -> None:
@@ -114,7 +114,7 @@ class LocalControl(ControlClient):
         self._hub.hold(reason)
 
     def as_held(self) -> tuple[LocalControl, ActivityRegistry]:
-        """Return what a debugger needs of this rank."""
+        """Return the debugger's view of this rank."""
         return self, self._activities
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class LocalControl(ControlClient):
             self._hub.forget(self._client)
 
     def lose(self) -> None:
-        """End like a killed process: without leaving. For tests, and for ranks that broke off."""
+        """End like a killed process, without leaving, for tests, and for ranks that were broken off."""
         if self._ended is None:
             self._end(CLOSED, fails_groups=False)
             self._hub.lost(self._client)

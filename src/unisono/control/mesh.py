@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks: each listens until all have joined, and the higher rank of two connects."""
+"""Authenticated connections between ranks: each listens until all have joined; a pair's higher rank connects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unisono.host.network import INTERFACE, host_in, in_zone_of, interface_of, i
 __all__ = ["Link", "Mesh", "say_farewell"]
 
 Link = tuple[socket.socket, FrameChannel]
-"""A connection that does not block, and the channel that encodes and decodes its frames."""
+"""A non-blocking connection, and the channel that encodes and decodes its frames."""
 
 _LOOK_EVERY_S = 0.1
 _LEAST_S = 0.1
@@ -34,20 +34,20 @@ _FAREWELL_S = 0.3
 _AFTER_CLOSE_S = 60
 _READ_BYTES = 64 << 10
 _SPARE = 4
-"""Descriptors that are needed while ranks connect."""
+"""Number of additional descriptors needed while ranks connect."""
 
 
 def say_farewell(connections: Sequence[socket.socket], broken: BaseException | None = None) -> None:
-    """Shut down sending, and drop what still arrives: closing immediately may cut off the last messages.
+    """Shut down sending, and drop what still arrives, because closing immediately may cut off the last messages.
 
     Args:
-        connections: Those to close soon.
-        broken: Error that has ended their use. No rank waits for messages of a group that has failed.
+        connections: Connections to close soon.
+        broken: Error that has ended their use; no rank waits for messages of a failed group.
     """
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
-        # The kernel keeps sending to a lost host when this process has ended.
+        # The kernel keeps sending to a lost host even after this process has ended.
         limit_silence(connection, _AFTER_CLOSE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -69,11 +69,11 @@ class Mesh:
     """One rank's part in connecting ranks of a group. They exchange addresses and a secret via the control plane.
 
     Args:
-        group: Its failure ends the waits for addresses.
+        group: The group, whose failure ends the waits for addresses.
         control: This rank's handle.
         topic: Prefix of the keys in the control plane.
         ranks: The ranks to connect, including this one; the first one creates the secret.
-        address: Address of this host, for the other ranks.
+        address: This host's address, for the other ranks.
     """
 
     def __init__(self, group: Group, control: ControlPlane, topic: str, ranks: Sequence[int], address: str) -> None:
@@ -90,8 +90,8 @@ class Mesh:
         Args:
             timeout: Seconds for the lower ranks to publish their addresses.
             within_s: Seconds for all of them to answer.
-            conclude: Called with the errors of connecting to the lower ranks. It learns the other ranks'
-                results, and raises unless all ranks succeeded.
+            conclude: Function of the errors of connecting to lower ranks, which exchanges them, and raises unless all
+                ranks succeeded.
 
         Raises:
             CommError: A rank is missing, or `conclude` raised.
@@ -132,10 +132,10 @@ class Mesh:
         return serialization.decode(self._control.get(f"{self._topic} {name}", timeout, self._group))
 
     def _reach(self, rank: int, address: tuple[str, int], secret: bytes, deadline: float) -> CommError | None:
-        """Connect to a rank, or return the reason why not."""
+        """Connect to a rank, or return the reason for the failure."""
         host, port = address
         if not host:
-            # That rank cannot listen, and reports that itself.
+            # That rank cannot listen, and reports it itself.
             return None
         host = in_zone_of(host, self._address)
         try:
@@ -165,7 +165,7 @@ class Mesh:
 
 
 def _reserve(listener: socket.socket, connections: int) -> None:
-    """Raise unless so many connections can be opened; else a peer waits in vain to be accepted."""
+    """Raise unless this many connections can be opened; otherwise a peer would wait in vain to be accepted."""
     try:
         with contextlib.ExitStack() as copies:
             for _ in range(connections + _SPARE):
@@ -178,7 +178,7 @@ def _reserve(listener: socket.socket, connections: int) -> None:
 
 
 class _Accepting:
-    """Thread that accepts the higher ranks, so that none waits for a lower rank that this one cannot reach."""
+    """Thread that accepts the higher ranks, so that none of them waits for a lower rank that this one cannot reach."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
         self._missing = missing
@@ -206,7 +206,7 @@ class _Accepting:
             peer.close()
 
     def end(self, patience_s: float = 0.0) -> set[int]:
-        """Wait at most `patience_s` seconds for the last ranks. Return the missing ones."""
+        """Wait at most `patience_s` seconds for the last ranks; return the missing ones."""
         self._thread.join(patience_s)
         self._ended = True
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Exit hooks for open handles when their process ends by itself: leave cleanly, or report the error that ended it."""
+"""Exit hooks for open handles when a process ends by itself: leave cleanly, or report the error that ended it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
     "when_process_ends",
 ]
 
-# multiprocessing's finalizers run in its child processes too, which heed no atexit. Higher ones run first.
+# multiprocessing's finalizers also run in its child processes, which ignore atexit. Higher priorities run first.
 CLOSE_HANDLES = 20
 CLOSE_SERVERS = 10
 _GRACE_S = 2.0
-# Processes whose launcher blames by their reports, and not the one that ends first.
+# Processes whose launcher decides by their reports who failed first, not by who ended first.
 _end_at_once: set[int] = set()
 
 
@@ -44,16 +44,16 @@ class ExitHandler(Protocol):
         ...
 
 
-# By the process that registered them: a forked child has its parent's, and must not close them.
+# By the registering process, because a forked child inherits its parent's, and must not close them.
 _handles: weakref.WeakValueDictionary[tuple[int, int], ExitHandler] = weakref.WeakValueDictionary()
-# Of the process, for the order in which handles were made.
+# Global, for the order in which handles were made.
 _numbers = itertools.count()
-# By process, as the handles: a forked child registers its own.
+# By process, like the handles, because a forked child registers its own.
 _registered: set[tuple[int, int]] = set()
 
 
 BACKGROUND_SAVES: list[Callable[[], object]] = []
-"""Functions that wait for what runs in the background, and raise its error; the checkpoints, above, add theirs."""
+"""Functions that wait for background work, and raise its error; checkpoints, in a higher layer, add theirs."""
 
 
 def when_process_ends(function: Callable[[], object], priority: int) -> None:
@@ -73,25 +73,25 @@ def _take_leave() -> None:
     error = _what_ends_the_process()
     _close_all(error)
     if isinstance(error, PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
-        # Launchers blame the process that ends first, which should be the one that failed.
+        # Launchers blame the process that ends first, so let the one that failed end first.
         time.sleep(_GRACE_S)
 
 
 def end_at_once() -> None:
-    """Do not let this process outlive the one whose failure ends it: the launcher knows by reports who failed first."""
+    """End this process without letting the failed one end first: its launcher knows from reports who failed first."""
     _end_at_once.add(os.getpid())
 
 
 def exit_with_children() -> NoReturn:
-    """Exit immediately, with all that this rank has started, because its launcher is gone."""
+    """Exit immediately, with everything that this rank has started, because its launcher is gone."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-        # What this rank has started is in its group.
+        # This rank's children are in its process group.
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def raise_failed_saves() -> None:
-    """Raise the error of a checkpoint's save in the background that this rank's program has not seen."""
+    """Raise the error of a background save that this rank's program has not seen."""
     for raise_failed in BACKGROUND_SAVES:
         raise_failed()
 
@@ -102,7 +102,7 @@ def close_all() -> None:
 
 
 def _close_all(error: BaseException | None) -> None:
-    # The last ones first, because they may need earlier ones.
+    # Newest first, because they may need earlier ones.
     own = [(number, handle) for (process, number), handle in _handles.items() if process == os.getpid()]
     for _, handle in sorted(own, reverse=True):
         with contextlib.suppress(CommError, OSError):
@@ -111,7 +111,7 @@ def _close_all(error: BaseException | None) -> None:
 
 def _what_ends_the_process() -> BaseException | None:
     """Return the uncaught exception, if there is one."""
-    # A child of multiprocessing is here while the exception passes; a script, after it was printed.
+    # In a multiprocessing child, the exception is still propagating here; in a script, it has been printed.
     error = sys.exception()
     if error is None and not hasattr(sys, "ps1"):
         error = getattr(sys, "last_value", None)

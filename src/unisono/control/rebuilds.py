@@ -1,4 +1,4 @@
-"""New groups of the survivors of old ones, and of newcomers."""
+"""New groups made of old ones' survivors and newcomers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["RebuildRequest", "Rebuilds"]
 
 @dataclass(slots=True)
 class RebuildRequest:
-    """One attempt of one group, with the requests that wait for the outcome.
+    """One attempt to rebuild a group, with the requests that wait for the outcome.
 
     Attributes:
         grow: Number of newcomers.
         members: The group's members' numbers in the job.
-        terms: For newcomers.
-        size: Number of ranks afterwards, survivors and newcomers; 0 if `grow` counts.
+        terms: Terms for newcomers.
+        size: Number of ranks afterwards, survivors and newcomers; 0 to use `grow`.
     """
 
     grow: int
@@ -33,15 +33,15 @@ class RebuildRequest:
         return f"size={self.size}" if self.size else f"grow={self.grow}"
 
     def newcomers(self, present: int) -> int:
-        """Return how many newcomers must join so many survivors; negative if there are too many of these."""
+        """Return how many newcomers must join this many survivors; negative if there are too many survivors."""
         return self.size - present if self.size else self.grow
 
 
 class Rebuilds:
-    """Attempts to rebuild groups, each complete when every rank in the group has requested it and newcomers are there.
+    """Attempts to rebuild groups, each complete when all of the group's ranks have requested it and newcomers arrived.
 
-    A member receives the new group's name, and its members' numbers in the job: the survivors' in their old order, then
-    the newcomers'. A newcomer receives these, its own rank, and the terms that a member passed.
+    A member receives the new group's name, and its members' numbers in the job: the survivors in their old order, then
+    the newcomers. A newcomer also receives its own rank, and the terms that a member passed.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -52,9 +52,9 @@ class Rebuilds:
         self._highest: Counter[str] = Counter()
 
     def call(self, client: int, request: int, name: str, attempt: int, wanted: RebuildRequest) -> Outgoing:
-        """Request an attempt, as a member; all want the same, or nothing, and go along with members that want a size.
+        """Request an attempt, as a member. All must request the same, or nothing, which accepts others' `size`.
 
-        Newcomers that find others lost while they join know no size.
+        Newcomers that find others lost while they join do not know a size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:
@@ -75,7 +75,7 @@ class Rebuilds:
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 
     def look(self, name: str) -> Outgoing:
-        """Conclude the attempts that are complete now; called when a rank has arrived or left."""
+        """Conclude the attempts that are now complete; called when a rank has arrived or left."""
         out: Outgoing = []
         for key in [key for key in self._open if key[0] == name]:
             rebuild = self._open[key]
@@ -94,7 +94,7 @@ class Rebuilds:
         return out
 
     def exclude_missing(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
-        """Handle a member's timeout: continue without the missing ranks, or fail if newcomers are missing."""
+        """Handle a member's timeout: continue without missing ranks, or fail if newcomers are missing."""
         rebuild = self._open.get((name, attempt))
         if rebuild is None:
             return []
@@ -128,7 +128,7 @@ class Rebuilds:
         members = [*(rebuild.members[rank] for rank in ranks), *numbers]
         calls = [rebuild.calls[rank] for rank in ranks]
         for index, (client, _) in enumerate([*calls, *newcomers]):
-            # Joined now, so that a rank that dies before it joins by itself is reported as lost, too.
+            # Join all ranks now, so that one that dies before joining by itself is also reported as lost.
             self._groups.join(client, 0, made, index, len(members), members)
         out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
         for index, (client, request) in enumerate(newcomers):

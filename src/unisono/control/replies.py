@@ -1,4 +1,4 @@
-"""Replies of the control plane, and whom they go to."""
+"""Replies of the control plane, and their receivers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Outgoing = list[tuple[int, Reply]]
 
 
 def failed(request: int, cause: Cause) -> Reply:
-    """Return the reply to a request that cannot be done."""
+    """Return the reply to a request that has failed."""
     return request, "failed", (cause.kind, cause.rank, cause.message)
 
 

@@ -1,4 +1,4 @@
-"""Check of a request's arguments against the annotations of the method that handles it."""
+"""Checks a request's arguments against the annotations of its handler."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Test = Callable[[object], bool]
 
 
 def check_form(handler: Callable[..., Any], verb: str, arguments: Sequence[object]) -> None:
-    """Raise `TypeError` unless these are arguments for the handler of a request, which another process sent.
+    """Raise `TypeError` unless these arguments, sent by another process, fit the request's handler.
 
     Args:
-        handler: A method with parameters, after `client` and `request`, of type str, int, float, bool, bytes, lists of
+        handler: A method whose parameters after `client` and `request` have type str, int, float, bool, bytes, lists of
             those, or None.
         verb: Name of the request.
         arguments: The arguments as received.
@@ -52,10 +52,10 @@ def _test(hint: Any) -> _Test:
         return lambda given: any(fits(given) for fits in tests)
     if get_origin(hint) is not None:
         (inside,) = map(_types, get_args(hint))
-        # As sets of types, because the members of a large group are many.
+        # Compare sets of types, because a large group has many members.
         return lambda given: isinstance(given, (list, tuple)) and {*map(type, given)} <= inside
     known = _types(hint)
-    # An exact type: True is no rank.
+    # Exact types, because True is not a rank.
     return lambda given: type(given) in known
 
 

@@ -1,4 +1,4 @@
-"""The control plane on the network: one daemon thread that serves every rank of a job."""
+"""The control plane on the network: a daemon thread that serves every rank of a job."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _FLUSH_WITHIN_S = 1.0
 
 
 class ControlServer:
-    """Server that listens at the given address, and serves clients that know the secret.
+    """Server that listens on an address, and serves clients that know the secret.
 
     Args:
-        secret: The secret that every client must know too.
-        host: An address of this host, at which alone it listens, by default that of the loopback interface; or a name
-            of this host, to listen at all of its addresses.
+        secret: The secret that every client must know.
+        host: An address of this host to listen on, by default the loopback; or a name of this host, to listen on all of
+            its addresses.
         port: 0 selects any free port.
-        on_left: Called, in the server's thread, with the label of a client that has left or vanished: see
+        on_left: Called in the server's thread with the label of a client that has left or disappeared; see
             `SocketControl.identify`.
         restarts: As for `ControlState`.
         state: Class of the state machine that answers requests.
@@ -55,7 +55,7 @@ class ControlServer:
         address: Host and port.
 
     Raises:
-        CommError: The address cannot be listened at; the message names the reason and the fix.
+        CommError: Listening on the address failed; the message has the reason and the fix.
         UnavailableError: On Windows.
 
     Example:
@@ -80,11 +80,11 @@ class ControlServer:
         state: type[ControlState] = ControlState,
     ) -> None:
         check_platform()
-        # Its errors come before anything is open.
+        # First, so that its errors are raised before anything is open.
         tls_context(server=True)
         self._listener = listen(host, port)
         bound = self._listener.getsockname()
-        # It listens at all addresses for a name: each client knows the one that the name has there.
+        # For a name, listen on all addresses, because each client may resolve it differently.
         self.address: tuple[str, int] = (host if is_name(host) else host_in(bound), bound[1])
         self._state = state(on_left=on_left, restarts=restarts)
         self._known: dict[int, Connection] = {}
@@ -107,21 +107,21 @@ class ControlServer:
         invalidate_after_fork(self)
 
     def retire(self, patience_s: float) -> None:
-        """End as soon as no client is left, or in `patience_s` seconds. Returns immediately."""
+        """End once no client is left, or after `patience_s` seconds. Returns immediately."""
         with self._lock:
             self._end_at = clock.now() + patience_s
-        # The thread may have ended, and its sockets with it.
+        # The thread, and with it the sockets, may have ended.
         with contextlib.suppress(OSError):
             self._wakeup_sender.send(b"!")
 
     def stay(self) -> bool:
-        """Cancel `retire`. Return False if it is too late."""
+        """Cancel `retire`; return False if it is too late."""
         with self._lock:
             self._end_at = None
             return not self._ended
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Send the clients a goodbye, so that they do not report a lost server, and end. Idempotent.
+        """Send clients a goodbye, so that they do not report a lost server, and end. Idempotent.
 
         Clients that are still connected get up to `patience_s` seconds to leave first.
         """
@@ -179,7 +179,7 @@ class ControlServer:
                 else:
                     self._handle(connection, frame.content)
             self._watch(connection)
-        # Whatever a client sends, or fails to: it ends this connection and no other.
+        # Whatever a client sends, or fails to send, ends only this connection.
         except Exception as error:
             _log.debug("control connection %d ended: %s", connection.number, error)
             connection.error = error
@@ -207,7 +207,7 @@ class ControlServer:
             if connection is None:
                 continue
             if reply[1] == "asked" and (away := connection.outage()):
-                # Not sent: bytes under way would start the time of the heartbeat again.
+                # Not sent, because bytes in flight would restart the heartbeat's timer.
                 answer = serialization.encode({"outage": away})
                 self._deliver(self._state.handle(client, 0, ("answer", reply[2], answer)))
                 continue
@@ -219,14 +219,14 @@ class ControlServer:
                 self._broken.append(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Have the selector report when the rest can be sent, if there is a rest."""
+        """Make the selector report when unsent bytes can be sent, if there are any."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
         if connection.watched != events:
             connection.watched = events
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        """End a client, whichever of its connections broke; without a bye, it is lost to its groups."""
+        """End a client, whichever of its connections broke; without a goodbye, it is lost to its groups."""
         known = self._known.pop(connection.serves, None)
         news = self._news.pop(connection.serves, None)
         away = "" if news is None else news.outage()
@@ -276,13 +276,13 @@ _MAX_UNREAD_BYTES = 256 << 20
 
 
 class Connection:
-    """A connection of a client that has proved the secret, with a non-blocking socket.
+    """Connection of an authenticated client, with a non-blocking socket.
 
     Attributes:
-        serves: The number of the client that it belongs to: that of the client's first connection.
+        serves: Number of its client, which is the number of the client's first connection.
         clean_exit: Whether the client has announced that it will leave.
-        watched: The events of its socket that the selector reports.
-        waiting: Whether bytes wait until the client has read others.
+        watched: Events of its socket that the selector reports.
+        waiting: Whether bytes are queued until the client has read others.
         error: The error that has ended the connection.
     """
 
@@ -302,12 +302,12 @@ class Connection:
         return bool(self._unsent)
 
     def limit_silence(self, seconds: float) -> None:
-        """End the connection when the client's host has not answered for so long."""
+        """End the connection after this much silence from the client's host."""
         self._host = self.peer.getpeername()[0]
         limit_silence(self.peer, seconds)
 
     def outage(self) -> str:
-        """Return since when the client's host has not answered, as a sentence; empty if it does, or has no limit."""
+        """Return since when the client's host has been silent, as text; empty if it answers, or has no limit."""
         return outage(self.peer, self._host, self.error) if self._host else ""
 
     def read(self) -> list[Frame]:
@@ -315,7 +315,7 @@ class Connection:
         return self._channel.available(self.peer, Kind.REQUEST, Kind.CALL)
 
     def write(self, kind: Kind, content: bytes) -> None:
-        """Send a frame, now or when the peer has read. Raises OSError if it never does."""
+        """Send a frame, now or when the peer has read others. Raises OSError if it never does."""
         self._queue(self._channel.encode(kind, content))
 
     def _queue(self, data: bytes) -> None:
@@ -328,7 +328,7 @@ class Connection:
         self._unsent += memoryview(data)[sent:]
 
     def flush(self) -> None:
-        """Send what can be sent now."""
+        """Send as much as possible now."""
         while self._unsent:
             sent = self._send(self._unsent)
             if not sent:

@@ -15,7 +15,7 @@ _DEAD = Cause("ClosedError", None, "this rank was killed")
 
 
 class SimulatedHub(LocalHub):
-    """Meeting point of simulated ranks.
+    """Control plane shared by simulated ranks.
 
     Args:
         request_s: Seconds until a request is answered, if it waits for no other rank.
@@ -51,7 +51,7 @@ class SimulatedHub(LocalHub):
 
 
 class SimulatedControl(LocalControl):
-    """One rank's handle. At each request, the seed decides which rank continues."""
+    """One rank's handle. At each request, the seed decides which rank runs next."""
 
     simulated = True
     _hub: SimulatedHub
@@ -70,7 +70,7 @@ class SimulatedControl(LocalControl):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         words = self._requests.pop(waiter.number, ("",))
-        # A key may never be set, and its reader expects that; an exchange needs every rank.
+        # A reader expects that a key may never be set, but an exchange needs every rank.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
             return super()._wait(waiter, timeout)
 
@@ -82,7 +82,7 @@ class SimulatedControl(LocalControl):
         return f"for {name_ranks(self._hub.missing(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
-        """End without a message; the others are notified a little later, as after a broken connection."""
+        """End without a message; the others are notified slightly later, as after a broken connection."""
         if self._ended is None:
             self._end(_DEAD, fails_groups=False)
             task = here()

@@ -1,4 +1,4 @@
-"""Sockets configured for the control plane, and errors for sockets that cannot be opened."""
+"""Sockets configured for the control plane, and errors for those that cannot be opened."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ __all__ = [
 ]
 
 _OUTAGE_S = 86_400
-"""Longest outage of a link that a connection survives. What waits for it gives up by its own deadline."""
+"""Longest link outage that a connection survives. Waits for it end at their own deadlines."""
 _IDLE_S = 10
-"""Seconds between probes of an idle connection, so that firewalls on the way do not forget it."""
+"""Seconds between probes of an idle connection, so that firewalls on the path do not drop it."""
 _PROBE_S = 1
-"""Seconds between probes of a connection whose silence has a limit."""
+"""Seconds between probes of a connection with a limit on silence."""
 _RETRIES = {16: 1, 44: 1000}
 """TCP_THIN_LINEAR_TIMEOUTS, and, on Linux 6.15 and newer, TCP_RTO_MAX_MS, for which Python has no names."""
 _MOST_MISSED = 2.5
-"""Probes of a connection that may be lost on the way before its host counts as not reachable."""
+"""Number of probes that may be lost before a connection's host counts as unreachable."""
 FAR_S = 0.005
-"""Round trip from which a link is long."""
+"""Round trip in seconds from which a link counts as long."""
 _LAST_ACK_AT = 56
-"""Place of tcpi_last_ack_recv, in milliseconds, in the kernel's struct tcp_info."""
+"""Offset of tcpi_last_ack_recv, in milliseconds, in the kernel's struct tcp_info."""
 _ROUND_TRIP_AT = 68
-"""Place of tcpi_rtt, in microseconds, in the same."""
+"""Offset of tcpi_rtt, in microseconds, in the same struct."""
 
 
 def check_platform() -> None:
@@ -67,31 +67,32 @@ def check_platform() -> None:
 
 
 def tune(peer: socket.socket) -> None:
-    """Disable Nagle's delay of small messages, survive outages of the link, and keep a long link full.
+    """Disable Nagle's algorithm, survive link outages, and keep a long link full.
 
-    No connection ends because its peer does not read, or cannot be reached: calls have deadlines, and hosts are
-    watched by the control plane; see `limit_silence`.
+    A connection does not end because its peer does not read or cannot be reached: calls have deadlines, and the control
+    plane watches hosts; see `limit_silence`.
     """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_silence(peer, _OUTAGE_S, _IDLE_S)
     if sys.platform == "linux":
-        # Else each retry comes after twice the time of the one before, up to two minutes after the link is back.
+        # Otherwise retry intervals double, so that the next one may be up to two minutes after the link is back.
         for option, value in _RETRIES.items():
             with contextlib.suppress(OSError):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
     if round_trip_s(peer) >= FAR_S:
-        # It sends at the rate that it measures. Others take each lost packet for a queue: of 50 Mbit/s, with 100 ms for
-        # a round trip and 0.1 % loss, cubic gets 4, and 38 with eight connections. Not every kernel has or allows it.
+        # BBR sends at the rate that it measures. Others treat each lost packet as congestion: on a 50 Mbit/s link with
+        # a round trip of 100 ms and 0.1 % loss, cubic gets 4 Mbit/s, and 38 with eight connections. Not every kernel
+        # has or allows BBR.
         with contextlib.suppress(OSError):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S) -> None:
-    """End a connection when the host at its other end has been silent for so long: up to `probe_s` seconds more.
+    """End a connection after this much silence of the host at its other end, and up to `probe_s` seconds more.
 
-    The kernels probe and answer, so a process that computes, or is stopped, is not silent. Bytes that a full peer
-    does not take count as silence, too.
+    The kernels probe and answer, so a process that computes or is stopped is not silent. Bytes that a full peer does
+    not accept also count as silence.
 
     Args:
         peer: The connection.
@@ -102,7 +103,7 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
         "TCP_KEEPALIVE": probe_s,
         "TCP_KEEPIDLE": probe_s,
         "TCP_KEEPINTVL": probe_s,
-        # It counts only where there is no TCP_USER_TIMEOUT, whose kernel takes no such numbers.
+        # Only counts on kernels without TCP_USER_TIMEOUT, which accept no such numbers.
         "TCP_KEEPCNT": max(1, int(silence_s / probe_s)),
         "TCP_USER_TIMEOUT": int(min(silence_s, _OUTAGE_S) * 1000),
     }
@@ -113,10 +114,10 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
 
 
 def outage(peer: socket.socket, host: str, error: BaseException | None = None) -> str:
-    """Return since when the host at the other end of a connection has not answered, as a sentence.
+    """Return since when the host at the other end of a connection has been silent, as text.
 
     Args:
-        peer: The connection, which `limit_silence` watches.
+        peer: A connection watched with `limit_silence`.
         host: The host's address.
         error: The error that has ended the connection, if one has.
 
@@ -137,7 +138,7 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
 
 
 def round_trip_s(peer: socket.socket) -> float:
-    """Return how long a packet took to a peer and back while it connected; 0 where the kernel does not tell."""
+    """Return the round trip to a peer while it connected, in seconds; 0 if the kernel does not report it."""
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
         return 0.0
     return _tcp_info(peer, _ROUND_TRIP_AT) * 1e-6
@@ -149,14 +150,14 @@ def _tcp_info(peer: socket.socket, place: int) -> int:
 
 
 PORT_RANGE = "UNISONO_PORT_RANGE"
-"""The variable with the ports at which ranks may listen, such as "20000-20099"."""
+"""Variable with the ports on which ranks may listen, such as "20000-20099"."""
 
 
 def port_range() -> range | None:
-    """Return the ports at which ranks may listen; None for any that the system gives out.
+    """Return the ports on which ranks may listen; None for any.
 
     Raises:
-        CommError: The variable is no range of ports.
+        CommError: The variable is not a range of ports.
 
     Example:
         >>> port_range() is None
@@ -172,18 +173,18 @@ def port_range() -> range | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket at exactly this address, or, for a name of this host, at all addresses of the host.
+    """Return a socket that listens on exactly this address, or, for a name of this host, on all of its addresses.
 
-    A name may stand for another address on each host: on its own it is often the loopback. For port 0, the socket
-    listens at any port that ranks may listen at.
+    Each host may resolve a name to another address; on the host itself it is often the loopback. For port 0, the socket
+    listens on any port allowed for ranks.
 
     Raises:
-        CommError: The address cannot be listened at, or as of `port_range`; the message names the reason and the fix.
+        CommError: Listening on the address failed, with the reason and the fix; or as `port_range`.
     """
     ports = port_range() if port == 0 else None
     if ports is None:
         return _listen(host, port)
-    # Ranks of one host begin at different places.
+    # Ranks on one host start searching at different ports.
     start = os.getpid() % len(ports)
     for candidate in (*ports[start:], *ports[:start]):
         try:
@@ -207,7 +208,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         if both:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Connections of a server that has just ended do not keep its port from the next one.
+        # Connections of a server that has just ended must not block its port for the next one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
@@ -235,7 +236,7 @@ PROOF_BYTES = 32
 
 _NAME = b"unisono"
 _PROTOCOL = b"3"
-"""The protocol's number changes with the bytes of any connection between ranks."""
+"""Protocol number, changed whenever the bytes on any connection between ranks change."""
 _WORD = _NAME + _PROTOCOL
 _NONCE_BYTES = 32
 HELLO_BYTES = len(_WORD) + _NONCE_BYTES
@@ -247,7 +248,7 @@ RANK_BYTES = _RANK.size
 
 
 class Hello:
-    """One side's part in the proof that both know the secret.
+    """One side's part in proving that both know the secret.
 
     Args:
         secret: The secret that both sides should know.
@@ -256,7 +257,7 @@ class Hello:
 
     Attributes:
         hello: The bytes to send first.
-        rank: The client's rank, proved or only claimed; see `accepts`.
+        rank: The client's rank, proved or just claimed; see `accepts`.
     """
 
     def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
@@ -268,13 +269,13 @@ class Hello:
         self.hello: bytes = _WORD + self._nonce
 
     def meet(self, hello: bytes) -> bool:
-        """Record the peer's hello. Return False if it belongs to another protocol."""
+        """Record the peer's hello; return False if it belongs to another protocol."""
         self._theirs = hello[len(_WORD) :]
         return len(hello) == HELLO_BYTES and hello.startswith(_WORD)
 
     @staticmethod
     def versions(hello: bytes) -> str:
-        """Return the sentence for a hello of this package's with another protocol number; empty for others'."""
+        """Return the error text for this package's hello with another protocol number; empty for other hellos."""
         number = hello[len(_NAME) : len(_WORD)]
         if not hello.startswith(_NAME) or number == _PROTOCOL or not number.isdigit():
             return ""
@@ -290,7 +291,7 @@ class Hello:
         return self._derive(b"client", self._rank_bytes()) + self._rank_bytes()
 
     def claim(self) -> bytes:
-        """Return the bytes with this client's rank, sent if the server has another secret. They prove nothing."""
+        """Return the bytes with this client's rank, sent if the server has another secret; they prove nothing."""
         return _NO_PROOF + self._rank_bytes()
 
     def accepts(self, proof: bytes) -> bool:
@@ -321,14 +322,14 @@ _VARIABLE = "UNISONO_SECRET"
 
 
 def find_secret(given: str | bytes | None = None) -> bytes:
-    """Return the given secret, else that of $UNISONO_SECRET, else that of this user on this host.
+    """Return the given secret, else $UNISONO_SECRET, else this user's secret on this host.
 
-    The last is random, created at the first call, and kept in a file that only this user can read:
-    `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or under the directory for temporary
-    files where there is no home to write to.
+    The latter is random, created on the first call, and kept in a file that only this user can read:
+    `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or in the directory for temporary files if there is no
+    writable home.
 
     Raises:
-        ValueError, TypeError: The secret that was given is empty, or neither text nor bytes.
+        ValueError, TypeError: The given secret is empty, or neither text nor bytes.
         CommError: The file could be read by others, or belongs to another user.
 
     Example:
@@ -340,8 +341,8 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
 
 def secret_bytes(given: str | bytes) -> bytes:
-    """Return a secret chosen by the caller or the environment, as bytes. Raises as `find_secret` does."""
-    # Made of a number, bytes would be that many zeros.
+    """Return a secret from the caller or the environment, as bytes. Raises like `find_secret`."""
+    # For a number, bytes() would return that many zeros.
     if not isinstance(given, str | bytes | bytearray | memoryview):
         raise TypeError(f"the secret must be text or bytes, not {type(given).__name__}")
     # An environment may hold any bytes.
@@ -358,7 +359,7 @@ def _of_this_user() -> bytes:
             return _read_or_create(directory())
         except CommError:
             raise
-        # No home, no right to write there, or a file system that is full, read-only or without hard links.
+        # No home, no write permission there, or a file system that is full, read-only or without hard links.
         except (OSError, RuntimeError) as error:
             last = error
     raise CommError(
@@ -391,21 +392,21 @@ def _read_or_create(directory: Path) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Create the file. It is written whole under another name first, so that no process ever reads a part of it."""
+    """Create the file, written completely under another name first, so that no process ever reads a part of it."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         os.link(name, path)
     except FileExistsError:
-        # Another process was faster; its secret is as good.
+        # Another process was faster, and its secret is just as good.
         return
     finally:
         Path(name).unlink()
 
 
 def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
-    """Raise CommError if another user owns it, or has a right to it that is `forbidden` (bits of its mode)."""
+    """Raise CommError if another user owns the file, or has a `forbidden` permission (bits of its mode)."""
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid != os.geteuid():

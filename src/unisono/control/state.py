@@ -20,20 +20,20 @@ _MOST_ABSENCES = 16
 
 
 class ControlState:
-    """State of one job. Clients are numbers that the carrier of the messages assigns.
+    """State of one job. Clients are numbers assigned by the message carrier.
 
     Requests are tuples, a verb and its arguments: see the methods that begin with `_on_`. Each gets
     one reply, immediately or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's
     failure is reported to all members as `(0, "failed", (group, *cause))`.
 
     Args:
-        on_end: Called with the name of a group that all ranks have left, for holders of objects by group.
+        on_end: Called with the name of a group that all ranks have left, so that holders can drop the group's objects.
         on_left: Called with the label of a client that has disconnected, with or without a goodbye.
-        restarts: Whether a rank's next process takes the place of one that was lost while ranks still joined; else
-            that is a failure of the others.
+        restarts: Whether a rank's new process may replace one that was lost while ranks were still joining; otherwise
+            the loss fails the others.
 
-    Values of an exchange are opaque bytes, so "equal" means that the bytes are equal.
-    Memory is bounded: finished exchanges are forgotten, and groups that all ranks have left.
+    Values in an exchange are opaque bytes, so "equal" means equal bytes. Memory is bounded: finished exchanges are
+    dropped, as are groups that all ranks have left.
 
     Example:
         >>> state = ControlState()
@@ -63,7 +63,7 @@ class ControlState:
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._labels: dict[int, str] = {}
-        # Lines for the errors of ranks that wait in vain, by the rank that is missing, or its host.
+        # Lines for the errors of ranks that wait in vain, by the missing rank or its host.
         self._absences: dict[int | str, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
@@ -73,27 +73,27 @@ class ControlState:
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
             raise ValueError(f"unknown request {verb!r}")
-        # Arguments that are kept are used for other clients later, which would then get the error.
+        # Checked now, because arguments are kept and used for other clients later, which would then get the error.
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
     def called(self, client: int, content: bytes) -> Outgoing:
-        """Take a call on a group of torch's, which only `WatchedCalls` compares."""
+        """Ignore a call on a torch group, which only `WatchedCalls` compares."""
         raise ValueError("this control plane compares no calls of torch's groups")
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
-        """Handle the end of a client's connection without `bye`; `outage` says why if its host was not reachable."""
+        """Handle the end of a client's connection without `bye`; `outage` is the reason if its host was unreachable."""
         names = self._groups.names(client)
         for (job, rank), (number, _, last) in list(self._registrations.items()):
             if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
-                # Its next process takes its place in the same world, for which the others still wait.
+                # A new process may take its place in the same world, for which the others still wait.
                 self._registrations[job, rank] = number - 1, "", client
                 self._absent(rank, f"rank {rank} had joined, and was lost: its process ended before all had joined")
         out = [*self._forget(client), *self._groups.lose(client, outage)]
         return out + self._look(names)
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
-        """Keep, for errors, that a process was refused, and which rank it claims to be. A claim ends nothing."""
+        """Record for errors that a process was refused, and which rank it claims to be. A claim alone ends nothing."""
         if rank is None:
             self._absent(host, f"a process at {host} was refused: {why}")
         else:
@@ -112,7 +112,7 @@ class ControlState:
         return [*self._wake(self._keys.set(key, value), value), (client, (request, "ok", None))]
 
     def _on_get(self, client: int, request: int, key: str, group: str = "") -> Outgoing:
-        """Answer when the key is set. With a group, its failure ends the wait too."""
+        """Answer when the key is set. If a group is given, its failure also ends the wait."""
         cause = self._groups.cause(group) if group else None
         if cause is not None:
             return [(client, failed(request, cause))]
@@ -158,7 +158,7 @@ class ControlState:
         return [*self._groups.join(client, request, name, rank, size, members), *self._stops.joined(client, name)]
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
-        """Answer immediately, or, with `last`, when all ranks have left or no message is of use any more."""
+        """Answer immediately, or, with `last`, once all ranks have left or messages have become useless."""
         if last and self._groups.knows(name) and self._groups.cause(name) is None:
             self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._look([name])]
@@ -181,7 +181,7 @@ class ControlState:
         return [*out, (client, (request, "ok", None))]
 
     def _missing(self, name: str) -> str:
-        """Return lines for an error of a group: why ranks are missing, as far as is known."""
+        """Return lines for a group's error: why ranks are missing, as far as known."""
         registered = {rank for (_, rank), (number, *_) in self._registrations.items() if number}
         if "/" in name or self._groups.complete(name):
             return ""
@@ -200,7 +200,7 @@ class ControlState:
 
     # -- surveys -----------------------------------------------------------------------------------
     def _on_survey(self, client: int, request: int, name: str | None) -> Outgoing:
-        """Query the members of a group, or all clients that are in any group, for what they are doing."""
+        """Query the activity of a group's members, or of all clients that are in any group."""
         labels = self._groups.first_of_all()
         if name is not None:
             labels = {other: (name, rank) for rank, other in self._groups.present(name).items()}
@@ -215,14 +215,17 @@ class ControlState:
 
     # -- stopping at the same step -----------------------------------------------------------------
     def _on_stop(self, client: int, request: int, name: str | None, reason: str) -> Outgoing:
-        """Ask all ranks of a group to stop; without a name, those of all groups. Answer with the number of clients."""
+        """Request all ranks of a group to stop, or, without a name, those of all groups.
+
+        Answer with the number of clients.
+        """
         names = self._groups.all_names() if name is None else [name]
         out = [reply for each in names for reply in self._stops.request(each, reason)]
         asked = {other for each in names for other in self._groups.present(each).values()}
         return [*out, (client, (request, "ok", len(asked)))]
 
     def _on_passed(self, client: int, request: int, name: str, count: int) -> Outgoing:
-        """Take the number of step boundaries that a rank has passed. It gets no reply."""
+        """Record the number of step boundaries that a rank has passed. It gets no reply."""
         return self._stops.passed(client, name, count)
 
     def _on_verdict(self, client: int, request: int, name: str) -> Outgoing:
@@ -238,7 +241,7 @@ class ControlState:
 
     # -- debugging ---------------------------------------------------------------------------------
     def _on_hold(self, client: int, request: int, reason: str | None) -> Outgoing:
-        """Tell all clients that are in any group."""
+        """Notify all clients that are in any group."""
         told = [(other, (0, "held", reason)) for other in self._groups.first_of_all()]
         return [*told, (client, (request, "ok", None))]
 
@@ -267,9 +270,8 @@ class ControlState:
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
         """Join the next world of a job; the answer is its name.
 
-        Each `init` of a rank joins the next world. A rank's next process may take over after its
-        last one has ended; a second process at the same time is an error, which fails a world that
-        is still forming.
+        Each `init` of a rank joins the next world. A rank's new process may take over after its last one has ended; a
+        second process at the same time is an error, and fails a world that is still forming.
         """
         number, holder, last = self._registrations.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:
@@ -309,7 +311,7 @@ class ControlState:
         return self._surveys.forget(client)
 
     def _look(self, names: Sequence[str]) -> Outgoing:
-        """Conclude what waits for ranks that have left these groups."""
+        """Conclude operations that wait for ranks that have left these groups."""
         return [reply for name in names for reply in (*self._rebuilds.look(name), *self._stops.look(name))]
 
     # -- relations of groups and keys --------------------------------------------------------------
@@ -319,7 +321,7 @@ class ControlState:
         return [(client, (request, "ok", value)) for client, request in waiting]
 
     def _group_failed(self, name: str, cause: Cause) -> Outgoing:
-        """End the waits for keys on behalf of a failed group."""
+        """End waits for keys on behalf of a failed group."""
         out: Outgoing = []
         for client, request in [wait for wait, group in self._waits.items() if group == name]:
             del self._waits[client, request]
@@ -343,7 +345,7 @@ class ControlState:
         return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
 
     def _release_leaving(self, name: str) -> Outgoing:
-        """Answer the ranks that have left a group, and wait so that nothing they have sent is cut off."""
+        """Answer the ranks that have left a group and were waiting so that nothing they sent is cut off."""
         return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 

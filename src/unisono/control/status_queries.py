@@ -1,4 +1,4 @@
-"""Queries to ranks for what they are doing."""
+"""Queries of ranks' activities."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class _Survey:
 
 
 class StatusQueries:
-    """Queries for what each of some clients is doing. An unresponsive client does not delay the others for long.
+    """Queries of some clients' activities. An unresponsive client does not delay the others for long.
 
-    The answer to a query is a list of pairs: a client's group and rank, and its report, or None.
+    The answer to a query is a list of pairs: a client's group and rank, and its report or None.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StatusQueries:
         return self._conclude(number, survey)
 
     def end_query(self, client: int, request: int) -> Outgoing:
-        """End a query: the client that requested it stops waiting, and receives the answers so far."""
+        """End a query: its requester stops waiting, and receives the answers so far."""
         out: Outgoing = []
         for number, survey in list(self._open.items()):
             if (survey.client, survey.request) == (client, request):

@@ -17,8 +17,8 @@ class _StopRound:
 
     Attributes:
         reason: Reason given with the request.
-        passed: Number of step boundaries that each rank had passed when it learnt of the request.
-        waiting: Requests for the verdict, by clients that have arrived at their next boundary.
+        passed: Number of step boundaries that each rank had passed when the request arrived.
+        waiting: Requests for the verdict from clients that have reached their next boundary.
         verdict: Number of the boundary at which all stop; None until all ranks have answered.
     """
 
@@ -32,8 +32,8 @@ class StopRounds:
     """One request to stop for each group: the first one counts.
 
     A request is pushed to all ranks of the group. Each reports how many step boundaries it has passed, and passes no
-    further one without the verdict, so that the largest number reported, plus 1, is a boundary that no rank has passed.
-    The barrier of JAX's preemption sync manager works in the same way.
+    further one without the verdict, so the largest reported number plus 1 is a boundary that no rank has passed. JAX's
+    preemption sync manager works in the same way.
 
     Args:
         groups: The groups of the job.
@@ -44,19 +44,19 @@ class StopRounds:
         self._rounds: dict[str, _StopRound] = {}
 
     def request(self, name: str, reason: str) -> Outgoing:
-        """Begin a round in a group, unless it has one already, or has ended."""
+        """Begin a round in a group, unless it already has one, or has ended."""
         if name in self._rounds or not self._groups.knows(name):
             return []
         self._rounds[name] = _StopRound(reason)
         return [(client, (0, "boundary", (name, reason))) for client in self._groups.present(name).values()]
 
     def joined(self, client: int, name: str) -> Outgoing:
-        """Push the round of a group to a member that has joined since."""
+        """Push a group's round to a member that has joined since."""
         current = self._rounds.get(name)
         return [] if current is None else [(client, (0, "boundary", (name, current.reason)))]
 
     def passed(self, client: int, name: str, count: int) -> Outgoing:
-        """Take a rank's report."""
+        """Record a rank's report."""
         rank = self._groups.rank_of(client, name)
         if rank is None or name not in self._rounds:
             return []
@@ -64,8 +64,8 @@ class StopRounds:
         return self.look(name)
 
     def ask(self, client: int, request: int, name: str) -> Outgoing:
-        """Take a request for the verdict, which is answered when there is one."""
-        # A rank asks only after the push, so there is no round only if its group has ended meanwhile.
+        """Accept a request for the verdict, which is answered once it is known."""
+        # A rank asks only after the push, so the round can only be missing if its group has ended meanwhile.
         current = self._rounds.get(name)
         if current is None:
             return [(client, (request, "ok", None))]
@@ -73,7 +73,7 @@ class StopRounds:
         return self.look(name)
 
     def look(self, name: str) -> Outgoing:
-        """Reach the verdict if all ranks have reported that are left, and answer the requests for it."""
+        """Reach the verdict if all remaining ranks have reported, and answer the requests for it."""
         current = self._rounds.get(name)
         if current is None:
             return []
@@ -86,7 +86,7 @@ class StopRounds:
         return [(client, (request, "ok", current.verdict)) for client, request in waiting]
 
     def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
-        """Return the failure of a group whose ranks have not all reported; None if they have, or it has no round."""
+        """Return the failure of a group whose ranks have not all reported; None if they have, or without a round."""
         current = self._rounds.get(name)
         missing = [] if current is None else sorted(self._groups.awaited(name) - current.passed.keys())
         if not missing:

@@ -1,4 +1,4 @@
-"""torch's store on top of the control plane, so that torch's process groups need no TCPStore."""
+"""A torch store on top of the control plane, so that torch's process groups need no TCPStore."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ControlStore(dist.Store):
     """A `torch.distributed.Store` with its keys under a prefix of a control plane.
 
     Args:
-        control: The handle; it has to outlive the store.
+        control: The handle, which must outlive the store.
         prefix: Prefix of all keys. Stores with different prefixes are independent.
         timeout_s: Seconds that `get` and `wait` wait for a key, unless changed by `set_timeout`.
-        group: A group; its failure ends these waits too.
+        group: A group whose failure also ends these waits.
 
     Example:
         >>> from unisono.control import LocalHub
@@ -31,7 +31,7 @@ class ControlStore(dist.Store):
         b'here'
     """
 
-    # torch keeps it, since its own code sets it; its annotations do not tell.
+    # torch keeps the attribute, because its own code sets it, although its annotations lack it.
     timeout: timedelta
 
     def __init__(
@@ -73,7 +73,7 @@ class ControlStore(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    # As torch's C++ code calls the two.
+    # Names under which torch's C++ code calls the two.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

@@ -1,4 +1,4 @@
-"""Comparison of the calls that ranks make on process groups of torch's, apart from these groups and from the ranks."""
+"""Compares the ranks' calls on torch's process groups, outside these groups and the ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ the reduce operation (0: unknown), whether the caller can make no other call unt
 
 _DEADLOCK_S = 0.5
 _OTHERS_S = 0.1
-"""Seconds in which the other ranks may still make a call in which two differ, to be named as well."""
+"""Seconds for the other ranks to make a call in which two differ, so that they are named as well."""
 _FIRST_WITHIN_S = 60.0
 _CAUSE_S = 1.0
-"""Seconds in which the cause of a broken connection may still be reported."""
+"""Seconds for the cause of a broken connection to be reported."""
 _DOWN = ("broadcast", "scatter")
 _UP = ("reduce", "gather")
 _BROKEN = re.compile(r"Connection (closed|reset) by|Broken pipe|Read error|Socket closed|writev|Connection refused")
 
 
 def follows(error: BaseException) -> bool:
-    """Return whether an error of torch's follows from the end of another rank.
+    """Return whether a torch error follows from the end of another rank.
 
     Example:
         >>> follows(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4242")), follows(KeyError("x"))
@@ -44,11 +44,11 @@ def follows(error: BaseException) -> bool:
 
 
 class Overdue(NamedTuple):
-    """A call for which ranks have waited longer than the limit of its group.
+    """A call for which ranks have waited longer than its group's limit.
 
     Attributes:
-        rank: One that has not made it.
-        text: What the others wait for, and for how long.
+        rank: A rank that has not made it.
+        text: Description of what the others wait for, and how long.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Overdue(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """One rank's part of a call. The fields are those of `CALL`, with the signature itself for its index."""
+    """One rank's part of a call, with the fields of `CALL`, and the signature itself in place of its index."""
 
     same: int
     signature: bytes
@@ -70,7 +70,7 @@ class _Made(NamedTuple):
 
 @dataclass(slots=True)
 class _Call:
-    """A call that not all ranks of its group have made.
+    """A call that only some ranks of its group have made.
 
     Attributes:
         since: When the first rank made it.
@@ -97,7 +97,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Group:
-    """A process group of torch's; its members are ranks of the watch."""
+    """A torch process group, whose members are ranks of the watch."""
 
     text: str
     members: tuple[int, ...]
@@ -115,14 +115,14 @@ class _Client:
 
 
 class WatchedCalls(ControlState):
-    """Control plane whose clients report their calls, and learn of the first difference as the failure of the world.
+    """Control plane whose clients report their calls, and receive the first difference as the failure of the world.
 
     A rank that has ended, however, fails nothing until another one needs it, unless it is known to have failed: a
-    program may end its processes as it likes once they have nothing more to do together.
+    program may end its processes at any time once they have no more calls in common.
 
     Args:
         now: The clock.
-        options: Those of `ControlState`.
+        options: Options of `ControlState`.
     """
 
     def __init__(self, now: Callable[[], float] = clock.real, **options: Any) -> None:
@@ -139,7 +139,7 @@ class WatchedCalls(ControlState):
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_attend(self, client: int, request: int, world: str, pid: int) -> Outgoing:
-        """Begin to report calls. `pid` is 0 for a process of another host."""
+        """Begin to report calls. `pid` is 0 for a process on another host."""
         rank = self._groups.rank_of(client, world)
         if rank is None:
             raise ValueError("only a member reports calls")
@@ -170,7 +170,7 @@ class WatchedCalls(ControlState):
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
         how = "has ended, or closed its watch. Did it make fewer calls?"
-        # The goodbye comes first: the client must not be told about calls that it leaves unfinished itself.
+        # Handle the goodbye first, because the client must not be notified of calls that it leaves unfinished itself.
         return [*super()._on_bye(client, request), *self._end(client, how)]
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
@@ -179,9 +179,9 @@ class WatchedCalls(ControlState):
         here = self._present[client]
         if here.pid:
             self._unclear[here.rank] = here.pid
-        # Dropping the last reply: a client that was lost expects no answer to its goodbye.
+        # Drop the last reply, because a lost client expects no answer to a goodbye.
         out = super()._on_bye(client, 0)[:-1]
-        # Its status can be read for as long as its parent has not taken it.
+        # Its status can be read as long as its parent has not collected it.
         out += self._look_for_failed()
         return [*out, *self._end(client, f"was lost: {outage or 'its process has ended'}.")]
 
@@ -194,11 +194,11 @@ class WatchedCalls(ControlState):
 
     # -- calls -------------------------------------------------------------------------------------
     def called(self, client: int, content: bytes) -> Outgoing:
-        """Take a call that a client has reported, as `CALL`. It gets no reply."""
+        """Record a reported call, as `CALL`. It gets no reply."""
         return self._take(client, 0, *CALL.unpack(content))
 
     def _on_compare(self, client: int, request: int, content: bytes) -> Outgoing:
-        """Take a call, and answer when all ranks have made it."""
+        """Record a call, and answer when all ranks have made it."""
         return self._take(client, request, *CALL.unpack(content))
 
     def _on_abandon(self, client: int, request: int, group: int, number: int) -> Outgoing:
@@ -229,15 +229,15 @@ class WatchedCalls(ControlState):
         return self._made(where, number, call)
 
     def _made(self, where: _Group, number: int, call: _Call) -> Outgoing:
-        """Forget a call that all ranks have made."""
+        """Drop a call that all ranks have made."""
         del where.calls[number]
         return [(other, (waiting, "ok", None)) for other, waiting in call.asked]
 
     def _compared(self, where: _Group, number: int, call: _Call) -> Outgoing:
-        """Name the difference between the ranks that have made a call, if there is one."""
+        """Report the difference between the ranks that have made a call, if any."""
         prints = {rank: call.made[rank].fingerprint for rank in sorted(call.made)}
         if any(each.op is None for each in prints.values()):
-            # A C++ caller's reduce operation is unknown. The others' would be named as a difference.
+            # A C++ caller's reduce operation is unknown, and the others' would be reported as a difference.
             prints = {rank: each._replace(op=None) for rank, each in prints.items()}
         problem = explain(prints)
         if not problem:
@@ -250,7 +250,7 @@ class WatchedCalls(ControlState):
         return self._fail("MismatchError", None, f"{problem}. This is call {number} of {where.text}{silent}. {sent}")
 
     def _fail(self, kind: str, rank: int | None, message: str) -> Outgoing:
-        """Fail the world, and all calls that wait to be compared."""
+        """Fail the world, and all calls that are waiting to be compared."""
         cause = Cause(kind, rank, message)
         waiting = [asked for _, _, call in self._open() for asked in call.asked]
         for group in self._known.values():
@@ -259,7 +259,7 @@ class WatchedCalls(ControlState):
 
     # -- failures ----------------------------------------------------------------------------------
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
-        """Take an error that ends a rank; one that follows from another's end waits for that one's."""
+        """Record an error that ends a rank; if it follows from another rank's end, wait for that one's error."""
         if client in self._present and rank is not None and _BROKEN.search(message):
             self._victim = self._victim or (self._now(), rank, message)
             return [(client, (request, "ok", (kind, rank, message)))]
@@ -269,7 +269,7 @@ class WatchedCalls(ControlState):
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Look for what only time shows. Answer whether all ranks have ended, and a call that is overdue."""
+        """Check for ends and overdue calls. Answer whether all ranks have ended, and with an overdue call."""
         out = [*self._look_for_failed(), *self._look_for_cycle()]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
@@ -279,7 +279,7 @@ class WatchedCalls(ControlState):
         return [*out, (client, (request, "ok", (ended, overdue and tuple(overdue))))]
 
     def _look_for_gone(self) -> Outgoing:
-        """Fail if a call needs a rank that has ended."""
+        """Fail if a call is waiting for a rank that has ended."""
         for _, _, call, rank in self._awaited():
             if rank in self._gone:
                 waiting, made = next(iter(call.waiting.items()))
@@ -288,7 +288,7 @@ class WatchedCalls(ControlState):
         return []
 
     def _look_for_failed(self) -> Outgoing:
-        """Fail if a rank has ended in a way that shows a failure, or an error has waited for its cause."""
+        """Fail if a rank's end shows a failure, or an error has waited long enough for its cause."""
         for rank, pid in list(self._unclear.items()):
             status = exit_status(pid)
             if status is None:
@@ -342,12 +342,12 @@ class WatchedCalls(ControlState):
         return ((group, *each) for group in list(self._known.values()) for each in list(group.calls.items()))
 
     def _awaited(self) -> Iterator[tuple[_Group, int, _Call, int]]:
-        """Yield the calls that cannot complete yet, with a rank that each needs."""
+        """Yield the incomplete calls, with a rank that each needs."""
         for where, number, call in self._open():
             made = next(iter(call.made.values())).fingerprint
             needed = self._missing_in(where, call)
             root = None if made.root is None else where.members[made.root]
-            # The root of a broadcast need not wait for the others, nor those of a reduce for the root.
+            # The root of a broadcast need not wait for the others, nor the others for the root of a reduce.
             if made.operation in _DOWN:
                 needed &= {root}
             elif made.operation in _UP and root in needed:

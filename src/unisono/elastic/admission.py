@@ -1,4 +1,4 @@
-"""`join`: how a newcomer gets into a job that is running."""
+"""`join`, which adds a newcomer to a running job."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def join(
     secret: str | bytes | None = None,
     wrap: Wrap | None = None,
 ) -> Communicator:
-    """Become one more rank of a running job, when its ranks call `comm.rebuild` with `grow` or `size`.
+    """Join a running job as an additional rank, when its ranks call `comm.rebuild` with `grow` or `size`.
 
-    Backend, default timeout, chunk size and checks are those of the job. The newcomer's rank is the last one.
+    Backend, default timeout, chunk size and checks are the job's. The newcomer gets the last rank.
 
     Args:
-        init_method: As the job's ranks gave it to `init`: "tcp://host:port" or "file:///path".
-        pid: Instead of `init_method`: a process of the job on this host, of this user: any rank, or the process that
-            launched the ranks.
+        init_method: As passed to `init` by the job's ranks: "tcp://host:port" or "file:///path".
+        pid: Instead of `init_method`: a process of the job on this host, of the same user: any rank, or the launching
+            process.
         timeout: Time until the job's ranks admit this one: seconds or a `timedelta`.
         device: As for `init`.
         secret: As for `init`; not needed with `pid` or a file.
         wrap: As for `init`.
 
     Returns:
-        The communicator, of the job's ranks and all newcomers; its `close` also ends this process's control client.
+        The communicator of the job's ranks and all newcomers; its `close` also ends this process's control client.
 
     Raises:
         ValueError: Neither `init_method` nor `pid` was passed, or both; or `timeout` is not a positive number.
-        CommTimeoutError: The job's ranks have not called `rebuild` with `grow` or `size`.
-        CommError: There is no such job, or the secrets differ.
+        CommTimeoutError: The job's ranks did not call `rebuild` with `grow` or `size`.
+        CommError: The job does not exist, or the secrets differ.
 
     Example:
         >>> un.join(pid=2**22, timeout=0.1)
@@ -72,11 +72,11 @@ def join(
 def _find_running(
     init_method: str | None, pid: int | None, secret: str | bytes | None
 ) -> tuple[tuple[str, int], bytes, int | None]:
-    """Address and secret, and which rank hosts it, if one is known to.
+    """Return address and secret, and the rank that hosts it, if known.
 
     Raises:
-        ValueError: The init method names no place.
-        CommError: There is nothing there.
+        ValueError: The init method has no address.
+        CommError: Nothing answers there.
     """
     if pid is not None:
         return *find_control(pid), None

@@ -1,4 +1,4 @@
-"""Training that continues when ranks die: from the last step that any survivor has committed, with nothing lost."""
+"""Training that continues when ranks die, from the last step committed by any survivor, without losing samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.utils.redistribute import redistribute
 __all__ = ["Recovery", "Sharded", "Snapshots"]
 
 _MOST_ATTEMPTS = 10
-"""Recoveries in a row without a commit, where lost ranks are replaced: otherwise their number bounds it."""
+"""Most consecutive recoveries without a commit if lost ranks are replaced; otherwise their number is a bound."""
 
 
 @runtime_checkable
@@ -32,27 +32,27 @@ class _Stateful(Protocol):
 
 
 class Recovery:
-    """Recovery of a training loop with the remaining ranks: an agreed step, and all that moves to them.
+    """Recovery of a training loop with the remaining ranks, at an agreed step, with all parts moved to them.
 
     A step counts when this rank calls `commit`, after the optimizer's step. When a call between ranks fails, `recover`
-    creates a communicator of the survivors, and finds the survivor with most committed steps. A step that any
-    survivor has committed counts: its gradients were those of all ranks, also of those that died since. Ranks that
-    have not committed it receive parameters, buffers and the optimizer's state from a rank that has. A step that no
-    survivor has committed is discarded: its samples, those of the dead ranks too, are dealt again.
+    creates a communicator of the survivors, and finds the one with most committed steps. A step that any survivor has
+    committed counts, because its gradients included all ranks, even those that have died since. Ranks that have not
+    committed it receive parameters, buffers and optimizer state from one that has. A step that no survivor has
+    committed is discarded, and its samples, including the dead ranks', are dealt again.
 
-    Parts that are divided among the ranks (`un.sharding`) need no file either: each commit takes a snapshot of them,
-    of which the next rank has a copy. After a failure all parts return to the last snapshot that any survivor has
-    committed, divided among the new ranks.
+    Sharded parts (`un.sharding`) need no file either: each commit takes a snapshot of them, of which the next rank
+    keeps a copy. After a failure all parts return to the last snapshot that any survivor has committed, divided among
+    the new ranks.
 
     Args:
         comm: The communicator that the loop uses; afterwards `recovery.comm`.
-        redundancy: For sharded parts: number of ranks to the right that have a copy of each rank's shards. That many
+        redundancy: For sharded parts: number of following ranks that keep a copy of each rank's shards. That many
             neighbouring ranks may die together.
         parts: Parts of the training, by any name. A part with `rebuild` is a sampler (`un.data.PartitionSampler` or
             `GlobalBatchSampler`), and is advanced by each commit; a part with `move_to` (`un.GradientAverager`) moves
-            to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a
-            scheduler) is synced. A `ShardedModel`, an optimizer of it, and a `ShardedOptimizer`, which includes its
-            parameters, are divided among the new ranks. Parts are treated in the order in which they are passed.
+            to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler)
+            is synced. A `ShardedModel`, an optimizer of it, and a `ShardedOptimizer`, which includes its parameters,
+            are divided among the new ranks. Parts are handled in the order in which they are passed.
 
     Attributes:
         comm: The current communicator.
@@ -62,14 +62,14 @@ class Recovery:
         TypeError: A part is none of these.
         ValueError: `redundancy` is not a number of ranks.
 
-    Collective if a part is sharded. A further death during recovery does no harm. On a rank that was started for a lost
-    one (`comm.is_replacement`, by `launch(..., on_failure="replace")`) the constructor joins the others, which are in
-    `recover(size=...)`: afterwards `comm`, `step` and the parts are those of the job.
+    Construction is collective if a part is sharded. A further death during recovery does no harm. On a replacement
+    (`comm.is_replacement`, from `launch(..., on_failure="replace")`) the constructor joins the others, which are in
+    `recover(size=...)`; afterwards `comm`, `step` and the parts are the job's.
 
-    Cost: without sharded parts nothing until a failure; then the rebuild, one exchange of numbers, and one broadcast
-    of the state if ranks differ. With sharded parts each commit copies the shards of a rank, sends them to
-    `redundancy` ranks, and waits for all ranks; memory is 2 + 2 * redundancy times the shards, and twice the parts
-    that are not sharded. Recovery then sends each element at most once, and no rank ever needs the whole model.
+    Cost: without sharded parts nothing until a failure; then the rebuild, one exchange of numbers, and one broadcast of
+    the state if ranks differ. With sharded parts each commit copies a rank's shards, sends them to `redundancy` ranks,
+    and waits for all ranks; memory is 2 + 2 * redundancy times the shards, and twice the unsharded parts. Recovery then
+    sends each element at most once, and no rank ever needs the whole model.
 
     Example:
         >>> def program(comm):
@@ -115,22 +115,22 @@ class Recovery:
         if comm.is_replacement:
             self.join(comm.rebuild())
         elif self._snapshots:
-            # The next call of the training fails as well, and its `recover` is for this one, too.
+            # The next call in training fails as well, and its `recover` handles both.
             with suppress(PeerLostError):
                 self._snapshots.take(comm)
 
     def commit(self, samples: int | None = None) -> None:
-        """Count the step, whose parameters this rank now has as all others, and advance the samplers.
+        """Count the step that this rank has completed like all others, and advance the samplers.
 
-        Waits for the other ranks if a part is sharded, and for none otherwise.
+        Waits for the other ranks only if a part is sharded.
 
         Args:
             samples: Number of samples that this rank has trained on in this step, such as `len(batch)`, which may be 0.
-                A `PartitionSampler` needs it. A `GlobalBatchSampler` goes one step on, whatever it is.
+                Needed for a `PartitionSampler`. A `GlobalBatchSampler` advances by one step, whatever the number.
 
         Raises:
             TypeError: A sampler needs the number of samples.
-            CommError: A rank was lost before all had a snapshot: call `recover`. With sharded parts only.
+            CommError: With sharded parts: a rank was lost before all had a snapshot; call `recover`.
         """
         by_samples = [each for each in self._samplers.values() if not isinstance(each, GlobalBatchSampler)]
         if by_samples and samples is None:
@@ -148,8 +148,8 @@ class Recovery:
     def recover(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Resume with the survivors (and `grow` newcomers). Collective over them; restart iteration over samplers.
 
-        Call it from the `except CommError` around a step, or on all ranks at one place to admit newcomers. Ranks
-        that die meanwhile are left out as well.
+        Call it in the `except CommError` around a step, or on all ranks at the same point to admit newcomers. Ranks
+        that die meanwhile are excluded as well.
 
         Args:
             grow, size, timeout: As for `Communicator.rebuild`.
@@ -159,8 +159,8 @@ class Recovery:
 
         Raises:
             CommError: As `Communicator.rebuild` does.
-            RuntimeError: More ranks died together than copies of their shards exist; on every rank. Or ranks with
-                `size` have recovered more than ten times in a row without a commit: the step itself may end them.
+            RuntimeError: On every rank: more ranks died together than there are copies of their shards. Or ranks with
+                `size` have recovered more than ten times in a row without a commit: the step itself may kill them.
         """
         while True:
             self._count_attempt(size)
@@ -170,7 +170,7 @@ class Recovery:
             grow = 0
 
     def _count_attempt(self, size: int | None) -> None:
-        """Raise `RuntimeError` for a step that ends a rank again and again, which would be replaced again and again."""
+        """Raise `RuntimeError` if a step kills ranks repeatedly, which would otherwise be replaced forever."""
         self._attempts = 0 if size is None else self._attempts + 1
         if self._attempts > _MOST_ATTEMPTS:
             raise RuntimeError(
@@ -179,17 +179,17 @@ class Recovery:
             )
 
     def join(self, comm: Communicator | None = None) -> Communicator:
-        """Take part as a newcomer, while the others are in `recover`.
+        """Join as a newcomer, while the others are in `recover`.
 
-        Replaces this rank's parameters, buffers and optimizer state by those of the ranks of the job. Parts that
-        communicate (an averager, sharded ones) were made with a communicator of this rank alone, such as
-        `un.init("thread")`, as this object then was.
+        Replaces this rank's parameters, buffers and optimizer state with the job's. Parts that communicate (an
+        averager, sharded ones), and then this object, must have been made with a communicator of this rank alone, such
+        as `un.init("thread")`.
 
         Args:
             comm: A communicator from `unisono.join`; None if this object was made with it.
 
         Returns:
-            The communicator to use, also in `comm`; a new one if a rank was lost meanwhile, or has left.
+            The communicator to use, also in `comm`; a new one if a rank was lost or has left meanwhile.
 
         Raises:
             ValueError: A part is sharded, and `comm` is None.
@@ -208,9 +208,9 @@ class Recovery:
         return self.comm
 
     def leave(self, *, timeout: Timeout | None = None) -> None:
-        """Leave on purpose, after a commit, while the others are in `recover`; closes the communicator.
+        """Leave voluntarily after a commit, while the others are in `recover`; closes the communicator.
 
-        Shards of which only leaving ranks have copies are sent to others first, so any number of ranks may leave.
+        Shards that only leaving ranks have are sent to others first, so any number of ranks may leave.
 
         Args:
             timeout: As for `Communicator.rebuild`.
@@ -236,13 +236,13 @@ class Recovery:
                 return
 
     def _went_well(self, do: Callable[[], bool]) -> bool:
-        """Return what `do` returns; False if another rank was lost while it ran."""
+        """Return the result of `do`, or False if another rank was lost while it ran."""
         try:
             return do()
         except (PeerLostError, CommTimeoutError):
             return False
         except CommError as error:
-            # Torch's own errors are not always told apart.
+            # Torch's errors cannot always be distinguished.
             if type(error) is not CommError:
                 raise
             return False
@@ -259,7 +259,7 @@ class Recovery:
                 shots.hand_over(comm, leaving)
             comm.barrier()
             return self._leaving
-        # Of the furthest ranks, one with most samples: it is the best estimate of the dead ranks' progress.
+        # Of the furthest ranks, one with most samples, as the best estimate of the dead ranks' progress.
         progress = [found[:3] for found in everyone]
         leader = progress.index(max(progress))
         serial, step, _ = progress[leader]
@@ -273,7 +273,7 @@ class Recovery:
         self._samples = 0
         for name in sorted(self._samplers):
             self._samplers[name].rebuild(comm, like=leader)
-        # No rank goes on before all are here.
+        # No rank continues before all are here.
         if shots:
             shots.take(comm)
         else:
@@ -281,7 +281,7 @@ class Recovery:
         return True
 
     def _sync(self, leader: int, *, behind: bool) -> None:
-        """The leader's state, on all that are behind."""
+        """Send the leader's state to all ranks that are behind."""
         state = {name: part.state_dict() for name, part in self._stateful.items()} if self.comm.rank == leader else None
         received = self.comm.broadcast_object(state, src=leader)
         if behind:
@@ -290,30 +290,30 @@ class Recovery:
 
 
 _Key = tuple[Any, ...]
-"""Name of a part, and the keys that lead to a shard in its snapshot."""
+"""Name of a part, and keys that lead to a shard in its snapshot."""
 _ALIGNMENT = 16
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A part of which each rank has shards."""
+    """Interface of a sharded part."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return nested dicts with a `TensorShard` for each tensor that is spread over ranks."""
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Load a snapshot whose shards are those of this rank."""
+        """Load a snapshot with this rank's shards."""
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
-        """Return which elements this rank has of the tensor at a path in the snapshot."""
+        """Return this rank's range of the tensor at a path in the snapshot."""
 
 
 class _Copy:
     """Shards of one rank, in one message.
 
     Args:
-        index: For each shard its key, first element, number of elements, shape of the whole tensor, and dtype.
-        memory: Their elements as bytes, each shard's from a multiple of 16 on.
+        index: For each shard, its key, first element, number of elements, shape of the whole tensor, and dtype.
+        memory: Their elements as bytes, each shard aligned to 16.
     """
 
     def __init__(self, index: list[tuple[_Key, int, int, torch.Size, torch.dtype]], memory: torch.Tensor) -> None:
@@ -347,7 +347,7 @@ class _Copy:
 
     @classmethod
     def recv(cls, comm: Communicator, src: int) -> _Copy:
-        """Return what another rank sends by `send`."""
+        """Return a copy that another rank sends with `send`."""
         lengths = torch.zeros(2, dtype=torch.int64, device=comm.device)
         comm.recv(lengths, src)
         index, memory = (torch.empty(n, dtype=torch.uint8, device=comm.device) for n in lengths.tolist())
@@ -356,7 +356,7 @@ class _Copy:
         return cls(serialization.decode(bytes(index.cpu().numpy())), memory)
 
     def shift(self, comm: Communicator, distance: int) -> _Copy:
-        """Send to the rank `distance` to the right, and return what the one to the left has sent. Collective."""
+        """Send to the rank at `distance`, and return the copy from the rank at minus `distance`. Collective."""
         to = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         lengths, index, memory = (message.to(comm.device) for message in self._messages())
         other = torch.zeros_like(lengths)
@@ -380,9 +380,9 @@ class _Snapshot:
     """State of all parts at one moment.
 
     Attributes:
-        rank, size: Of this rank at that time.
-        rest: State of each part but for its shards.
-        copies: Shards of this rank, and of its neighbours, by rank.
+        rank, size: This rank, and the number of ranks, at that time.
+        rest: State of each part, without its shards.
+        copies: Shards of this rank and its neighbours, by rank.
     """
 
     rank: int
@@ -395,12 +395,12 @@ class Snapshots:
     """The last two snapshots, so that the last one that any rank has counted is complete on all ranks.
 
     Args:
-        sharded: Parts whose state is spread over ranks.
-        whole: Further parts, whose state is rolled back with that of the others.
-        redundancy: Number of neighbours that have a copy of each rank's shards.
+        sharded: Sharded parts.
+        whole: Other parts, whose state is rolled back together with these.
+        redundancy: Number of neighbours that keep a copy of each rank's shards.
 
     Attributes:
-        serial: Number of the last snapshot that this rank knows to be complete on all ranks; -1 if there is none.
+        serial: Number of the last snapshot known to be complete on all ranks; -1 without one.
     """
 
     def __init__(self, sharded: Mapping[str, Sharded], whole: Mapping[str, Any], redundancy: int) -> None:
@@ -410,12 +410,12 @@ class Snapshots:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all snapshots: this rank is to receive the state of others."""
+        """Drop all snapshots, because this rank will receive others' state."""
         self.serial: int = -1
         self._taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:
-        """Take a snapshot, and give the neighbours a copy of it; returns when all ranks have. Collective."""
+        """Take a snapshot, and send copies to the neighbours; return when all ranks have. Collective."""
         self._taken = {serial: taken for serial, taken in self._taken.items() if serial == self.serial}
         shards: dict[_Key, TensorShard] = {}
         rest = {name: _without_shards(part.snapshot(), (name,), shards) for name, part in self._sharded.items()}
@@ -425,7 +425,7 @@ class Snapshots:
         for distance in range(1, min(self._redundancy, comm.size - 1) + 1):
             taken.copies[(comm.rank - distance) % comm.size] = own.shift(comm, distance)
         self._taken[self.serial + 1] = taken
-        # A rank that passes knows that every rank has the snapshot.
+        # A rank that passes the barrier knows that every rank has the snapshot.
         comm.barrier()
         self.serial += 1
 
@@ -438,11 +438,11 @@ class Snapshots:
 
         Args:
             comm: The communicator, to which the parts have moved.
-            serial: The highest number of a snapshot that any rank has counted.
-            leader: A rank with this snapshot, whose state newcomers get.
+            serial: Highest number of a snapshot that any rank has counted.
+            leader: A rank with this snapshot, whose state newcomers receive.
 
         Raises:
-            RuntimeError: No rank has some shards; on every rank.
+            RuntimeError: On every rank: no rank has some of the shards.
         """
         mine = self._taken.get(serial)
         known = comm.all_gather_object((sorted(mine.copies), mine.size) if mine else None)
@@ -484,7 +484,7 @@ class Snapshots:
             )
 
     def hand_over(self, comm: Communicator, leaving: Sequence[int]) -> None:
-        """Send copies that only leaving ranks have to ranks that stay. Collective.
+        """Send copies that only leaving ranks have to remaining ranks. Collective.
 
         Args:
             comm: All ranks.
@@ -508,7 +508,7 @@ class Snapshots:
 
 
 def _without_shards(state: Any, path: _Key, shards: dict[_Key, TensorShard]) -> Any:
-    """Return a copy of nested dicts without their shards, which are put into `shards` by their path."""
+    """Return a copy of nested dicts without shards, which are put into `shards` by path."""
     if not isinstance(state, dict):
         return state.detach().clone() if isinstance(state, torch.Tensor) else deepcopy(state)
     kept = {}

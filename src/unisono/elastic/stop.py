@@ -1,12 +1,12 @@
-"""Stop all ranks of a training at the same step: on a signal, a deadline, a file, or a request from the program.
+"""Stop all ranks at the same training step, on a signal, a deadline, a file, or a request from the program.
 
     for batch in un.stop.batches(comm, loader):
         train(batch)
     ...
     sys.exit(un.stop.exit_status(comm))
 
-`Communicator.stop_requested` says how steps are counted and where ranks stop. This module has the sources of a request,
-and the exit status for the job script.
+`Communicator.stop_requested` counts steps and decides where ranks stop. This module has the sources of requests, and
+the exit status for the job script.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKey
 
 
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
-    """Yield the batches until they end, or until all ranks stop at the same step.
+    """Yield batches until they end, or until all ranks stop at the same step.
 
-    A step is counted before its batch is fetched, so a resumable loader is left at the first batch that was not trained
-    on. Unless `enable` was called for the communicator, Slurm's time limit and, if it has no other handler, SIGTERM
+    A step is counted before its batch is fetched, so a resumable loader stops at the first batch that was not trained
+    on. Unless `enable` was called for the communicator, Slurm's time limit and, without another handler, SIGTERM
     request a stop.
 
     Args:
@@ -86,17 +86,17 @@ def enable(
     before_limit_s: float | None = 60.0,
     file: str | os.PathLike[str] | None = None,
 ) -> StopSources:
-    """Let signals to this process, a deadline and a file request a stop, until `comm` is closed.
+    """Make signals to this process, a deadline and a file request a stop, until `comm` is closed.
 
     Call it on any rank, or on all: the first request counts. After `comm.rebuild`, requests go to the new communicator.
 
     Args:
         comm: The communicator whose `stop_requested` becomes true.
-        signals: Signals that request a stop. Handlers installed before are called as well, except Python's own for
-            SIGINT. If the signal is repeated after 1 s or more, it is left to the handler installed before, or ends the
-            process if there was none.
-        after_s: Seconds from now after which to stop.
-        before_limit_s: Seconds before the time limit of a Slurm job ($SLURM_JOB_END_TIME) at which to stop; or None.
+        signals: Signals that request a stop. Previously installed handlers are called as well, except Python's own for
+            SIGINT. A signal repeated after 1 s or more goes only to the previous handler, or ends the process if there
+            was none.
+        after_s: Seconds from now until the stop.
+        before_limit_s: Seconds before a Slurm job's time limit ($SLURM_JOB_END_TIME) at which to stop; None for never.
         file: Path of a file that requests a stop once it exists. Checked twice a second.
 
     Returns:
@@ -105,8 +105,8 @@ def enable(
     Raises:
         ClosedError: The communicator is closed.
         ValueError: A signal cannot be handled in Python, or `after_s` is negative.
-        RuntimeError: Signals were passed outside the main thread, such as on a rank of backend "thread". Let a handler
-            installed in the main thread call `comm.request_stop`.
+        RuntimeError: Signals were passed outside the main thread, for example on a rank of backend "thread". Call
+            `comm.request_stop` from a handler installed in the main thread instead.
 
     Example:
         >>> import os, signal
@@ -128,7 +128,7 @@ def enable(
 
 
 def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
-    """Return the exit status that tells a job script whether to start the training again.
+    """Return the exit status from which a job script decides whether to restart the training.
 
     Args:
         comm: The communicator that may have stopped; it may be closed by now.
@@ -136,8 +136,8 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
             has saved one.
 
     Returns:
-        0 if the training has not been stopped. 75 (`STOPPED_SAVED`; EX_TEMPFAIL of sysexits.h) if it has, and a
-        checkpoint of that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if there is none.
+        0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if it was, and a checkpoint of
+        that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if there is none.
 
     Example:
         >>> with un.init() as comm:
@@ -156,10 +156,10 @@ class StopSources(Closing):
     """Sources of a stop request for one communicator, as `enable` returns them.
 
     The signal handler only puts the reason into a queue, so it may interrupt anything. A dedicated thread reads the
-    queue, checks the deadlines and the file, and sends the request, again and again until it is received.
+    queue, checks the deadlines and the file, and sends the request repeatedly until it is received.
 
-    Once closed, and in a forked process, where no thread reads the queue, the handler leaves the signal to the handler
-    before it. It may still be installed then: only the main thread can remove it, and only if it is the newest.
+    Once closed, and in a forked process, where no thread reads the queue, the handler passes the signal to the previous
+    handler. It may still be installed, because only the main thread can remove it, and only if it is the newest.
 
     Args:
         comm: The communicator.
@@ -225,13 +225,13 @@ class StopSources(Closing):
         _sources[comm] = self
 
     def _on_drop(self, dropped: weakref.ref[Communicator]) -> None:
-        # A communicator that is dropped without `close` is closed in the background, without `before_close`.
+        # A communicator dropped without `close` is closed in the background, without `before_close`.
         if dropped is self._comm:
             self._events.put(None)
 
     def _restore(self) -> None:
         for number, before in self._before.items() if _is_main_thread() else ():
-            # A scheduler's second signal, while the ranks close, must not end those that have stopped as it asked.
+            # A scheduler's second signal, while the ranks close, must not end those that have stopped as requested.
             lingers = number in self._since and before in (signal.SIG_DFL, signal.default_int_handler)
             if not lingers and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
@@ -274,19 +274,20 @@ class StopSources(Closing):
         return passed[0] if passed else None
 
     def _request(self, reason: str) -> bool:
-        """Request a stop of the communicator that is in use now. Return whether the control plane has received it."""
+        """Request a stop of the current communicator; return whether the control plane has received it."""
         comm = self._comm()
         try:
             if comm is not None:
                 comm.request_stop(reason)
         except CommError:
-            # It is lost, or too busy to answer: the ranks may be rebuilding the communicator. If not, they fail too.
+            # The control plane is lost or busy: the ranks may be rebuilding the communicator. If not, they fail as
+            # well.
             return False
         return True
 
 
 def _handler(number: int) -> Any:
-    """Return the handler of a signal, other than those of closed sources."""
+    """Return a signal's handler, skipping those of closed sources."""
     found = signal.getsignal(number)
     while isinstance(owner := getattr(found, "__self__", None), StopSources) and owner._closed:
         found = owner._before[number]

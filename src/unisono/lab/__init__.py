@@ -1,4 +1,4 @@
-"""Algorithms simulated on models of networks, and played as pictures. No call of a communicator comes through here."""
+"""Algorithms simulated on network models, and replayed as pictures. Communicators never use this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers that training scripts share: seeds, gradient norms, logging, throughput, averages of parameters."""
+"""Helpers for training scripts: seeds, gradient norms, logging, throughput, averages of parameters."""
 
 from __future__ import annotations
 

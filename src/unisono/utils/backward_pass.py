@@ -1,4 +1,4 @@
-"""The backward pass that runs: where it begins, and how it ends."""
+"""Tracks the running backward pass: where it begins, and how it ends."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 _created = itertools.count()
 _tokens: dict[int, weakref.ref[partial[None]]] = {}
-"""For each running graph task that a tracker has seen, by number, its token; the argument is the list of trackers."""
+"""Token of each running graph task that a tracker has seen, by number; its argument is the list of trackers."""
 
 current_pass: Callable[[], int] = _current_graph_task_id
-"""The number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
+"""Number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
 
 _current_node: Callable[[], Any] = _current_autograd_node
-"""The node of the graph that runs in this thread."""
+"""Node of the graph that runs in this thread."""
 
 
 _in_order = attrgetter("owner.waits", "number")
@@ -44,19 +44,20 @@ _in_order = attrgetter("owner.waits", "number")
 def _end_passes(trackers: list[BackwardTracker]) -> None:
     """End the passes of all models that a graph task has reached, in the order in which their trackers were created.
 
-    That order is the same on all ranks. The order of their gradients is that of the graph, and differs where ranks add
-    up a loss in another order; as ending a pass may block until all other ranks end theirs, they would block for ever.
+    That order is the same on all ranks. The order of their gradients follows the graph, and differs if ranks add up a
+    loss in another order; since ending a pass may block until all other ranks end theirs, they would block forever.
 
-    Those that wait for the repeat of a pass that has failed on another rank come last. The repeat first renews models
-    that do not wait, so a rank that was still to learn of the failure of one of these would block that rank for ever.
+    Models that wait for the repeat of a pass that failed on another rank are last. The repeat first renews models that
+    do not wait, so a rank that does not yet know of the failure of one of these would block the repeating rank forever.
     """
     if _is_nested():
         return
     ordered = sorted(trackers, key=_in_order)
     begun = [tracker for tracker in ordered if tracker.is_open]
     if any(tracker.owner.is_broken() for tracker in begun):
-        # All models, and before any of them communicates. Another rank may not know yet that one of them is broken, and
-        # wait in the end of one that is not: renewing that one too ends this wait, and the rank repeats its pass.
+        # Renew all models before any of them communicates. Another rank may not know yet that one of them is broken,
+        # and wait at the end of one that is not: renewing that one as well ends the wait, and the rank repeats its
+        # pass.
         for tracker in begun:
             tracker.owner.renew()
     for tracker in ordered:
@@ -64,54 +65,54 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
 
 class PassOwner:
-    """Base of what has a `BackwardTracker`: one model, whose gradients are averaged in its backward passes."""
+    """Base class of owners of a `BackwardTracker`: one model whose gradients are averaged in its backward passes."""
 
     waits = False
-    """Whether `end` waits for a rank whose pass has failed until that rank repeats it, where others raise."""
+    """Whether `end` waits until a rank whose pass has failed repeats it, instead of raising."""
 
     def begin(self) -> None:
-        """Begin a pass: no gradient has been accumulated yet."""
+        """Begin a pass, before any gradient is accumulated."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """End the pass: the outermost call has succeeded. What this raises, `backward()` raises."""
+        """End the pass after the outermost call has succeeded. `backward()` raises any error from this."""
         raise NotImplementedError
 
     def fail(self) -> None:
-        """Undo the pass: the outermost call, or `end`, has raised, and the caller sees the error next.
+        """Undo the pass, because the outermost call, or `end`, has raised; the caller sees the error next.
 
-        Also called for a call of autograd that raised before it had reached a parameter, so that no pass had begun.
+        Also called for an autograd call that raised before reaching a parameter, so that no pass had begun.
         """
         raise NotImplementedError
 
     def is_broken(self) -> bool:
-        """Return whether the model cannot communicate, since one of its earlier passes has failed."""
+        """Return whether the model cannot communicate because an earlier pass has failed."""
         return False
 
     def renew(self) -> None:
-        """Make it able to again. Called before any `end` in a pass if one of its models is broken. Collective."""
+        """Repair the communication. Called before any `end` in a pass if one of its models is broken. Collective."""
 
 
 class BackwardTracker:
-    """The pass of one model: the outermost call of autograd in which a hooked parameter got a gradient.
+    """Tracks the pass of one model: the outermost autograd call in which a hooked parameter received a gradient.
 
-    Calls that run inside it belong to it: those of re-entrant checkpointing, and those of users' hooks.
+    Nested calls, by re-entrant checkpointing or users' hooks, belong to it.
 
-    Each graph task that is seen gets a token among its final callbacks, which all trackers share. Torch drops it with
-    the graph task, whether that has succeeded or raised, and the enclosing graph task is the current one again then,
-    which gets a token in turn. The outermost one has none around it.
+    Each graph task gets a token among its final callbacks, shared by all trackers. Torch drops it with the graph task,
+    whether that has succeeded or raised. Then the enclosing graph task is current again, and gets a token in turn,
+    until the outermost one, which is not enclosed.
 
     Args:
-        owner: The model, which is told of each pass.
+        owner: The model, which is notified of each pass.
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
         watch: Started and stopped with each pass.
 
     Attributes:
         owner: As passed.
         number: Position in the order in which trackers were created.
-        running: The graph task that was seen last.
+        running: The latest graph task.
         is_open: Whether a pass has begun and not ended.
-        arrived: The indices of the leaves whose gradient the pass has added to, or is about to.
+        arrived: Indices of the leaves to whose gradient the pass has added, or is about to.
     """
 
     def __init__(self, owner: PassOwner, *, one_thread: bool, watch: PassWatch) -> None:
@@ -122,7 +123,7 @@ class BackwardTracker:
         self.forget()
 
     def forget(self) -> None:
-        """Neither end the running pass nor undo it."""
+        """Drop the running pass without ending or undoing it."""
         if self._watch.running:
             self._watch.stop()
         self.running: int | None = None
@@ -134,20 +135,20 @@ class BackwardTracker:
         self._tasks: dict[int, weakref.ref[Any]] = {}
 
     def follow(self, *_: object) -> None:
-        """Record that a graph task runs that may reach a parameter. A hook of the tensor that it has reached."""
+        """Record that a running graph task may reach a parameter. A hook on the tensor that it has reached."""
         number = current_pass()
         if number not in self._tasks:
             self._hold(number)
 
     def arrive(self, index: int, gradient: torch.Tensor) -> None:
-        """Hook of a leaf: a gradient is about to be added to its own, or returned by `torch.autograd.grad`."""
+        """Hook on a leaf: its gradient is about to be accumulated, or returned by `torch.autograd.grad`."""
         number = current_pass()
         # Torch calls it for each parameter in each pass.
         if number != self.running:
             if number == self._reading:
                 return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
-            # Compiled autograd has no node here, and is refused.
+            # Compiled autograd, which has no node here, is refused.
             if number >= 0 and not compiled and not will_run(_current_node()):
                 self._reading = number
                 return
@@ -155,7 +156,7 @@ class BackwardTracker:
         self.arrived.add(index)
 
     def enter(self, number: int) -> None:
-        """Note that the graph task of this number adds to gradients: in the pass, or as its first one."""
+        """Record that this graph task adds to gradients, as a part of the pass, or as its first one."""
         if number != self.running:
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise RuntimeError(
@@ -180,7 +181,7 @@ class BackwardTracker:
         known = _tokens.get(number)
         token = None if known is None else known()
         if token is None:
-            # Not an object with a method: its frame would be in the traceback of an error, and keep the token alive.
+            # Not an object with a method, whose frame would be in an error's traceback, and keep the token alive.
             token = partial(_end_passes, [])
             _tokens[number] = weakref.ref(token, lambda _: _tokens.pop(number, None))
             _queue_callback(token)
@@ -188,7 +189,7 @@ class BackwardTracker:
         self._tasks[number] = weakref.ref(token, lambda _: self.abandon(number))
 
     def complete(self) -> None:
-        """End the pass: the outermost graph task has succeeded."""
+        """End the pass, because the outermost graph task has succeeded."""
         if self._conflict:
             raise _two_threads()
         if self.is_open:
@@ -207,7 +208,7 @@ class BackwardTracker:
 
 
 def will_run(leaf: Any) -> bool:
-    """Return whether the running graph task adds to the gradient of a leaf; `torch.autograd.grad` only reads them."""
+    """Return whether the running graph task adds to a leaf's gradient; `torch.autograd.grad` does not."""
     try:
         return _will_engine_execute_node(leaf)
     except RuntimeError:
@@ -223,7 +224,7 @@ def _is_nested() -> bool:
         if frame.f_code is _RUN:
             runs += 1
         elif frame.f_code is _APPLY and runs:
-            # On a GPU the thread of the outer call has a stack of its own.
+            # On a GPU, the outer call's thread has a separate stack.
             return True
         frame = frame.f_back
     return runs > 1
@@ -244,7 +245,8 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
     """
     parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
-        # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
+        # A leaf has its own hook, and lives for many steps; tensors wrapped by torch.func are not part of a training
+        # step.
         if returned.grad_fn is not None and not is_transformed(returned):
             returned.register_hook(arrived)
             return 1
@@ -256,19 +258,19 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
 
 
 def adds_to_leaves(parameters: frozenset[int]) -> bool:
-    """Return whether the backward pass that runs a tensor's hook adds to the gradient of a leaf below that tensor.
+    """Return whether the backward pass that runs a tensor's hook adds to the gradient of a leaf before that tensor.
 
     `torch.autograd.grad` does not.
 
     Args:
-        parameters: The `id` of each parameter; the other leaves count if none of these depends on the tensor.
+        parameters: `id`s of the parameters; other leaves count if the tensor depends on none of these.
     """
     leaf = _leaf(_current_node(), parameters)
     return leaf is None or will_run(leaf)
 
 
 def _leaf(node: Any, parameters: frozenset[int]) -> Any:
-    """A node that adds to a leaf's gradient: a parameter's, if the model's output depends on any."""
+    """Return a node that adds to a leaf's gradient: a parameter's, if the model's output depends on any."""
     seen = {node}
     stack = [node]
     found = None

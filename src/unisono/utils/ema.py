@@ -1,4 +1,4 @@
-"""Exponential moving average of a model's parameters, of which each rank may keep a part."""
+"""Exponential moving average of a model's parameters, optionally divided among the ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["EMA"]
 class EMA:
     """Exponential moving average of the parameters of a model that is equal on all ranks.
 
-    It averages as torch's `AveragedModel` with `get_ema_multi_avg_fn` does: the first update copies, later ones give
-    `decay * average + (1 - decay) * parameter`. A checkpoint's state may hold it: any number of ranks can load it.
+    Equals torch's `AveragedModel` with `get_ema_multi_avg_fn`: the first update copies, later ones compute `decay *
+    average + (1 - decay) * parameter`. It may be part of a checkpoint's state, which any number of ranks can load.
 
-    Tensors are followed by their names, so a model may replace them, as `load_state_dict(assign=True)` does, and
-    convert or move them. The average keeps its dtype and device, and goes on from its own values.
+    Tensors are identified by name, so a model may replace them, as `load_state_dict(assign=True)` does, or convert or
+    move them. The average keeps its dtype, device and values.
 
-    Of a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
+    For a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
 
     Args:
-        model: Its floating-point and complex parameters are averaged: in float32 if they have fewer bits.
+        model: Module whose floating-point and complex parameters are averaged, in float32 if they have fewer bits.
         decay: Weight of the earlier average, from 0 to 1.
-        comm: Each of its ranks keeps an equal part of the average; collective then. None: this process keeps all of it.
-        use_buffers: Average buffers, too, but those of whole numbers. Buffers that are not averaged stay the model's.
+        comm: Ranks that each keep an equal part of the average (then collective). None: this process keeps all of it.
+        use_buffers: Whether to average buffers as well, except integer ones. Other buffers stay the model's.
 
     Attributes:
         n_averaged: Number of updates.
@@ -40,10 +40,9 @@ class EMA:
     Raises:
         MismatchError: On every rank, if ranks have different models or settings.
         ValueError: `decay` is not in the range, or a parameter has no elements.
-        RuntimeError: From `update` and `applied`: the model lacks a tensor that it had, has it in another shape, or has
-            one more.
+        RuntimeError: From `update` and `applied`: a tensor of the model was removed, added, or has changed its shape.
 
-    Cost: memory of the parameters, divided by the number of ranks in `comm`; `applied` needs all of it.
+    Cost: the parameters' memory, divided by the number of ranks in `comm`; `applied` needs all of it on each rank.
 
     Method: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -84,12 +83,12 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the current parameters into the average: after each step of the optimizer, on all ranks.
+        """Add the current parameters to the average. Call it after each optimizer step, on all ranks.
 
-        It communicates nothing.
+        Does not communicate.
 
         Raises:
-            RuntimeError: The average is in place of the parameters; or they are sharded, and not whole now.
+            RuntimeError: The average currently replaces the parameters; or they are sharded and not gathered.
 
         Cost: one pass over this rank's part.
         """
@@ -104,14 +103,14 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Return a context with the average in place of the parameters; after it they are as before. Collective.
+        """Return a context in which the average replaces the parameters, which are restored at the end. Collective.
 
-        Changes that are made to them inside are lost.
+        Changes made to the parameters inside are lost.
 
         Raises:
-            RuntimeError: It is in place already.
+            RuntimeError: The average already replaces the parameters.
 
-        Cost: gathers the average, which takes its memory once on every rank; two copies of the parameters.
+        Cost: a gather of the average, whose full memory every rank needs; two copies of the parameters.
 
         Example:
             >>> model = torch.nn.Linear(1, 1)
@@ -142,13 +141,13 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the average. Communicates nothing.
+        """Restore the average. Does not communicate.
 
         Args:
-            state: Result of `state_dict`, also of another number of ranks if its tensors are whole.
+            state: Result of `state_dict`, from any number of ranks if its tensors are whole.
 
         Raises:
-            ValueError: It is of another model or of other ranks; nothing is changed.
+            ValueError: It belongs to another model or other ranks; nothing is changed.
         """
         given = state["average"]
         mine = self.state_dict()["average"]
@@ -176,7 +175,7 @@ class EMA:
 
 
 def _local(name: str, given: Any, mine: Any) -> torch.Tensor:
-    """The elements of a given tensor or shard that belong into one of this rank's."""
+    """The elements of a given tensor or shard that belong to one of this rank's shards."""
     if given.shape != mine.shape:
         raise ValueError(f"the average of {name!r} is of shape {list(given.shape)}, not {list(mine.shape)}")
     if isinstance(given, TensorShard) and isinstance(mine, TensorShard):
@@ -204,7 +203,7 @@ class _FlatAverage:
         self.copy_current()
 
     def follow(self, now: Mapping[str, torch.Tensor]) -> None:
-        """Average the tensors that have these names now."""
+        """Average the tensors that currently have these names."""
         for (name, _), shape in zip(self.members, self._shapes, strict=True):
             if name not in now or now[name].shape != shape:
                 found = f"of shape {list(now[name].shape)}" if name in now else "not in the model"

@@ -1,4 +1,4 @@
-"""Many small tensors in few long ones: buckets, which are one message each, and the layout of sharded parameters."""
+"""Packs many small tensors into few long ones: buckets, each one message, and the layout of sharded parameters."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NO_ROOM = "a bucket must hold at least one byte"
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one dtype and device, each of at most `cap_bytes`, or one tensor that is longer.
+    """Return runs of tensors of one dtype and device, of at most `cap_bytes` each unless a single tensor is longer.
 
-    The order is kept within a dtype and device, so that equal models give equal buckets on all ranks.
+    Keeps the order within a dtype and device, so that equal models give equal buckets on all ranks.
 
     Example:
         >>> [[t.numel() for t in b] for b in buckets([torch.zeros(3), torch.zeros(2), torch.zeros(9)], 20)]
@@ -45,7 +45,7 @@ def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[to
 
 
 def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:
-    """Let `action` work in place on all of a bucket as one flat tensor.
+    """Apply `action` in place to a whole bucket as one flat tensor.
 
     Cost: two copies of the bucket; none if it holds one contiguous tensor.
     """
@@ -101,7 +101,7 @@ def plan_buckets(
         raise ValueError(_NO_ROOM)
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    # Running sums: summing again for each parameter would take seconds for some thousand short ones.
+    # Running sums, because summing again for each parameter would take seconds for thousands of short ones.
     lengths: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in order:
         parameter = parameters[index]
@@ -119,7 +119,7 @@ def plan_buckets(
 def in_bytes(mebibytes: float | None) -> int | None:
     """Return a user's size in bytes, None for None; infinity is no limit.
 
-    Raises TypeError for a value that is no number, ValueError for one that is too small.
+    Raises TypeError for a value that is not a number, ValueError for one that is too small.
     """
     if mebibytes is None:
         return None
@@ -147,7 +147,7 @@ def bucket_sizes(
         parameters: All parameters.
         comm: The ranks that average.
         background: Whether buckets are sent while others fill. If not, each bucket adds a wait for the slowest rank.
-        compressed: Whether a codec makes the messages: it needs the same buckets on every machine.
+        compressed: Whether a codec is used, which needs the same buckets on every machine.
     """
     cap, first = given
     if cap is None:
@@ -160,7 +160,7 @@ def bucket_sizes(
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of the elements in memory, if these have no gaps and are not the usual ones; else None.
+    """Return a tensor's strides if its memory has no gaps and is not in the usual order; else None.
 
     Example:
         >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
@@ -180,7 +180,7 @@ class ParameterSlice:
         index: Number of the parameter.
         start: Its first element here, counted in the flattened parameter.
         numel: Number of elements, at least 1.
-        offset: Place of the first element in the rank's part.
+        offset: Position of the first element in the rank's part.
     """
 
     index: int
@@ -190,17 +190,17 @@ class ParameterSlice:
 
 
 class FlatLayout:
-    """Places of parameters in a flat tensor of `ranks` equal parts. Elements after the last parameter are padding.
+    """Offsets of parameters in a flat tensor of `ranks` equal parts. Elements after the last parameter are padding.
 
     Args:
         numels: Number of elements of each parameter.
         ranks: Number of parts.
 
     Attributes:
-        offsets: Place of each parameter's first element in the flat tensor.
+        offsets: Position of each parameter's first element in the flat tensor.
         part: Number of elements of a part.
         used: Number of elements before the padding.
-        total: Number of elements of the flat tensor: a multiple of `ranks`, less than `ranks` over the sum.
+        total: Number of elements of the flat tensor, a multiple of `ranks` that exceeds the sum by less than `ranks`.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
@@ -223,7 +223,7 @@ class FlatLayout:
         self._numels = numels
 
     def views(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the places of the parameters in a flat tensor, in their shapes."""
+        """Return views of the parameters in a flat tensor, in their shapes."""
         places = zip(self.offsets, like, strict=False)
         return [flat[start : start + parameter.numel()].view(parameter.shape) for start, parameter in places]
 

@@ -1,4 +1,4 @@
-"""Norms of gradients, of plain parameters and of parts that are spread over ranks."""
+"""Norms of gradients, of plain parameters and of shards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def grad_norm(
     """Return the norm of all gradients as if they were one vector; the same bits on every rank.
 
     Args:
-        parameters: Tensors, whose gradients count if there are any.
-        comm: None if each rank has all parameters. A communicator if the tensors are disjoint parts of them, as a
-            sharded optimizer or model has: then this call is collective, and ranks may have different numbers of them.
+        parameters: Tensors; those without a gradient are skipped.
+        comm: None if each rank has all parameters. A communicator if the tensors are disjoint shards, as in a sharded
+            optimizer or model: then this call is collective, and ranks may have different numbers of tensors.
         norm_type: Order of the norm: a positive number, or infinity for the largest absolute value.
 
     Returns:
-        A 0-d tensor: without a communicator that of torch's `get_total_norm`, else in float64. Infinite or nan if a
-        gradient is so on any rank.
+        A 0-d tensor: without a communicator as torch's `get_total_norm`, else in float64. Infinite or nan if any rank's
+        gradient is.
 
     Raises:
         ValueError: `norm_type` is not positive.
@@ -65,17 +65,17 @@ def clip_grad_norm_(
 
     Args:
         parameters, comm, norm_type: As for `grad_norm`.
-        max_norm: The largest norm that remains, up to rounding.
-        error_if_nonfinite: Raise if the norm is infinite or nan, instead of scaling by it, as torch does.
+        max_norm: Largest norm afterwards, up to rounding.
+        error_if_nonfinite: Whether to raise if the norm is infinite or nan, instead of scaling by it, as in torch.
 
     Returns:
-        The norm before, as `grad_norm` returns it.
+        The norm before scaling, as from `grad_norm`.
 
     Raises:
         RuntimeError: On every rank: the norm is not finite, and `error_if_nonfinite` is set. Gradients are unchanged.
         ValueError: `norm_type` is not positive.
 
-    Cost: as `grad_norm`, and a second pass.
+    Cost: as `grad_norm`, plus a second pass.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Named parameters of a model: what they are, whether ranks have the same, and who handles their gradients."""
+"""Named parameters of a model: finding them, comparing them between ranks, and claiming their gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _TOKEN = secrets.token_hex(8)
-"""Mark of this process and its forks: processes of two containers may have one number."""
+"""Mark of this process and its forks, because processes in two containers may have the same number."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -52,11 +52,11 @@ Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Ten
 
 
 def named_tensors(model: Model, *, buffers: bool = False) -> Named:
-    """A model's parameters with their names, each once; tensors without names are called by their place.
+    """Return a model's parameters with their names, each once; tensors without names are named by position.
 
     Raises:
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        ValueError: It is an exhausted iterator; or `buffers` is set, and it is no module.
+        ValueError: It is an exhausted iterator; or `buffers` is set, and it is not a module.
 
     Example:
         >>> [name for name, _ in named_tensors(torch.nn.BatchNorm1d(2), buffers=True)]
@@ -82,13 +82,13 @@ def named_tensors(model: Model, *, buffers: bool = False) -> Named:
 
 
 class ModelMembers:
-    """The modules and parameters that a model has now, to detect at little cost that it has others.
+    """A record of a model's modules and parameters, for cheap detection of changes.
 
     Args:
-        model: The module; of anything else nothing is known.
-        named: The parameters that its owner knows, with their names.
+        model: The module; ignored unless it is one.
+        named: The owner's parameters, with their names.
 
-    Cost: `same` takes some 0.1 us a parameter, a tenth of a walk through the modules.
+    Cost: `same` takes about 0.1 us a parameter, a tenth of a walk through the modules.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
@@ -101,7 +101,7 @@ class ModelMembers:
     def __init__(self, model: object, named: Named) -> None:
         self._model = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
         self._named = named
-        # The list keeps them alive, so that none of these numbers becomes that of another one.
+        # The list keeps them alive, so that no other object can get one of these ids.
         self._ids = {id(p) for _, p in named}
         self._take()
 
@@ -117,7 +117,7 @@ class ModelMembers:
         raise TypeError("what follows a model is of this process: it can be neither pickled nor copied")
 
     def same(self) -> bool:
-        """Return whether all are as they were, and no parameter needs a gradient that its owner does not know."""
+        """Return whether nothing has changed, and the owner knows all parameters that need a gradient."""
         return (
             all(map(is_, chain.from_iterable(self._held), self._members))
             and sum(map(len, self._held)) == len(self._members)
@@ -126,12 +126,12 @@ class ModelMembers:
         )
 
     def problem(self) -> str | None:
-        """Return text about parameters that need a gradient and are not known; None if there are none."""
+        """Return text about unknown parameters that need a gradient; None if there are none."""
         if self.same() or in_functional_call():
             return None
         new = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._ids]
         if not new:
-            # The same parameters in other places, or one more that is frozen.
+            # The same parameters in other places, or an additional frozen one.
             self._take()
             return None
         how = "replaced by a new parameter" if new[0] in dict(self._named) else "added to the model"
@@ -148,8 +148,8 @@ def check_parameters(named: Named) -> None:
     """Raise unless each parameter has elements that ranks can send, and that an optimizer can write.
 
     Raises:
-        ValueError: One is uninitialized, on the meta device, the result of a computation, or a subclass of Tensor whose
-            elements are not in its own memory; names it.
+        ValueError: One, which is named, is uninitialized, on the meta device, the result of a computation, or a Tensor
+            subclass without its own elements.
 
     Example:
         >>> check_parameters([("weight", torch.ones(2, device="meta"))])
@@ -175,7 +175,7 @@ def check_parameters(named: Named) -> None:
 
 
 def warn_of_norm_limits(model: object) -> None:
-    """Warn of embeddings whose forward writes their weight: rows of the rank's own data, so that ranks drift apart.
+    """Warn of embeddings whose forward renormalises rows for the rank's own data, so that ranks diverge.
 
     Args:
         model: A module; of anything else nothing is known.
@@ -206,16 +206,16 @@ def agree_on_parameters(
     frozen: bool = True,
     hooked: bool = False,
 ) -> None:
-    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective. It breaks nothing.
+    """Raise `MismatchError` on every rank if parameters or settings differ. Collective. Breaks nothing.
 
     Args:
-        named: The parameters: names, shapes, dtypes, orders in memory and kinds of device are compared.
+        named: The parameters, whose names, shapes, dtypes, memory orders and device types are compared.
         comm: The ranks.
         settings: Other values that must be equal, by name.
-        of: Whose settings and parameters they are, for errors.
-        frozen: Whether it matters which parameters are frozen.
-        hooked: Whether hooks will wait for other ranks in backward passes: then `ValueError` on every rank if that
-            would block those ranks themselves.
+        of: Owner of the settings and parameters, for errors.
+        frozen: Whether to compare which parameters are frozen.
+        hooked: Whether hooks will wait for other ranks in backward passes; `ValueError` on every rank if that would
+            deadlock.
 
     Cost: one `flush_agreements`; with `hooked`, an exchange of the devices' names if there are accelerators.
     """
@@ -238,7 +238,7 @@ def agree_on_parameters(
 
 
 def _backward_threads(named: Named) -> list[str]:
-    """Return a name of each thread in which torch runs backward passes on accelerators: one a process and device."""
+    """Return a name for each thread in which torch runs backward passes on accelerators: one per process and device."""
     devices = dict.fromkeys(p.device for _, p in named if p.device.type in ACCELERATORS)
     return [f"{_TOKEN} {os.getpid()} {device}" for device in devices]
 
@@ -261,7 +261,7 @@ class ParameterClaim:
 
 
 _CLAIMS: WeakValueDictionary[int, ParameterClaim] = WeakValueDictionary()
-"""By the id of each parameter. A weak reference to a parameter would keep torch from swapping it."""
+"""Claims by parameter id, because a weak reference to a parameter would keep torch from swapping it."""
 
 
 def claim(named: Named, how: str, owner: str) -> ParameterClaim:
@@ -269,13 +269,13 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
 
     Args:
         named: Parameters, with their names.
-        how: Verb of what is done to them, such as "averaged".
-        owner: Class of the object that does it.
+        how: Participle for messages, such as "averaged".
+        owner: Class of the owner.
 
     Returns: The claim, which the owner keeps.
 
     Raises:
-        ValueError: One is claimed already; names it. None is claimed then.
+        ValueError: One, which is named, is already claimed. Nothing is claimed.
 
     Example:
         >>> from unisono.utils.parameters import claim
@@ -294,7 +294,7 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
 
 
 def check_unclaimed(named: Named) -> None:
-    """`ValueError` if one of these parameters is claimed."""
+    """Raise `ValueError` if one of these parameters is claimed."""
     for name, parameter in named:
         if found := _CLAIMS.get(id(parameter)):
             raise ValueError(f"{name!r} is {found.text}; call its remove() first")
@@ -312,12 +312,12 @@ def share(
     """Call `broadcast_all` on tensors with names.
 
     Args:
-        named, comm, src, cap_bytes: As there.
-        model: The module that has them, if there is one: what follows it learns that it has other values.
-        hint: What errors say of a buffer, after its name.
+        named, comm, src, cap_bytes: As for `broadcast_all`.
+        model: The module that has them, if any; its followers are notified of new values.
+        hint: Error text about a buffer, after its name.
 
     Raises:
-        ValueError: One cannot be written to, since it is sparse or its elements share memory; names it.
+        ValueError: One, which is named, cannot be written to, because it is sparse or its elements share memory.
     """
     for name, tensor in named:
         text = repr(name) if isinstance(tensor, torch.nn.Parameter) else f"{name!r}{hint}"
@@ -327,13 +327,13 @@ def share(
 
 
 INIT_SYNC = " (which init_sync=False does not broadcast)"
-"""Hint of `share` where an argument of the caller says whether it is called."""
+"""Hint of `share` if an argument of its caller controls whether it is called."""
 
 
 def share_buffers(model: torch.nn.Module, comm: Communicator, src: int = 0) -> None:
     """Make a module's buffers equal to rank `src`'s. Collective.
 
-    A buffer that the graph of another forward holds is replaced, so that its backward pass finds the old values.
+    A buffer that another forward's graph holds is replaced, so that its backward pass finds the old values.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():

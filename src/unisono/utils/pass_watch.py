@@ -1,4 +1,4 @@
-"""Watch over backward passes of several models, which wait for ever where ranks run them in different orders."""
+"""Watches backward passes of several models, which wait forever if ranks run them in different orders."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _watches: weakref.WeakKeyDictionary[ControlPlane, list[weakref.ref[PassWatch]]] 
 
 
 class WatchedComms(Protocol):
-    """Communicators of one model, as `PassWatch` needs them."""
+    """Interface of one model's communicators for `PassWatch`."""
 
     def in_use(self) -> Sequence[Communicator]:
-        """Return those that its passes use now: they are replaced after failures."""
+        """Return the communicators that its passes currently use, which are replaced after failures."""
 
     def abort_all(self, reason: str) -> None:
         """End all running and later passes of the model on all ranks."""
 
 
 class PassWatch:
-    """Observer of one model's backward passes, which finds that two ranks wait for each other in passes of two models.
+    """Observer of one model's backward passes that detects two ranks waiting for each other in passes of two models.
 
     A pass waits until it runs on all ranks. If rank 0 runs the passes of models a and b, and rank 1 those of b and a,
-    each waits for the other's second pass. No rank alone can see that, so while a pass runs, a thread asks all ranks
-    what they are in. What it finds is certain: a rank that waits for a call that another one has not made, which waits
-    likewise. It then ends the passes of the models involved, on all ranks. Where a rank has one such model, there is
-    no thread.
+    each waits for the other's second pass. A single rank cannot see that, so during a pass, a thread queries all ranks'
+    activities. A cycle of ranks that each wait for a call that the next one has not made is certain to be a deadlock.
+    The thread then ends the passes of the models involved, on all ranks. A rank with only one such model needs no
+    thread.
 
     Args:
-        kind: What averages, for the error, such as "GradientAverager".
-        comms: Communicators of the model.
+        kind: Class that averages, for the error, such as "GradientAverager".
+        comms: The model's communicators.
 
     Attributes:
-        name: The kind, and the line that created it.
-        peers: The watches of this rank, in the order of creation. A single one has nothing to watch.
-        running: What ends the thread that watches the current pass, if one does.
+        name: The kind, and the line of its creation.
+        peers: This rank's watches, in order of creation. A single one has nothing to watch.
+        running: Event that ends the thread watching the current pass, if any.
     """
 
     def __init__(self, kind: str, comms: WatchedComms) -> None:
@@ -56,7 +56,7 @@ class PassWatch:
         self.peers.append(weakref.ref(self, self.peers.remove))
 
     def remove(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stop watching for good. Idempotent."""
         self.stop()
         self.peers[:] = [peer for peer in self.peers if peer() is not self]
 
@@ -77,7 +77,7 @@ class PassWatch:
         while not done.wait(_EVERY_S):
             engine = engine_of(self._comms.in_use()[0])
             hang = hang_report(engine.control, engine.group)
-            # Ranks answer one after the other; a cycle that is still there has not been two moments of a program.
+            # Ranks answer at different times; a cycle that still exists cannot be a mix of two moments.
             if hang.deadlock and hang.waits == before:
                 self._end_passes({group for group, _ in hang.waits}, hang.report)
                 return

@@ -13,7 +13,7 @@ from unisono.core.tensor_shard import TensorShard
 __all__ = ["redistribute"]
 
 _Range = tuple[int, int]
-# First element, element after the last one, the rank that has them, and which of its shards they are in.
+# First element, element after the last one, the rank that has them, and the index of its shard.
 _Source = tuple[int, int, int, int]
 
 
@@ -22,21 +22,21 @@ def redistribute(
     wanted: Mapping[Any, tuple[int, int, torch.Size, torch.dtype]],
     comm: Communicator,
 ) -> dict[Any, TensorShard]:
-    """Return a new shard of each wanted range, whatever ranks have its elements. Collective.
+    """Return a new shard for each wanted range, whichever ranks have its elements. Collective.
 
-    Elements that several ranks have come from the receiver itself if it has them, else from the lowest rank.
+    Elements on several ranks are taken from the receiver itself if possible, else from the lowest rank.
 
     Args:
         held: This rank's shards of each tensor, by a key that is the same on all ranks.
-        wanted: For each tensor that this rank needs a part of: start and stop in the flattened tensor, its shape and
+        wanted: For each tensor of which this rank needs a part: start and stop in the flattened tensor, its shape and
             dtype.
         comm: The ranks.
 
     Raises:
-        ValueError: No rank has some elements. On every rank; nothing is moved.
+        ValueError: No rank has some elements. Raised on every rank; nothing is moved.
 
-    Cost: one exchange of the ranges, and one all_to_all of the elements: a rank sends what it holds at most once to
-    each rank that needs it, and needs memory for that and for what it receives.
+    Cost: one exchange of the ranges, and one all_to_all of the elements. A rank sends its elements at most once to each
+    rank that needs them, and needs memory for that and for the received ones.
 
     Example:
         >>> from unisono.utils.redistribute import redistribute
@@ -85,7 +85,7 @@ def redistribute(
 
 
 def _plan(key: Any, sources: Sequence[_Source], start: int, stop: int, receiver: int) -> list[_Source]:
-    """Return where the elements of a range come from, in order."""
+    """Return the sources of a range's elements, in order."""
     plan = []
     while start < stop:
         found = [source for source in sources if source[0] <= start < source[1]]

@@ -12,21 +12,21 @@ __all__ = ["ReplaceableComms"]
 
 
 class ReplaceableComms:
-    """A communicator in use, and one from which it is made again.
+    """A communicator in use, and one from which it is recreated.
 
-    A rank that fails in the middle of a step aborts the one in use, so that no other rank waits for it, and no message
-    of that step meets one of the next. All ranks replace it before they go on. What must not be cut off by a step that
-    fails on another rank goes over `base`.
+    A rank that fails mid-step aborts the one in use, so that no other rank waits for it, and no message of that step
+    matches one of the next. All ranks replace it before they continue. Calls that must not be cut off when a step fails
+    on another rank use `base`.
 
     Args:
-        comm: The ranks that communicate. Collective.
-        deterministic: Whether sums are reduced in one fixed order; as for `comm` if not.
-        options: As for `Communicator.dup`, for the communicator in use.
+        comm: The ranks that communicate. Construction is collective.
+        deterministic: Whether sums are reduced in one fixed order; if not, as on `comm`.
+        options: Options of `Communicator.dup` for the communicator in use.
 
     Attributes:
-        base: The origin, which only `abort_all` aborts.
+        base: The original communicator, aborted only by `abort_all`.
         data: The communicator in use.
-        rank, size: Of this rank.
+        rank, size: This rank, and the number of ranks.
 
     Example:
         >>> from unisono.utils.replaceable_comms import ReplaceableComms
@@ -54,16 +54,16 @@ class ReplaceableComms:
     def dup(self, **options: Any) -> Communicator:
         """Make another communicator of these ranks. Collective."""
         comm = self.base.dup(**options)
-        # Where there is a GPU, hooks run in threads of autograd.
+        # With a GPU, hooks run in autograd's threads.
         comm.allow_any_thread()
         return comm
 
     def in_use(self) -> tuple[Communicator, ...]:
-        """Return what a failed step aborts."""
+        """Return the communicators that a failed step aborts."""
         return (self.data,)
 
     def replace(self) -> None:
-        """Make a new communicator instead of the one in use, which has failed. Collective."""
+        """Replace the failed communicator in use. Collective."""
         self.data.close()
         self.data = self.dup(**self._options)
 
@@ -77,11 +77,11 @@ class ReplaceableComms:
 
     @staticmethod
     def _abort(reason: str, *comms: Communicator) -> None:
-        # If the control plane is gone, it has notified the other ranks already.
+        # If the control plane is gone, the other ranks have already been notified.
         with suppress(CommError):
             for comm in comms:
                 comm.abort(reason)
 
     def close(self) -> None:
-        """Release all. Idempotent."""
+        """Release all communicators. Idempotent."""
         self.base.close()

@@ -1,4 +1,4 @@
-"""Reports of a training loop: log messages of some ranks, and the samples per second of all."""
+"""Reports from a training loop: log messages of selected ranks, and samples per second over all ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Rate", "Throughput", "rank_logger"]
 
 
 class Rate(NamedTuple):
-    """Counts and a rate over all ranks; the same on every rank.
+    """Sample counts and rate over all ranks; the same on every rank.
 
     Attributes:
         samples_per_s: `window_samples` divided by `window_s`; nan before the first step.
-        window_samples: Samples of all ranks in the steps of the window.
-        window_s: Time that these steps took, in seconds: that of the slowest rank.
-        samples: Samples of all ranks since the start.
+        window_samples: Number of samples of all ranks in the window's steps.
+        window_s: Time of these steps on the slowest rank, in seconds.
+        samples: Number of samples of all ranks since the start.
 
     Example:
         >>> meter = un.utils.Throughput()
@@ -41,7 +41,7 @@ class Throughput:
     """Meter of samples per second over the last steps, on ranks that may have uneven numbers of samples.
 
     Args:
-        comm: The ranks; None for a world of one.
+        comm: The ranks; None for a single process.
         window: Number of steps that the rate covers.
 
     Raises:
@@ -66,7 +66,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window now, as after an evaluation, whose time should not count. The total remains.
+        """Begin a new window now, for example after an evaluation that should not count. The total is kept.
 
         Example:
             >>> meter = un.utils.Throughput()
@@ -82,7 +82,7 @@ class Throughput:
         """Count the samples of a step that has just ended. Not collective.
 
         Args:
-            samples: This rank's number of samples, also 0.
+            samples: This rank's number of samples, 0 or more.
 
         Raises:
             ValueError: It is negative.
@@ -97,7 +97,7 @@ class Throughput:
         """Return the counts and the rate of all ranks. Collective.
 
         Returns:
-            Exact sums of whole numbers, and their quotient.
+            Sums are exact integers.
 
         Cost: one exchange of about 50 bytes.
 
@@ -109,7 +109,7 @@ class Throughput:
             (32, True)
         """
         steps = list(self._steps)
-        # The first entry is the time at which the window begins.
+        # The first entry is the start of the window.
         mine = sum(count for _, count in steps[1:]), steps[-1][0] - steps[0][0], self._samples
         everyone = (
             [mine]
@@ -130,17 +130,17 @@ else:
 def rank_logger(
     logger: logging.Logger | str, comm: Communicator, ranks: Collection[int] | None = None
 ) -> logging.LoggerAdapter[logging.Logger]:
-    """Return an adapter of a logger that is silent on other ranks, or puts the rank in front of messages.
+    """Return a logger adapter that is silent on other ranks, or prefixes messages with the rank.
 
-    The logger itself stays as it is, so that ranks that are threads can share it. Records have the attributes `rank`,
-    `size` and `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is what a call passes in
-    `extra={"step": step}`, None if it passes none.
+    The logger itself stays unchanged, so thread ranks can share it. Records have the attributes `rank`, `size` and
+    `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is taken from `extra={"step": step}` of a
+    call, else None.
 
     Args:
         logger: A logger, or the name of one.
         comm: The ranks.
-        ranks: The ranks that log; None for all. If it is a single one, messages stay as they are; so they do on all
-            ranks by `[comm.rank]`.
+        ranks: The ranks that log; None for all. With a single rank, messages get no prefix; to log without prefix on
+            all ranks, pass `[comm.rank]`.
 
     Raises:
         ValueError: One of `ranks` is not a rank of `comm`.

@@ -1,4 +1,4 @@
-"""Seeds: independent random numbers on each rank, and equal ones where ranks share a choice."""
+"""Seeds for independent random numbers on each rank, and equal ones for choices that ranks share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PER_RANK = 4
 
 @dataclass(frozen=True)
 class Generators:
-    """Random generators on the CPU, which a checkpoint's state may hold beside `un.checkpoint.RNG()`.
+    """CPU random generators, which may be part of a checkpoint's state beside `un.checkpoint.RNG()`.
 
-    Loaded by more ranks than saved them, `rank` of the further ranks keeps its state; `shared` stays equal on all.
+    If more ranks load than saved, `rank` keeps its state on the additional ones; `shared` stays equal on all.
 
     Attributes:
         rank: Draws other numbers on each rank.
-        shared: Draws the same numbers on every rank, as long as all ranks draw as many from it.
+        shared: Draws the same numbers on every rank, as long as all ranks draw equally many from it.
 
     Example:
         >>> generators = un.utils.seed(7)
@@ -43,7 +43,7 @@ class Generators:
     shared: torch.Generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states: `shared` as a tensor, which all ranks have, and `rank` as a generator."""
+        """Return the states: `shared` as a tensor common to all ranks, and `rank` as a generator."""
         return {"shared": self.shared.get_state(), "rank": self.rank.clone_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -60,23 +60,23 @@ class Generators:
 def seed(seed: int, comm: Communicator | None = None) -> Generators:
     """Seed the global generators of Python, numpy (if imported) and torch on all devices: differently on each rank.
 
-    Collective. Streams depend on the seed and the rank, not on the number of ranks. `un.checkpoint.RNG()` in a state
-    saves the global generators; put the returned ones beside it. Ranks that are threads have their own, except those
-    of GPUs, which are one for each device.
+    Collective. Streams depend on the seed and the rank, not on the number of ranks. To save the global generators, put
+    `un.checkpoint.RNG()` into a state, and the returned ones beside it. Thread ranks have their own generators, except
+    on GPUs, which have one per device.
 
     Args:
-        seed: A whole number, equal on all ranks.
-        comm: The ranks; None for a world of one.
+        seed: An integer, equal on all ranks.
+        comm: The ranks; None for a single process.
 
     Returns:
-        Two further generators: one that differs between ranks, and one that is equal on all.
+        Two additional generators: one that differs between ranks, and one that is equal on all.
 
     Raises:
         MismatchError: On every rank, if ranks passed different seeds.
-        TypeError: The seed is not a whole number.
+        TypeError: The seed is not an integer.
 
-    Method: the seed is hashed by BLAKE2; the lower 32 bits, of which torch's Mersenne Twister uses no more, are a
-    permutation of the stream's number (finalizer of MurmurHash3), so that no two ranks have the same.
+    Method: the seed is hashed with BLAKE2; the lower 32 bits, all that torch's Mersenne Twister uses, are a permutation
+    of the stream's number (MurmurHash3's finalizer), so that no two ranks have the same.
 
     Example:
         >>> def program(comm):
@@ -88,7 +88,7 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
     """
     whole = isinstance(seed, Integral)
     if comm is not None:
-        # A wrong seed of one rank must be an error on all.
+        # An invalid seed on one rank must be an error on all.
         comm.agree(int(seed) if whole else f"a {type(seed).__name__}", "seed")
         comm.flush_agreements()
     if not whole:
@@ -108,7 +108,7 @@ def _generator(number: int) -> torch.Generator:
 
 
 def stream_seed(seed: int, number: int) -> int:
-    """64 bits for a stream: the lower half is another one for each number."""
+    """Return 64 bits for a stream, whose lower half is different for each number."""
     upper, lower = divmod(int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest()), _LIMIT)
     mixed = (lower + number) % _LIMIT
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

@@ -34,7 +34,7 @@ ALGORITHMS: dict[str, Registry[AlgorithmFile]] = {
     )
     for collective in COLLECTIVES
 }
-"""For each collective, the files of its algorithms: `ALGORITHMS["all_reduce"]["ring"]`."""
+"""Algorithm files by collective and name: `ALGORITHMS["all_reduce"]["ring"]`."""
 
 
 def find(collective: str, name: str, **options: Any) -> Algorithm:
@@ -42,13 +42,13 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
     Args:
         collective: A name of `COLLECTIVES`.
-        name: A name of `ALGORITHMS[collective].names()`, which options may follow: "double_binary_tree:segments=8",
+        name: A name of `ALGORITHMS[collective].names()`, optionally with options: "double_binary_tree:segments=8",
             "hierarchical:levels=8x128".
-        options: Options of this algorithm, as its file lists them; they take precedence over those in the name.
+        options: Options of this algorithm, as listed in its file; they take precedence over those in the name.
 
     Raises:
-        ValueError: There is no such collective, algorithm or option, or the value of an option is no whole number;
-            lists the known ones.
+        ValueError: No such collective, algorithm or option, or an option's value is not an integer; lists the known
+            ones.
 
     Example:
         >>> find("all_reduce", "ring").chunks(size=5)
@@ -64,7 +64,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
 
 def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
-    """Return the algorithm that a name, a file or an algorithm stands for; refuse a size that it cannot serve."""
+    """Return the algorithm given as a name, a file or an algorithm; raise for a size that it cannot serve."""
     if isinstance(algorithm, str):
         algorithm = find(collective, algorithm)
     elif not isinstance(algorithm, Algorithm):

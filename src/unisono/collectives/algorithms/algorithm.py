@@ -27,14 +27,14 @@ class AlgorithmFile(Protocol):
 
     The interpreter renumbers ranks for other roots. A file may also define:
 
-    - `chunks(size)`: the number of chunks that a message is cut into. Only all_reduce, reduce and broadcast are free
-      to choose it; by default it is 2p for all_to_all, where each rank sends chunks 0 to p-1 and receives chunks p to
-      2p-1 (chunks from 2p on are scratch), 1 for a barrier, and p for all other collectives.
-    - `unsupported(size)`: why it cannot serve this number of ranks; an empty string if it can.
+    - `chunks(size)`: the number of chunks of a message. Only all_reduce, reduce and broadcast may choose it; by default
+      it is 2p for all_to_all, where each rank sends chunks 0 to p-1 and receives chunks p to 2p-1 (chunks from 2p on
+      are scratch), 1 for a barrier, and p for all other collectives.
+    - `unsupported(size)`: the reason why it cannot serve this number of ranks; an empty string if it can.
     - `SAME_BITS = False`, if ranks may end with differently rounded sums. Such an algorithm serves exact dtypes only.
-    - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of them.
+    - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of ranks.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.
-    - `OPTIONS`: a dict of keyword arguments, with defaults, that all its functions take (`{"segments": 1}`).
+    - `OPTIONS`: a dict of keyword arguments, with defaults, of all its functions (`{"segments": 1}`).
 
     Example:
         >>> from unisono.collectives.algorithms.all_gather import ring
@@ -54,12 +54,12 @@ class AlgorithmFile(Protocol):
         ...
 
     def cost(self, size: int, numel: int) -> Cost:
-        """Return the exact cost, which must equal the cost that the prover counts.
+        """Return the exact cost, which must equal the prover's count.
 
         Args:
             size: Number of ranks, from 2.
-            numel: Elements of the message: of all chunks of one rank's input, or of its output where that is longer.
-                Chunks are almost equal; the first are the longer ones.
+            numel: Elements of the message: of all chunks of one rank's input or output, whichever is longer. Chunks are
+                almost equal; the first ones are longer.
         """
         ...
 
@@ -99,7 +99,7 @@ class Algorithm:
 
     @property
     def balanced(self) -> bool:
-        """True if sums are reduced in the balanced binary tree over the ranks, for any number of them."""
+        """True if sums are reduced in the balanced binary tree over the ranks, for any number of ranks."""
         return bool(getattr(self.file, "BALANCED", False))
 
     @property
@@ -117,13 +117,13 @@ class Algorithm:
         return ":".join((self.name, *values))
 
     def parse_options(self, pairs: Iterable[str]) -> dict[str, Any]:
-        """Return the options that texts such as "segments=8" and "levels=8x128" stand for.
+        """Return the options given as texts such as "segments=8" and "levels=8x128".
 
         Args:
             pairs: One text for each option.
 
         Raises:
-            ValueError: A text is no option of this algorithm.
+            ValueError: A text is not an option of this algorithm.
 
         Example:
             >>> un.algorithms.find("all_reduce", "hierarchical").parse_options(["levels=8x128"])
@@ -145,7 +145,7 @@ class Algorithm:
         """Return this algorithm with other options.
 
         Args:
-            options: Options of the file, by name; others keep their values.
+            options: New values of the file's options, by name; others keep their values.
 
         Example:
             >>> un.algorithms.find("all_reduce", "ring").with_options().name
@@ -184,7 +184,7 @@ class Algorithm:
         return exact and not self.unsupported(size)
 
     def chunks(self, size: int) -> int:
-        """Return the number of chunks that a message is cut into.
+        """Return the number of chunks of a message.
 
         Args:
             size: Number of ranks, from 1.
@@ -197,7 +197,7 @@ class Algorithm:
         return chunks(size, **self.options) if chunks else default_chunks(self.collective, size)
 
     def parts(self, size: int) -> int:
-        """Return the number of parts of a message: its chunks, but in an all_to_all one for each rank.
+        """Return the number of parts of a message: its chunks, except in an all_to_all, which has one for each rank.
 
         Args:
             size: Number of ranks.
@@ -210,7 +210,7 @@ class Algorithm:
         return size if self.collective == "all_to_all" else self.chunks(size)
 
     def offsets(self, size: int, nbytes: int, itemsize: int = 1) -> list[int]:
-        """Return for each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        """Return for each chunk the bytes of all chunks before it, followed by the total.
 
         Args:
             size: Number of ranks.
@@ -262,7 +262,7 @@ FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions in this chunk of this rank before the first step; 0 if there are none.
+    """Return the contributions in this rank's chunk before the first step; 0 if there are none.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -279,7 +279,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions that must be in this chunk of this rank at the end; 0 if any state may remain.
+    """Return the contributions that this rank's chunk must have at the end; 0 if anything is allowed.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -297,7 +297,7 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def default_chunks(collective: str, size: int) -> int:
-    """Return the number of chunks of a collective, unless its algorithm sets it.
+    """Return the default number of chunks of a collective.
 
     Except in the collectives of `FREE_CHUNKS`, a chunk is one rank's contribution or result.
 
@@ -310,11 +310,11 @@ def default_chunks(collective: str, size: int) -> int:
 
 
 def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
-    """Reduce parts in a balanced binary tree, in which the first half is the longer one.
+    """Reduce parts in a balanced binary tree, whose first half is the longer one.
 
     Args:
-        parts: At least one.
-        plus: Reduces two parts, the earlier one first.
+        parts: Parts to reduce, at least one.
+        plus: Function that reduces two parts, the earlier one first.
 
     Example:
         >>> balanced("abcde", lambda low, high: f"({low}+{high})")

@@ -1,4 +1,4 @@
-"""In-order binary tree of any number of places, from which double binary trees are made.
+"""In-order binary tree with any number of places, the basis of double binary trees.
 
 All subtrees to the left are complete, so that odd places are leaves. Source: Sanders, Speck and Träff, "Two-tree
 algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 2.
@@ -12,7 +12,7 @@ __all__ = ["children", "path"]
 
 
 def path(place: int, size: int) -> list[int]:
-    """Return the places from the root to a place, of 1 to `size`.
+    """Return the path from the root to a place, from 1 to `size`.
 
     Example:
         >>> path(3, 6), path(5, 6)

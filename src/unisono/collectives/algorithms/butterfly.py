@@ -1,7 +1,7 @@
 """Butterflies among a power of two of ranks: in each step every rank exchanges data with one peer.
 
-Chunks are placed so that every message of a reduction is one run: whatever the peers are, those that a rank can still
-reach after a step own adjacent places.
+Chunks are placed so that every message of a reduction is one run: whatever the peers are, the ranks still reachable
+after a step own adjacent places.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = [
 ]
 
 Peer = Callable[[int, int, int], int]
-"""Peer of a rank in a step (from 0) among a number of ranks."""
+"""Function that returns a rank's peer in a step (from 0) among a number of ranks."""
 
 
 def doubling(rank: int, step: int, size: int) -> int:
-    """Return the peer at distance 1, 2, 4, ...; numbers of ranks that differ in one bit."""
+    """Return the peer at distance 1, 2, 4, ..., whose number differs in one bit."""
     return rank ^ 1 << step
 
 
 def swinging(rank: int, step: int, size: int) -> int:
-    """Return the peer at distance 1, -1, 3, -5, 11, ..., the sums of powers of -2; odd ranks go the other way round.
+    """Return the peer at distance 1, -1, 3, -5, 11, ..., the sums of powers of -2; odd ranks use the opposite sign.
 
     Example:
         >>> [swinging(0, step, 16) for step in range(4)]
@@ -44,7 +44,7 @@ def swinging(rank: int, step: int, size: int) -> int:
 
 
 def needs_power_of_two(size: int) -> str:
-    """Return why an algorithm cannot serve a number of ranks; an empty string if that is a power of two."""
+    """Return why an algorithm cannot serve a number of ranks; empty if that is a power of two."""
     return f"needs a power of two, not {size} ranks" if size & (size - 1) else ""
 
 
@@ -69,12 +69,13 @@ def places(peer: Peer, size: int) -> tuple[int, ...]:
 
 
 def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], Move] = Move) -> Iterator[Step]:
-    """Return the steps in which ranks exchange halves, quarters, ... until each has reduced what is at its place.
+    """Return the steps in which ranks exchange halves, quarters, ... until each has reduced its place.
 
     Args:
-        rank, size: As of the algorithm.
-        peer: Peers of each step.
-        move: Returns the message to or from a peer of the places from the first to, not including, the last.
+        rank, size: As for the algorithm.
+        peer: Peer in each step.
+        move: Function that returns the message to or from a peer with the places from the first up to, but excluding,
+            the last.
     """
     place = places(peer, size)[rank]
     for step in range(size.bit_length() - 1):
@@ -86,16 +87,16 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
 
 
 def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int:
-    """Return the elements that the busiest rank sends in halvings of a message and in the same steps backwards.
+    """Return the elements that the busiest rank sends in halvings of a message, and in the same steps backwards.
 
-    It sends all but its own chunks; then, beginning with these, what it received. The rank with the first chunks, which
-    are the longer ones, sends most.
+    It sends all chunks except its own; then, beginning with these, the ones that it received. The rank with the first
+    chunks, which are longer, sends most.
 
     Args:
         numel: Elements of the message.
         chunks: Number of chunks.
         runs: Number of chunks that it receives in each halving.
-        own: Number of chunks that it ends with.
+        own: Number of its own chunks.
     """
     return numel - elements(numel, chunks, 0, own) + sum(elements(numel, chunks, 0, run) for run in runs)
 

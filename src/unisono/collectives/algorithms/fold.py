@@ -1,7 +1,7 @@
 """Fold of any number of ranks to a power of two: pairs of adjacent ranks are reduced first, and share the result.
 
-The pairs are the deepest leaves of the balanced binary tree over all ranks, so that an algorithm that reduces its nodes
-in a balanced tree does so for any number of ranks.
+The pairs are the deepest leaves of the balanced binary tree over all ranks, so an algorithm that reduces its nodes in a
+balanced tree does so for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def nodes_of(size: int) -> int:
 
 
 def extra_ranks(size: int) -> bool:
-    """True if the number of ranks is no power of two."""
+    """True if the number of ranks is not a power of two."""
     return size != nodes_of(size)
 
 
 @lru_cache(maxsize=16)
 def heads(size: int) -> tuple[int, ...]:
-    """Return the first rank of each node, of one or two adjacent ranks, and at the end the number of ranks.
+    """Return the first rank of each node of one or two adjacent ranks, followed by the number of ranks.
 
     Example:
         >>> heads(6)
@@ -43,13 +43,13 @@ def heads(size: int) -> tuple[int, ...]:
 def folded(
     rank: int, size: int, chunks: int, among: Callable[[int, int], Iterator[Step]], *, scattered: bool = False
 ) -> Iterator[Step]:
-    """Return the steps of an algorithm that serves powers of two only, for any number of ranks.
+    """Return the steps, for any number of ranks, of an algorithm that serves only powers of two.
 
     Args:
-        rank, size: As of the algorithm.
+        rank, size: As for the algorithm.
         chunks: Number of chunks of the message.
-        among: Returns the steps of a node, given its number and the number of nodes.
-        scattered: Whether each rank's result is only the chunk of its number.
+        among: Function that returns the steps of a node, given its number and the number of nodes.
+        scattered: Whether each rank's result is only the chunk with its number.
     """
     first = heads(size)
     node = bisect_right(first, rank) - 1

@@ -2,7 +2,7 @@
 
 A message is cut into *chunks*, numbered from 0. An algorithm lists for one rank, step by step, the runs of chunks to
 send and to receive, and their peers. All messages of a step are in flight at the same time; the step ends when all have
-arrived. Peers' steps need not have the same number.
+arrived. Matching steps of two peers may have different numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Move(NamedTuple):
     Attributes:
         peer: The rank that receives or sends it.
         start, stop: The first run: its first chunk, and the chunk after its last.
-        further: Further runs, as pairs of start and stop. They travel in this order, in the same message.
+        further: Further runs, as pairs of start and stop, sent in this order in the same message.
 
     Example:
         >>> Move(peer=1, start=0, stop=2).runs
@@ -47,7 +47,7 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
 
     Args:
         peer: The rank that receives or sends it.
-        chunks: Numbers of chunks, at least one, each once.
+        chunks: Distinct chunk numbers, at least one.
 
     Example:
         >>> move_of(3, {4, 0, 1})
@@ -64,7 +64,7 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
 
 
 def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
-    """Return the message of `count` chunks from `start` on, which begins again at chunk 0 after the last one.
+    """Return the message of `count` chunks from `start` on, wrapping to chunk 0 after the last one.
 
     Args:
         peer: The rank that receives or sends it.
@@ -85,7 +85,7 @@ def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
 def others(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return all other ranks in the order in which a rank sends to them, and in the order in which it receives.
 
-    Each begins with its neighbour, so that no rank is sent to by several at the same time.
+    Each order begins with a neighbour, so that several ranks never send to the same one at once.
 
     Args:
         rank: The rank that sends and receives.
@@ -106,9 +106,9 @@ class Step(NamedTuple):
         recv: Messages to receive. The n-th message from a peer in a step is the n-th that the peer sends to this
             rank in its matching step. Runs that are overwritten overlap neither a run that is sent in this step nor
             another received run.
-        reduce: Whether received data is reduced into the present data, or overwrites it. Contributions to one chunk,
-            this rank's own included, are reduced in a balanced binary tree over the ranks in ascending order (the
-            first half is the longer one), so that every rank that reduces the same contributions gets the same bits.
+        reduce: Whether received data is reduced into the existing data, or overwrites it. Contributions to one chunk,
+            including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order (the
+            first half is the longer one), so every rank that reduces the same contributions gets the same bits.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
@@ -124,8 +124,8 @@ class Step(NamedTuple):
         """Return this step of an algorithm among some of the ranks, as a step among all ranks.
 
         Args:
-            peer: Returns a rank's number among all ranks.
-            chunk: First chunk of the part of the message that it works on.
+            peer: Function that returns a rank's number among all ranks.
+            chunk: First chunk of its part of the message.
 
         Example:
             >>> Step(send=(Move(1, 0, 2),)).renumbered(lambda rank: 10 * rank, chunk=5).send
@@ -142,11 +142,11 @@ class Step(NamedTuple):
 def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
     """Return steps in reverse, with sends and receives exchanged.
 
-    Makes a broadcast of a reduce, an all_gather of a reduce_scatter, and the opposite of each with `reduce`.
+    Turns a reduce into a broadcast and a reduce_scatter into an all_gather, or, with `reduce`, the other way round.
 
     Args:
         steps: Steps of one rank, in which each chunk travels along a tree.
-        reduce: Whether received data is reduced into the present data.
+        reduce: Whether received data is reduced into the existing data.
 
     Example:
         >>> list(mirrored([Step(send=(Move(1, 0, 1),)), Step(recv=(Move(2, 0, 1),), reduce=True)]))[0].send
@@ -156,7 +156,7 @@ def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
 
 
 class Cost(NamedTuple):
-    """Exact cost of an algorithm for a size of group and message, as declared by its file and counted by the prover.
+    """Exact cost of an algorithm for a group and message size, as declared by its file and counted by the prover.
 
     Attributes:
         rounds: Steps on the longest chain of messages that wait for each other.
@@ -175,11 +175,11 @@ class Cost(NamedTuple):
 
 
 def elements(numel: int, chunks: int, start: int = 0, stop: int = 1) -> int:
-    """Return the number of elements in a run of chunks; of almost equal chunks the first are the longer ones.
+    """Return the number of elements in a run of almost equal chunks, of which the first ones are longer.
 
     Args:
         numel: Elements of the whole message.
-        chunks: Number of chunks that it is cut into.
+        chunks: Number of chunks of the message.
         start, stop: The run; the first chunk by default.
 
     Example:

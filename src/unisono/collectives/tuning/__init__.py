@@ -1,1 +1,1 @@
-"""Choice of an algorithm by simulation: constants of the machine, their fit to measured calls, and predictions."""
+"""Choice of an algorithm by prediction: constants of the machine, their fit to measured calls, and predicted times."""

@@ -1,4 +1,4 @@
-"""Table of the constants of a machine, from which times of algorithms are predicted; and the file that keeps it."""
+"""Table of a machine's constants, from which algorithms' times are predicted, and the file that stores it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LinkCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Constants of a machine: what a message costs inside a host and between hosts, and what a rank's processor does.
+    """Constants of a machine: the cost of a message inside a host and between hosts, and of a rank's processor.
 
     Args:
         inside: Messages between ranks of one host.
@@ -51,8 +51,8 @@ class CostTable:
         gamma: Seconds to reduce one received byte.
         overhead: Processor time for each message, in seconds.
         measured: False for the built-in constants of a transport.
-        cores: Processors that the ranks of a host share, if they are fewer than its ranks; 0 if each rank has its own.
-        overrides: Pairs of a collective and the algorithm that "auto" stands for, whatever is predicted.
+        cores: Processors shared by a host's ranks, if fewer than its ranks; 0 if each rank has its own.
+        overrides: Pairs of a collective and the algorithm that "auto" uses, regardless of predictions.
 
     Example:
         >>> table = CostTable(LinkCost(1e-6, 1e-10), LinkCost(10e-6, 1e-9))
@@ -78,7 +78,7 @@ class CostTable:
         """Return the table of a transport's built-in constants, the same inside a host and between hosts.
 
         Args:
-            latency_s, second_per_byte: As of `Transport`.
+            latency_s, second_per_byte: As for `Transport`.
         """
         link = LinkCost((1 - GAP) * latency_s, second_per_byte)
         return cls(link, link, overhead=GAP * latency_s, measured=False)
@@ -105,7 +105,7 @@ class CostTable:
         """Return the table as JSON, with its format and hash.
 
         Args:
-            further: More entries, which `from_json` does not read.
+            further: Additional entries, which `from_json` ignores.
         """
         table = {**self._constants(), "overrides": dict(self.overrides)}
         return json.dumps({"format": _FORMAT, "hash": self.hash, **further, **table}, indent=1)
@@ -118,7 +118,7 @@ class CostTable:
             text: JSON.
 
         Raises:
-            ValueError: It is no such table, of another format, or its constants do not match its hash.
+            ValueError: It is not such a table, has another format, or its constants do not match its hash.
         """
         try:
             found = json.loads(text)
@@ -139,13 +139,13 @@ class CostTable:
 
 
 def parse_overrides(text: str) -> dict[str, str]:
-    """Return the overrides of a text such as "all_reduce=ring,broadcast=binomial".
+    """Return the overrides in a text such as "all_reduce=ring,broadcast=binomial".
 
     Args:
         text: Pairs of a collective and an algorithm, separated by commas.
 
     Raises:
-        ValueError: A pair is malformed, or names no collective or algorithm.
+        ValueError: A pair is malformed, or its collective or algorithm is unknown.
 
     Example:
         >>> parse_overrides("all_reduce=chunked_ring:segments=4")
@@ -156,7 +156,7 @@ def parse_overrides(text: str) -> dict[str, str]:
 
 
 def _checked(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return overrides whose collectives and algorithms exist; raise ValueError for others."""
+    """Return the overrides; raise ValueError if a collective or algorithm does not exist."""
     for collective, algorithm in overrides.items():
         if collective not in ALGORITHMS:
             raise ValueError(
@@ -171,7 +171,7 @@ _OVERRIDES = "UNISONO_ALGORITHM"
 
 
 class TableFile:
-    """File of the cost table of one backend and pattern of hosts.
+    """File with the cost table for one backend and pattern of hosts.
 
     Args:
         backend: Name of the backend.
@@ -188,7 +188,7 @@ class TableFile:
         )
 
     def load(self) -> CostTable | None:
-        """Return the table; None if there is no file, or, with a line in the log, if it is damaged or foreign."""
+        """Return the table; None if there is no file, or if it is damaged or foreign, which is logged."""
         try:
             text = self.path.read_text(encoding="utf-8")
             table = CostTable.from_json(text)
@@ -202,7 +202,7 @@ class TableFile:
         return table
 
     def store(self, table: CostTable) -> None:
-        """Replace the file, or write a line to the log if that is not possible."""
+        """Replace the file, or log why that is impossible."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Created with mode 0600.
@@ -220,7 +220,7 @@ class TableFile:
 
     @staticmethod
     def overrides() -> dict[str, str]:
-        """Return the overrides of the environment.
+        """Return the overrides from the environment.
 
         Raises:
             ValueError: They are malformed.

@@ -1,4 +1,4 @@
-"""Fit of a machine's constants to measured calls: least squares of relative errors."""
+"""Fits a machine's constants to measured calls, with least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Cell", "Fit", "fit"]
 
 
 _ROUNDS = 3
-"""Repetitions, because which link or rank is the bottleneck depends on the constants."""
+"""Number of iterations, because the bottleneck link or rank depends on the constants."""
 
 
 class Cell(NamedTuple):
@@ -36,12 +36,12 @@ class Cell(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Constants that have been fitted.
+    """Fitted constants.
 
     Attributes:
         link: Latency, and seconds per byte.
         gamma: Seconds to reduce one received byte.
-        overhead: Seconds of the processor for each message.
+        overhead: Processor seconds for each message.
     """
 
     link: LinkCost
@@ -50,10 +50,10 @@ class Fit(NamedTuple):
 
 
 def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
-    """Return the constants that predict measured calls best, none of them negative.
+    """Return the non-negative constants that best predict measured calls.
 
     Args:
-        cells: Calls of several sizes and algorithms; some must send several messages in a round.
+        cells: Calls with several sizes and algorithms, some of which send several messages in a round.
         cores: Processors that the ranks shared, if they were fewer than the ranks; 0 otherwise.
 
     Example:
@@ -68,13 +68,13 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
 
 
 def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[float, ...]:
-    """Return constants that are not negative, by which the sums of each row are nearest to the measured seconds."""
+    """Return the non-negative constants for which each row's sum is nearest to the measured seconds."""
     weighted = torch.tensor(rows, dtype=torch.float64)
     weighted /= torch.tensor([[cell.seconds] for cell in cells], dtype=torch.float64)
     kept = [column for column in range(4) if weighted[:, column].any()]
     solution = torch.zeros(4, dtype=torch.float64)
     while kept:
-        # Columns of about equal size, so that the rank is found right.
+        # Scale columns to about equal size, so that the rank is determined correctly.
         scales = weighted[:, kept].norm(dim=0)
         answer = torch.linalg.lstsq(weighted[:, kept] / scales, torch.ones(len(cells), 1, dtype=torch.float64)).solution
         if not (answer < 0).any():
@@ -85,9 +85,9 @@ def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[flo
 
 
 def _coefficients(cell: Cell, constants: Sequence[float], cores: int) -> list[float]:
-    """Return by how much a predicted time grows with alpha, beta, gamma and the overhead, from these constants on.
+    """Return the derivatives of a predicted time by alpha, beta, gamma and the overhead, at these constants.
 
-    A predicted time is piecewise linear, and so is the sum of these products in the neighbourhood.
+    A predicted time is piecewise linear, so near these constants it is the sum of the products.
     """
     algorithm = find(cell.collective, cell.algorithm)
 

@@ -1,4 +1,4 @@
-"""Prediction of the time of each algorithm that could serve a call: arithmetic on its declared cost and its steps."""
+"""Predicts the time of each algorithm that can serve a call, from its declared cost and its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEGMENTS = (1, 2, 4, 8, 16, 32)
 
 
 class Machine(NamedTuple):
-    """Constants and hosts, on which a choice depends beside the call.
+    """Constants and hosts, on which a choice depends besides the call.
 
     Attributes:
         table: Constants, equal on all ranks.
@@ -30,7 +30,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Algorithm chosen for a call, and what it was chosen from.
+    """Algorithm chosen for a call, and the alternatives.
 
     Attributes:
         collective: The collective.
@@ -40,7 +40,7 @@ class Choice:
         options: The options by name.
         predicted_s: Predicted seconds.
         others: Predicted seconds of other algorithms, by name.
-        why: Reason, in a sentence.
+        why: Reason, as a sentence.
     """
 
     collective: str
@@ -67,7 +67,7 @@ class Choice:
 
 
 def size_class(nbytes: int) -> int:
-    """Return the least power of two that is no less than a number of bytes; all calls of a class choose alike.
+    """Return the number of bytes rounded up to a power of two; all calls of a class choose alike.
 
     Args:
         nbytes: Bytes of the message.
@@ -80,7 +80,7 @@ def size_class(nbytes: int) -> int:
 
 
 class _StepTraffic(NamedTuple):
-    """What one rank does in a step, in messages and bytes."""
+    """One rank's messages and bytes in a step."""
 
     peers: int = 0
     messages: int = 0
@@ -94,12 +94,12 @@ class _StepTraffic(NamedTuple):
 def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the predicted seconds of a collective.
 
-    Its rounds take latencies; a step's bytes move at the speed of the link, which the ranks of a host share between
-    hosts; what has arrived is reduced while further messages of the round arrive; and each message takes the overhead.
-    The steps are those of rank 0, or, on several hosts, of the ranks of the first host. An algorithm whose last rank
-    waits for more than these moves a message in each of its rounds. Ranks that share fewer cores take at least all
-    their work divided by the cores (Brent, 1974): inside a host, latency is the work of waking a rank that waits, and
-    copies are work, too.
+    Each round costs a latency; a step's bytes move at the speed of the link, which a host's ranks share between hosts;
+    received data is reduced while further messages of the round arrive; and each message costs the overhead. The steps
+    are those of rank 0, or, on several hosts, of the first host's ranks. If the longest chain of messages has more
+    rounds than these ranks' steps, each round moves at least the smallest of their messages. Ranks that share fewer
+    cores take at least their total work divided by the cores (Brent, 1974): inside a host, the latency of waking a
+    waiting rank counts as work, as do copies.
 
     Args:
         algorithm: The algorithm.
@@ -131,7 +131,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     seconds = far * table.between.alpha + (cost.rounds - far) * near.alpha
     moving = max(moving, cost.rounds * least * near.beta)
     reducing = reduced * table.gamma
-    # All but the first of a round's messages arrive while others are reduced.
+    # All messages of a round except the first arrive while others are reduced.
     beside = min(moving, reducing) * cost.rounds / max(1, cost.rounds, cost.messages)
     seconds += max(moving, reducing) + beside + cost.messages * table.overhead
     if not 0 < table.cores < per_host:
@@ -145,7 +145,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
 def _traffic(
     algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int
 ) -> Iterator[_StepTraffic]:
-    """Yield what a rank does in each step; messages of no bytes are not sent. Without hosts, all ranks are near."""
+    """Yield a rank's traffic in each step, without empty messages. Without hosts, all ranks are near."""
     host = rank // per_host if per_host else 0
 
     def side(step: Step, receives: bool) -> tuple[int, int, int, int]:
@@ -169,7 +169,7 @@ def _traffic(
 
 
 def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]:
-    """Return an algorithm with each of the options to choose from."""
+    """Return an algorithm with each of its possible options."""
     if algorithm.options:
         return [algorithm]
     known = getattr(algorithm.file, "OPTIONS", {})
@@ -182,7 +182,7 @@ def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]
 def compare(
     collective: str, names: Sequence[str], size: int, nbytes: int, machine: Machine, *, why: str = ""
 ) -> Choice:
-    """Return the choice of the fastest of some algorithms; of equally fast ones, that of fewer messages.
+    """Return the fastest of some algorithms; of equally fast ones, the one with fewer messages.
 
     Args:
         collective: The collective.
@@ -190,7 +190,7 @@ def compare(
         size: Number of ranks.
         nbytes: Bytes of the message.
         machine: Constants and hosts.
-        why: Reason of the choice; by default that it is the fastest.
+        why: Reason for the choice; by default that it is the fastest.
 
     Example:
         >>> machine = Machine(CostTable.builtin(latency_s=10e-6, second_per_byte=1e-9), per_host=64)
@@ -199,7 +199,7 @@ def compare(
     """
     found = [one for name in names for one in _variants(find(collective, name), size, machine.per_host)]
     seconds = {one.label: predicted(one, size, nbytes, machine) for one in found}
-    # Sums of the same numbers in another order differ in their last bits.
+    # Compare rounded times, because sums in another order differ in their last bits.
     fewest = {one.label: one.cost(size, nbytes).messages for one in found}
     chosen = min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
     least = seconds.pop(chosen.label)

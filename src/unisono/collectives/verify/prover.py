@@ -25,7 +25,7 @@ class Proof(NamedTuple):
     """Result of a proof for one number of ranks.
 
     Attributes:
-        cost: Counted cost of a message of one element a chunk.
+        cost: Counted cost of a message with one element a chunk.
         scratch: Chunks of memory beyond the caller's that the busiest rank needs.
         same_bits: Whether all ranks end with the same reduction trees, and so with the same bits.
         balanced: Whether each result is reduced in the balanced binary tree over all ranks, in ascending order.
@@ -44,10 +44,10 @@ class Proof(NamedTuple):
 def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int) -> Proof:
     """Run an algorithm among `size` ranks on sets of contributions instead of numbers.
 
-    Proves for this size: every contribution that belongs to a result enters it exactly once (in a barrier, at least
-    once); all ranks of an all_reduce end with the same bits, unless the file declares that they do not; no rank
-    deadlocks, even if no send is ever buffered, or if messages are cut into segments; no step sends data that it
-    overwrites; the declared cost is the counted cost, whether the chunks divide the message or not.
+    Proves for this size that every contribution to a result enters it exactly once (in a barrier, at least once); that
+    all ranks of an all_reduce end with the same bits, unless the file declares otherwise; that no rank deadlocks, even
+    if no send is ever buffered, or messages are cut into segments; that no step sends data that it overwrites; and that
+    the declared cost equals the counted one, whether or not the chunks divide the message.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.
@@ -55,7 +55,7 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
         size: Number of ranks, from 1.
 
     Returns:
-        What was counted and found.
+        The counted cost and other findings.
 
     Raises:
         AlgorithmError: The algorithm is wrong; names the rank, step and chunk.
@@ -119,7 +119,7 @@ def _contributors(model: RankModel, members: int) -> str:
 
 
 def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
-    """Return whether all ranks' results have the same trees, and whether these are balanced."""
+    """Return whether all ranks' results have the same trees, and whether those are balanced."""
     if not family_of(checker.collective).reduces:
         return True, True
     leaves = [checker.trees.leaf(rank) for rank in range(checker.size)]
@@ -143,7 +143,7 @@ def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
 def _counted(checker: ModelChecker, numel: int) -> Cost:
     parts = checker.size if checker.collective == "all_to_all" else checker.chunks
     lengths = [elements(numel, parts, chunk, chunk + 1) for chunk in range(parts)]
-    # The chunks of an all_to_all are counted by where they go; scratch is only used by parts of equal length.
+    # The chunks of an all_to_all are counted by destination; only parts of equal length use scratch.
     lengths = (lengths * (checker.chunks // parts + 1))[: checker.chunks]
     return Cost(
         max(model.rounds for model in checker.models),
@@ -178,7 +178,7 @@ class ModelChecker:
 
     Attributes:
         models: The ranks, in order.
-        chunks: How many chunks each has.
+        chunks: Number of chunks of each.
         trees: The reduction trees of their chunks.
 
     Example:
@@ -203,7 +203,7 @@ class ModelChecker:
         return RankModel(rank, self.size, self.collective, steps, held, self.trees, self.collective != "barrier")
 
     def run(self) -> None:
-        """Execute all steps that can happen; raise `AlgorithmError` if a step is wrong or a rank deadlocks."""
+        """Execute all possible steps; raise `AlgorithmError` if a step is wrong or a rank deadlocks."""
         for model in self.models:
             model.begin()
         while self._sweep():
@@ -212,7 +212,7 @@ class ModelChecker:
             raise self._deadlock_error()
 
     def _sweep(self) -> bool:
-        """Execute every step that can happen; return whether there was one."""
+        """Execute every step that is now possible; return whether there was one."""
         happened = False
         seen = set[int]()
         for model in self.models:
@@ -225,7 +225,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
-        """Return the models, by rank, that can take their current step only together with this one."""
+        """Return the models, by rank, whose current step is only possible together with this one's."""
         group = {model.rank: model}
         queue = [model]
         for member in queue:

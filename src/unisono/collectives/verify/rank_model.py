@@ -1,4 +1,4 @@
-"""Model of one rank of an algorithm: the contents of its chunks, its current step, and checks of that step."""
+"""Model of one rank in an algorithm: the contents of its chunks, its current step, and checks of that step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ChunkState(NamedTuple):
 
 
 NOTHING = ChunkState(0, -1)
-"""Contents of a chunk that nothing has been written to."""
+"""Contents of an unwritten chunk."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,14 +50,14 @@ class RankModel:
     Attributes:
         chunks: The contributions in each chunk.
         once: Whether a contribution may enter a result only once.
-        written: For each chunk that was received, the step and the peer of its last message.
+        written: For each received chunk, step and peer of its last message.
         step: The current step; None after the last.
         number: Number of the step, from 1.
-        sends, recvs: Its moves, by peer and by how many others to or from that peer come before.
-        rounds: Steps on the longest chain of messages that led here.
+        sends, recvs: Its moves, by peer and by position among those to or from that peer.
+        rounds: Steps on the longest chain of messages up to here.
         messages: Number of messages sent so far.
-        sent: For each chunk, how often it was sent.
-        landing: Most chunks that arrived in one step to be reduced, and so need memory of their own.
+        sent: For each chunk, how many times it was sent.
+        landing: Largest number of chunks that arrived in one step to be reduced, and so need separate memory.
     """
 
     rank: int
@@ -117,7 +117,7 @@ class RankModel:
             self.landing = max(self.landing, sum(len(move.chunks) for move, _ in arrived))
 
     def _reduced(self, chunk: int, arrived: list[tuple[int, ChunkState]]) -> ChunkState:
-        """Combine what a chunk holds with what arrived for it, in the order of the ranks."""
+        """Combine a chunk's contents with those that arrived for it, in rank order."""
         seen = self.chunks[chunk].members
         for peer, held in arrived:
             if self.once and seen & held.members:
@@ -133,7 +133,7 @@ class RankModel:
                 raise self.error(f"{name}={moves!r} is not a tuple of moves; write {name}=(Move(...),), with the comma")
 
     def _check_moves(self, step: Step) -> None:
-        # No valid algorithm comes near this limit; it stops an endless one.
+        # No valid algorithm is near this limit, which stops an endless one.
         if self.number > 64 * (self.size + len(self.chunks)):
             raise self.error("that is more steps than any algorithm needs; does it ever end?")
         if not step.send and not step.recv:
@@ -183,13 +183,13 @@ def _numbered(moves: tuple[Move, ...]) -> dict[tuple[int, int], Move]:
 
 
 def named(move: Move) -> str:
-    """Return the chunks of a message in words."""
+    """Return a message's chunks as text."""
     runs = [str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in move.runs]
     return f"{'chunk' if len(move.chunks) == 1 else 'chunks'} {', '.join(runs)}"
 
 
 def ranks_text(members: int) -> str:
-    """Return a set of contributions in words: "rank 1", or "ranks 1, 3"."""
+    """Return a set of contributions as text: "rank 1", or "ranks 1, 3"."""
     numbers = [str(rank) for rank in range(members.bit_length()) if members >> rank & 1]
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
@@ -224,6 +224,6 @@ class ReductionTrees:
         return number
 
     def text(self, number: int) -> str:
-        """Return a tree in words, such as "((0+1)+2)"."""
+        """Return a tree as text, such as "((0+1)+2)"."""
         low, high = self._nodes[number]
         return str(high) if low < 0 else f"({self.text(low)}+{self.text(high)})"

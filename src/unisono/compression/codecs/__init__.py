@@ -1,1 +1,1 @@
-"""A file is a codec, named as the file; it ends in `CODEC = ...`."""
+"""Codecs: each file is one, with the file's name, and ends in `CODEC = ...`."""

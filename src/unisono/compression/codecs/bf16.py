@@ -16,7 +16,7 @@ __all__ = ["CODEC", "Bf16"]
 class Bf16(HalfPrecision):
     """Codec that sends bfloat16. Half of float32's bytes; 8 bits of precision over all of float32's range.
 
-    NaN and infinities stay what they are, in that place on every rank.
+    NaN and infinities are preserved, at their index on every rank.
 
     Example:
         >>> def program(comm):

@@ -1,4 +1,4 @@
-"""error_feedback: what a codec loses is added to the next contribution, so nothing is lost for good.
+"""error_feedback: a codec's losses are added to the next contribution, so nothing is lost for good.
 
 Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich and Jaggi,
 "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
@@ -21,15 +21,15 @@ __all__ = ["CODEC", "ErrorFeedback"]
 class ErrorFeedback(Codec):
     """Wrapper of a codec that adds its earlier losses to each contribution.
 
-    The sum of all averages then stays near the sum of all means, however lossy the codec is. Each rank holds one
-    more bucket, its residual: float32, for float64 buckets float64. Where the result is not finite the residual
-    is reset, so that one bad step does not spoil all later ones. `kept` may include earlier losses.
+    The sum of all averages then stays near the sum of all means, however lossy the codec is. Each rank holds one more
+    bucket, its residual: float32, for float64 buckets float64. If the result is not finite, the residual is reset, so
+    that one bad step does not spoil all later ones. `kept` may include earlier losses.
 
     Args:
         codec: A codec, a class or function that returns a codec, or a name.
 
     Raises:
-        ValueError: There is no codec of that name, or it is `error_feedback` itself.
+        ValueError: No codec of that name, or it is `error_feedback` itself.
         TypeError: `codec` is none of these.
 
     Example:
@@ -84,7 +84,7 @@ class ErrorFeedback(Codec):
         if all(used):
             self.average(flat, comm, shapes)
             return
-        # What a parameter is owed waits until it is used again: if it were sent now, it would be lost.
+        # An unused parameter's residual waits until it is used again; sent now, it would be lost.
         sizes = torch.tensor([math.prod(shape) for shape in shapes])
         idle = torch.tensor(used).logical_not_().repeat_interleave(sizes).to(flat.device)
         owed = (

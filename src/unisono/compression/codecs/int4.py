@@ -16,8 +16,8 @@ __all__ = ["CODEC", "Int4"]
 class Int4(Int8):
     """Codec that sends four bits for each number, and for each block a float32: its largest magnitude over 7.
 
-    A number loses up to a fourteenth of its block's largest magnitude, so use `error_feedback(int4())`. What is not
-    finite spreads as with `int8`.
+    A number loses up to a fourteenth of its block's largest magnitude, so use `error_feedback(int4())`. Non-finite
+    numbers spread as with `int8`.
 
     Args:
         block: Elements that share a scale, at least 1.
@@ -36,7 +36,7 @@ class Int4(Int8):
 
     name = "int4"
     block: int = 256
-    # A byte holds two numbers: one of the first half of a piece, and one of the second.
+    # A byte holds two numbers, one from the first half of a piece, and one from the second.
     multiple: ClassVar[int] = 8
     steps: ClassVar[int] = 7
 

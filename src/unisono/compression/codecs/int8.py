@@ -16,10 +16,10 @@ _TINY = 2.0**-149
 
 @dataclass(repr=False, eq=False)
 class Int8(TwoStage):
-    """Codec that sends a byte for each number, and for each block a float32: its largest magnitude over 127.
+    """Codec that sends a byte for each number, and for each block a float32: its largest magnitude divided by 127.
 
-    A block that has a NaN or an infinity (in float64: anything beyond float32's range) becomes non-finite as
-    a whole, on every rank.
+    A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes non-finite as a whole, on
+    every rank.
 
     Args:
         block: Elements that share a scale, at least 1.
@@ -68,11 +68,11 @@ class Int8(TwoStage):
         return out.mul_(scales.unsqueeze(-1))
 
     def pack(self, steps: torch.Tensor, coded: torch.Tensor) -> None:
-        """Write whole numbers as bytes.
+        """Write integers as bytes.
 
         Args:
-            steps: From -`steps` to `steps`, or NaN, of shape (pieces, elements); may be overwritten.
-            coded: Written: uint8, of shape (pieces, bytes).
+            steps: Integers from -`steps` to `steps`, or NaN, of shape (pieces, elements); may be overwritten.
+            coded: Output: uint8, of shape (pieces, bytes).
 
         Example:
             >>> codec, coded, out = un.compression.int4(), torch.empty(1, 1, dtype=torch.uint8), torch.empty(1, 2)
@@ -84,11 +84,11 @@ class Int8(TwoStage):
         coded.view(torch.int8).copy_(steps)
 
     def unpack(self, coded: torch.Tensor, out: torch.Tensor) -> None:
-        """Read the numbers that `pack` has written.
+        """Read the numbers written by `pack`.
 
         Args:
-            coded: As `pack` has written it.
-            out: Written, of the shape and dtype of the numbers.
+            coded: Output of `pack`.
+            out: Output, with the shape and dtype of the numbers.
 
         Example:
             >>> codec, out = un.compression.int8(), torch.empty(1, 2)
@@ -102,7 +102,7 @@ class Int8(TwoStage):
         return blocks * (4 + length)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        # Half a step; the scale itself is rounded, which counts where few of its bits are left.
+        # Half a step, plus the rounding of the scale, which matters if few of its bits are left.
         return count.sqrt() * (largest * (0.5 / self.steps * (1 + 1e-4)) + 128 * _TINY)
 
 

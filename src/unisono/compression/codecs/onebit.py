@@ -85,14 +85,14 @@ CODEC = Onebit
 
 
 _GATHER = 0x0102040810204080
-"""Times eight bytes of 0 or 1 as one integer: the highest byte of the product has each of them as a bit."""
+"""Multiplied by eight bytes of 0 or 1 as one integer: the highest byte of the product has each of them as a bit."""
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """A bit for each value, 1 where it is not negative: uint8, an eighth of the length.
+    """Return a bit for each value, 1 unless it is negative: uint8, an eighth of the length.
 
     Args:
-        values: One-dimensional, contiguous, a multiple of 8.
+        values: One-dimensional, contiguous, with a multiple of 8 elements.
 
     Example:
         >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -1.0, -1.0, -1.0, -1.0, 2.0]))
@@ -103,7 +103,7 @@ def pack_signs(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write 1 for each bit that is set, and -1 for the others, to `out`, and return that.
+    """Write 1 for each set bit, and -1 for the others, to `out`, and return that.
 
     Args:
         packed: One-dimensional, uint8.

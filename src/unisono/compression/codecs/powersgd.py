@@ -23,12 +23,12 @@ __all__ = ["CODEC", "Powersgd"]
 class Powersgd(SteppedCodec):
     """Codec that sends two factors of each matrix: M is about P Qᵗ, with `rank` columns in P and Q.
 
-    A parameter's first dimension makes the rows, all others the columns. Parameters of fewer than two
-    dimensions, and those that two factors would not make smaller, are sent uncompressed. Each step starts from
-    the previous step's Q, so that steps together do a power iteration. Use `error_feedback(powersgd())`. A NaN or
-    an infinity makes its whole parameter NaN, on every rank; the next step starts it from new random columns.
+    A parameter's first dimension is the rows, all others the columns. Parameters with fewer than two dimensions, and
+    those that two factors would not make smaller, are sent uncompressed. Each step starts from the previous step's Q,
+    so that successive steps are a power iteration. Use `error_feedback(powersgd())`. A NaN or an infinity makes its
+    whole parameter NaN, on every rank; the next step starts it from new random columns.
 
-    Bitwise equality of ranks requires the same linear algebra on all: the same torch and kind of processor.
+    Bitwise equality of ranks requires the same linear algebra on all: the same torch and processor type.
 
     Cost: two all_reduces, in float32 (for float64 buckets float64): of all uncompressed parameters and all P, and
     of all Q.
@@ -79,7 +79,7 @@ class Powersgd(SteppedCodec):
         if kept is not None:
             self._write(kept, flat, shapes, left, right, comm.size)
         self._sum(right, comm)
-        # The plain parts of `share` hold their means already.
+        # The plain parts of `share` already hold their means.
         self._write(flat, share, shapes, left, right)
         self._columns = right
         self._step = self._step + 1
@@ -93,7 +93,7 @@ class Powersgd(SteppedCodec):
         right: list[torch.Tensor],
         factor: int = 1,
     ) -> None:
-        """Products where matrices are, and what `plain` holds elsewhere."""
+        """Write products for matrices, and the contents of `plain` elsewhere."""
         target.copy_(plain)
         for into, rows, columns in zip(self._parts(target, shapes)[1], left, right, strict=True):
             into.copy_((rows @ columns.T).mul_(factor))
@@ -136,7 +136,7 @@ class Powersgd(SteppedCodec):
         return plain, matrices
 
     def _starting_columns(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The last step's Q made orthonormal, with random columns instead of unusable ones: all 0, or not finite."""
+        """Return the last step's Q, orthonormal, with random columns instead of unusable ones: all 0, or not finite."""
         generator = self.generator()
         starting = []
         last: Sequence[torch.Tensor | None] = self._columns or [None] * len(matrices)
@@ -155,7 +155,7 @@ class Powersgd(SteppedCodec):
 
     @staticmethod
     def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-        """Orthonormal columns of the same span; full rank even where columns are dependent or 0."""
+        """Return orthonormal columns with the same span, of full rank even if columns are dependent or 0."""
         orthonormal: torch.Tensor = torch.linalg.qr(columns).Q
         return orthonormal
 

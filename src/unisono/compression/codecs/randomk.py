@@ -1,4 +1,4 @@
-"""randomk: a few numbers at places that all ranks draw alike, so that only values travel.
+"""randomk: a few numbers at indices that all ranks draw alike, so that only values are sent.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 """
@@ -23,13 +23,13 @@ class Randomk(SteppedCodec):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an
-    infinity anywhere makes the whole result NaN on every rank: otherwise it would be missed where it is not drawn.
+    The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an infinity
+    anywhere makes the whole result NaN on every rank; otherwise it would be missed unless drawn.
 
-    Cost: one all_reduce of as many elements as are kept; p passes none of them twice.
+    Cost: one all_reduce of the kept elements.
 
     Args:
-        ratio: Fraction of the elements that is kept, rounded up; above 0 and up to 1.
+        ratio: Fraction of the elements to keep, rounded up; above 0 and up to 1.
         seed: Seed of the draws; the same on all ranks.
 
     Raises:
@@ -94,7 +94,7 @@ class Randomk(SteppedCodec):
         return torch.arange(count + 1) * numel // count
 
     def _places(self, numel: int) -> torch.Tensor:
-        """One index in each stretch. Shuffling the whole bucket would cost more than sending it."""
+        """Draw one index in each stretch. Shuffling the whole bucket would cost more than sending it."""
         starts = self._starts(numel)
         drawn = torch.rand(len(starts) - 1, generator=self.generator(), dtype=torch.float64)
         return starts[:-1] + (drawn * starts.diff()).long()

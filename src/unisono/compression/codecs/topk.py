@@ -1,4 +1,4 @@
-"""topk: the few numbers of largest magnitude, and where they are.
+"""topk: the few numbers of largest magnitude, with their indices.
 
 Source: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017.
 """
@@ -25,13 +25,13 @@ _MASK = _BLOCK - 1
 class Topk(Codec):
     """Codec that sends the largest magnitudes of each block of up to 65536: a bfloat16 and a 16-bit index each.
 
-    The rest counts as zero, so use `error_feedback(topk())`. Of equal magnitudes, any. NaN and infinities count
-    as the largest: up to that many of a block stay what they are, in that place on every rank.
+    The rest counts as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities count as
+    the largest: up to the kept number in a block are preserved, at their index on every rank.
 
-    Cost: (p-1) times 4 bytes for each number kept, sent by each rank in one all_gather.
+    Cost: each rank sends (p-1) times 4 bytes for each kept number, in one all_gather.
 
     Args:
-        ratio: Fraction of a block's elements that is kept, rounded up; above 0 and up to 1.
+        ratio: Fraction of a block's elements to keep, rounded up; above 0 and up to 1.
 
     Raises:
         ValueError: `ratio` is not above 0 and up to 1.
@@ -65,12 +65,12 @@ class Topk(Codec):
         blocks, length, count = self._grid(flat.numel())
         coded = self._encode(flat, blocks, length, count)
         arrived = torch.empty((comm.size, *coded.shape), dtype=torch.int16, device=flat.device)
-        # As bytes, for not every backend carries int16.
+        # As bytes, because not every backend supports int16.
         comm.all_gather_single(arrived.view(torch.uint8), coded.view(torch.uint8))
         total = torch.zeros(blocks * length, dtype=accumulation_dtype(flat.dtype), device=flat.device)
         starts = torch.arange(0, blocks * length, length, device=flat.device).unsqueeze(1)
         for rank in range(comm.size):
-            # One rank's places differ from each other, so the order of additions is the order of ranks.
+            # A rank's indices are distinct, so additions are in rank order.
             places, values = _decode(arrived[rank], starts)
             total.index_add_(0, places, values.to(total.dtype).div_(comm.size))
             if rank == comm.rank and kept is not None:
@@ -82,7 +82,7 @@ class Topk(Codec):
         if not flat.numel():
             return 0.0
         blocks, length, count = self._grid(flat.numel())
-        # The k largest of l hold at least k/l of the sum of squares.
+        # The k largest of l numbers have at least k/l of the sum of squares.
         norm = float(flat.double().norm())
         info = torch.finfo(torch.bfloat16)
         rounding = norm * info.eps / 2 + math.sqrt(blocks * count) * info.smallest_normal * info.eps / 2
@@ -95,13 +95,13 @@ class Topk(Codec):
         return 4.0 * (size - 1) * blocks * count
 
     def _grid(self, numel: int) -> tuple[int, int, int]:
-        """Blocks, their length, and how many elements of each are kept."""
+        """Number of blocks, their length, and the number of elements kept in each."""
         blocks = math.ceil(numel / _BLOCK)
         length = math.ceil(numel / blocks)
         return blocks, length, math.ceil(self.ratio * length)
 
     def _encode(self, flat: torch.Tensor, blocks: int, length: int, count: int) -> torch.Tensor:
-        """Values and places, of shape (2, blocks, count)."""
+        """Values and indices, of shape (2, blocks, count)."""
         rows = functional.pad(flat, (0, blocks * length - flat.numel())).view(blocks, length)
         places = rows.abs().topk(count, dim=1, sorted=False).indices
         values = rows.gather(1, places).to(torch.bfloat16)
@@ -109,7 +109,7 @@ class Topk(Codec):
 
 
 def _decode(coded: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in the bucket, and values."""
+    """Indices in the bucket, and values."""
     places = (coded[1].to(torch.int64) & _MASK) + starts
     return places.view(-1), coded[0].view(torch.bfloat16).view(-1)
 

@@ -1,6 +1,6 @@
-"""The replay of an algorithm, in rounds or at the times that a simulator found.
+"""The replay of an algorithm, in rounds or with simulated times.
 
-In rounds, each message takes one, and begins when both its ranks have reached its step.
+In rounds, each message takes one round, and begins when both of its ranks have reached its step.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def play(
         collective: "all_reduce", ...; roots are rank 0.
         algorithm: Name of one of its algorithms.
         size: Number of ranks, up to 32.
-        nbytes: Length of the message that is cut into chunks.
-        network: Network whose times messages take, as simulated; without one, time counts in rounds.
-        options: Options of this algorithm, as its file lists them.
+        nbytes: Bytes of the message that is cut into chunks.
+        network: Network for simulated times; without one, time counts in rounds.
+        options: Options of this algorithm, as listed in its file.
 
     Raises:
-        ValueError: No such collective, algorithm or option, or more than the page can show.
+        ValueError: No such collective, algorithm or option, or too much for the page to show.
 
     Example:
         >>> import tempfile
@@ -84,8 +84,8 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
-        nbytes: Length of the message that is cut into chunks.
-        times: Times of all messages, as found by a simulator; without them, time counts in rounds.
+        nbytes: Bytes of the message that is cut into chunks.
+        times: Simulated times of all messages; without them, time counts in rounds.
 
     Raises:
         ValueError: The algorithm is wrong or does not serve this number of ranks, or there is too much to show.
@@ -144,7 +144,7 @@ def _name(collective: str, chunk: int, size: int) -> str:
 
 
 def _sources(collective: str, members: int, size: int) -> int:
-    """Return the ranks that contributed; in an all_to_all, a contribution also has a destination."""
+    """Return the contributing ranks; in an all_to_all, a contribution also has a destination."""
     if collective != "all_to_all":
         return members
     return sum(1 << rank for rank in range(size) if members >> rank * size & ((1 << size) - 1))
@@ -165,7 +165,7 @@ def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
 
 
 def _rounds(programs: list[list[Step]], pairs: list[_MatchedMove]) -> list[list[int]]:
-    """Return for each rank how many rounds have passed before each of its steps, and after the last."""
+    """Return for each rank the number of rounds before each of its steps, and after the last."""
     partners: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for pair in pairs:
         partners[pair.sender, pair.sent_in].add((pair.receiver, pair.received_in))
@@ -206,7 +206,7 @@ def _changes(
     messages: Mapping[_MatchedMove, Message],
     carried: Mapping[_MatchedMove, list[int]],
 ) -> Iterator[Change]:
-    """Yield what arrives, in the order of time."""
+    """Yield arrivals in order of time."""
     contents = [list(row) for row in first]
     for pair, message in sorted(messages.items(), key=lambda item: item[1].end_s):
         _arrive(contents[pair.receiver], pair, message, carried[pair])

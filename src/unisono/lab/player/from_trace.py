@@ -1,4 +1,4 @@
-"""The replay of a recorded run, from a file of un.trace: its messages are known, the chunks in them are not."""
+"""The replay of a recorded run from a file of un.trace, with known messages, but unknown chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def replay_trace(document: Mapping[str, Any]) -> Replay:
         document: The file's JSON.
 
     Raises:
-        ValueError: It holds no message of which both ends are known, or more than a page can show.
+        ValueError: It has no message with both ends known, or too much for a page to show.
     """
     try:
         return _replay(document["traceEvents"])
@@ -64,7 +64,7 @@ def _replay(events: list[dict[str, Any]]) -> Replay:
 
 
 def _call(calls: Mapping[tuple[str, int], dict[str, Any]], group: str, flow: str) -> str:
-    """Return the call that a message is part of, in words; empty if it is none of a collective."""
+    """Return the call that a message belongs to, as text; empty if it is not part of a collective."""
     number = flow.rpartition("#")[2].partition(".")[0]
     event = calls.get((group, int(number))) if number.isdecimal() else None
     if event is None:

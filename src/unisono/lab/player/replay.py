@@ -1,4 +1,4 @@
-"""Everything that the player shows, as plain data, whether an algorithm, a simulator or a recorded run produced it."""
+"""Everything that the player shows, as plain data, from an algorithm, a simulator or a recorded run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay", "re
 MOST_RANKS = 32
 MOST_CHUNKS = 128
 MOST_MESSAGES = 20_000
-"""Limits of what a page can show legibly, and a browser draw smoothly."""
+"""Limits for legible pages and smooth animation."""
 
 
 class Change(NamedTuple):
-    """New contents of a chunk of a rank, from a moment on.
+    """New contents of a rank's chunk, from a moment on.
 
     Attributes:
         time_s: The moment, in the unit of the messages' times.
-        rank, chunk: The place.
+        rank, chunk: The rank and its chunk.
         members: Ranks whose contributions it holds; bit r is the rank at position r.
 
     Example:
@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Messages among ranks, and what each chunk of each rank holds over time. Checked when it is made.
+    """Messages among ranks, and the contents of each rank's chunks over time. Validated on construction.
 
     Attributes:
         title: Heading of the page.
@@ -52,11 +52,11 @@ class Replay:
         messages: The messages, ordered by start.
         start: For each rank, the members of each chunk at the beginning, as in `Change`.
         changes: Further contents, ordered by time.
-        goal: For each rank, the members of each chunk at the end; 0 where any contents may remain.
+        goal: For each rank, the members of each chunk at the end; 0 if any contents are allowed.
         unit: "round" or "s": the unit of all times.
 
     Raises:
-        ValueError: There are too many ranks, chunks or messages to be shown.
+        ValueError: There are too many ranks, chunks or messages to show.
 
     Example:
         >>> sent = Message(0, 1, ((0, 1),), nbytes=8, start_s=0, end_s=1, reduce=False, step=1)
@@ -95,7 +95,7 @@ class Replay:
 
 
 def render(replay: Replay) -> str:
-    """Return the page: it loads nothing, and works as a file.
+    """Return the page, which loads nothing, and works as a file.
 
     Example:
         >>> page = render(Replay("nothing moves", "", ("rank 0",)))
@@ -104,7 +104,7 @@ def render(replay: Replay) -> str:
     """
     data = {field.name: getattr(replay, field.name) for field in fields(replay)}
     data["fields"] = {"messages": Message._fields, "changes": Change._fields}
-    # No "<" or "&" is left that the browser's parser could take for markup.
+    # Escape "<" and "&", which the browser's parser could take for markup.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     text = re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
     parts = {"title": html.escape(replay.title), "data": text}
@@ -116,7 +116,7 @@ def write(replay: Replay, path: str | PathLike[str]) -> None:
     """Write the page to a file; an existing one is replaced.
 
     Args:
-        replay: What it shows.
+        replay: The replay to show.
         path: The file.
     """
     Path(path).write_text(render(replay), encoding="utf-8")

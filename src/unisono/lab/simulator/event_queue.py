@@ -1,4 +1,4 @@
-"""Engine for every network: events in the order of their times, as shared links need them."""
+"""Engine for every network, which processes events in order of time, as shared links require."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EventQueue", "Message"]
 
 
 class Message(NamedTuple):
-    """Message of a collective that was simulated, or is shown by the player.
+    """Message of a simulated collective, or one that the player shows.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -22,9 +22,9 @@ class Message(NamedTuple):
         sender, receiver: Two ranks; in a `Replay`, their positions in its `ranks`.
         runs: Runs of chunks, as pairs of start and stop, in the sender's numbers. Empty if they are not known, as in a
             recorded run.
-        nbytes: Bytes of these.
+        nbytes: Bytes of these runs.
         start_s, end_s: Times at which it begins to leave the sender, and is delivered; in a `Replay`, in its unit.
-        reduce: Whether the receiver reduces it into what it holds, or overwrites that.
+        reduce: Whether the receiver reduces it into its data, or overwrites that.
         step: Number of the sender's step, from 1.
         call: Description of the recorded call that it belongs to; may be empty.
 
@@ -49,7 +49,7 @@ _IDLE = Step()
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Message in flight: the times at which its first and its last byte reach the next link or port."""
+    """Message in flight, with the times at which its first and last byte reach the next link or port."""
 
     sender: int
     receiver: int
@@ -66,7 +66,7 @@ class _Flight:
 
 @dataclass(slots=True, eq=False)
 class _RankState:
-    """State of a rank; `ends` is the end of its present step as far as known."""
+    """State of a rank; `ends` is the end of its current step as far as known."""
 
     program: Iterator[Step | float]
     ends: float
@@ -85,10 +85,10 @@ class EventQueue:
     """Simulation of all ranks on any network.
 
     Args:
-        programs: The steps of each rank; a float between two steps is a time before which the next one may not begin.
-        offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        programs: The steps of each rank; a float between two steps is the earliest time for the next one.
+        offsets: For each chunk the bytes of all chunks before it, followed by the total.
         network: The network.
-        start: For each rank the time of its start.
+        start: Start time of each rank.
         recording: Whether to keep all messages in `record`.
     """
 
@@ -155,7 +155,7 @@ class EventQueue:
                 self._push(state.ends, rank, None)
 
     def _receive_early(self, rank: int, step: Step) -> None:
-        """Deliver what came before the step began, and wait for the rest."""
+        """Deliver messages that arrived before the step began, and wait for the rest."""
         early = []
         for move in step.recv:
             key = rank * self.size + move.peer
@@ -176,7 +176,8 @@ class EventQueue:
         delay = network.jitter and network.jitter * exponential(network.seed, rank, state.sent)
         state.sent += 1
         if network.overhead is None:
-            # The port is free for the next message when this one has left it; until the step ends, `next_send` is that.
+            # The port is free for the next message when this one has left it, which `next_send` records until the step
+            # ends.
             start = max(state.next_send, state.port)
             head = start
             tail = start + nbytes * path.beta * factor
@@ -195,7 +196,7 @@ class EventQueue:
             self._pass_link(flight)
 
     def _pass_link(self, flight: _Flight) -> None:
-        """Pass the next link; between the links out and those in, the wire."""
+        """Pass the next link; the wire is between the outgoing and the incoming links."""
         out = flight.path.out
         into = flight.path.into
         if flight.hop == len(out):

@@ -22,12 +22,12 @@ def goal(
     gamma: float = 0.0,
     itemsize: int = 1,
 ) -> str:
-    """Return an algorithm as a schedule in GOAL, the text that LogGOPSim's `txt2bin` reads.
+    """Return an algorithm as a GOAL schedule, the text format of LogGOPSim's `txt2bin`.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    All messages of a step depend on the end of the step before. The n-th message between two ranks has tag n.
-    GOAL: Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
+    All messages of a step depend on the end of the previous step. The n-th message between two ranks has tag n. GOAL:
+    Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.

@@ -1,4 +1,4 @@
-"""Model of a network: what a message costs, which links ranks share, and which ranks are slow."""
+"""Model of a network: message costs, shared links, and slow ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Level", "Network", "Path", "exponential", "exponentials"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Units of equally many consecutive ranks, such as hosts or racks, and the link of each to the outside.
+    """Units of equally many consecutive ranks, such as hosts or racks, each with a link to the outside.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        name: What a unit is called, such as "host".
-        ranks: Ranks of a unit; the last unit may have fewer.
+        name: Name of a unit, such as "host".
+        ranks: Number of ranks in a unit; the last unit may have fewer.
         alpha: Latency of a message inside a unit, in seconds.
         bandwidth: Bytes per second that a rank sends and receives inside a unit.
         uplink: Bytes per second of the unit's link to the outside, in each direction at the same time; all of its
@@ -42,7 +42,7 @@ class Level:
 
 
 class Path(NamedTuple):
-    """Way of a message between two ranks.
+    """Path of a message between two ranks.
 
     Attributes:
         alpha: Latency, in seconds.
@@ -59,16 +59,16 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Network that ranks are simulated on: alpha-beta-gamma, or LogGP if there is an overhead.
+    """Network for simulations: alpha-beta-gamma, or LogGP if there is an overhead.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
     rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies
-    overlap. The receiver's port takes them in order of arrival, from the time on at which the receiver has begun the
-    step. So a message between waiting ranks takes alpha + n / bandwidth, both ends being busy. Each received byte
-    that is reduced costs another gamma, while later messages arrive. A step ends when all its messages are
-    delivered and reduced.
+    overlap. The receiver's port accepts them in order of arrival, once the receiver has begun the step. So a message
+    between waiting ranks takes alpha + n / bandwidth, during which both ends are busy. Each received byte that is
+    reduced costs another gamma, while later messages arrive. A step ends when all its messages are delivered and
+    reduced.
 
     **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G. The processor spends `overhead` on each message
     that it sends or receives; the next one follows `gap` + (n - 1) G later at the earliest. A message is delivered
@@ -85,8 +85,8 @@ class Network:
         overhead: Processor time for each message in LogGP; None for alpha, beta, gamma.
         gap: Least time between two messages of a rank in LogGP.
         levels: Units, from the innermost level out.
-        stragglers: Factor by which everything that a rank does takes longer, by rank.
-        jitter: Mean of an exponential delay that is added to each message's latency, in seconds.
+        stragglers: Slowdown factor of each slow rank, by rank.
+        jitter: Mean of an exponential delay added to each message's latency, in seconds.
         seed: Seed of the jitter.
 
     Raises:
@@ -129,7 +129,7 @@ class Network:
         return any(level.uplink is not None for level in self.levels)
 
     def path(self, sender: int, receiver: int) -> Path:
-        """Return the way of a message.
+        """Return the path of a message.
 
         Args:
             sender, receiver: Two ranks.
@@ -171,7 +171,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def exponential(seed: int, sender: int, number: int) -> float:
-    """Return an exponentially distributed number with mean 1, by the hash splitmix64 (Steele et al., OOPSLA 2014).
+    """Return an exponentially distributed number with mean 1, from the hash splitmix64 (Steele et al., OOPSLA 2014).
 
     Example:
         >>> exponential(0, 1, 2) == exponential(0, 1, 2) != exponential(0, 1, 3)

@@ -1,7 +1,7 @@
-"""Engine for algorithms in which all ranks do alike up to rotation: one numpy operation for all ranks of a round.
+"""Engine for algorithms in which all ranks behave alike up to rotation: one numpy operation for all ranks of a round.
 
-The file's own steps are evaluated once, with a symbolic rank. The times of all messages to rank + a are one array;
-where ranks wrap around, it is two slices.
+The file's steps are evaluated once, with a symbolic rank. The times of all messages to rank + a are one array, or two
+slices if ranks wrap around.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class _ShiftedSend(NamedTuple):
 
 
 class Rounds:
-    """Simulation of all ranks at a time on a network without overhead.
+    """Simulation of all ranks at once, on a network without overhead.
 
-    Shared links are exact only where each is used by one rank in turn, as in a ring; other algorithms are refused.
+    Shared links are exact only if each is used by one rank at a time, as in a ring; other algorithms are refused.
 
     Args:
         offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
         network: The network.
         start: For each rank the time of its start.
-        messages: Number of messages that all ranks have sent before.
+        messages: Number of messages sent earlier by all ranks.
 
     Attributes:
         end: For each rank the time at which its latest step has ended.
@@ -70,7 +70,7 @@ class Rounds:
             steps: Steps of the symbolic rank.
 
         Raises:
-            TypeError: The steps depend on the rank in another way than by rotation.
+            TypeError: The steps depend on the rank other than by rotation.
         """
         for step in steps:
             sends = [_ShiftedSend(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
@@ -85,7 +85,7 @@ class Rounds:
             self.messages += self.size * len(sends)
 
     def _check_links(self, sends: list[_ShiftedSend]) -> None:
-        """Refuse steps in which a link may have two messages: all steps must send one to the same neighbour."""
+        """Refuse steps in which a link may have two messages: all must send a single one to the same neighbour."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
             raise TypeError("ranks may use a shared link at the same time")
@@ -104,7 +104,7 @@ class Rounds:
             if key not in self._tables:
                 base = np.arange(self.size) * run.scale
                 lengths = (self._offsets[base + run.last] - self._offsets[base + run.first]) * factor
-                # Twice over, so that any rotation is a slice.
+                # Concatenated twice, so that any rotation is a slice.
                 self._tables[key] = np.concatenate([lengths, lengths])
             first = (run.shift + shift) % self.size
             parts.append(self._tables[key][first : first + self.size])
@@ -143,7 +143,7 @@ class Rounds:
         return [(slice(0, cut), slice(shift, None)), *([(slice(cut, None), slice(0, shift))] if shift else [])]
 
     def _exchange_many(self, sends: list[_ShiftedSend], reduce: bool) -> None:
-        """Compute a step with any number of messages; receivers' ports serve them in the order of arrival."""
+        """Compute a step with any number of messages; receivers' ports serve them in order of arrival."""
         network = self.network
         begin = self.end
         factors = self._factors
@@ -192,7 +192,7 @@ class Rotation:
     """Any rank r of a group, or a number computed from it: (r + shift) mod size, times scale, plus offset.
 
     Sums with integers, products with positive integers, and remainders by size times scale are such numbers again.
-    Everything else, such as a comparison, raises TypeError: there the steps depend on the rank in another way.
+    Everything else, such as a comparison, raises TypeError, because the steps then depend on the rank otherwise.
 
     Args:
         size: Number of ranks.

@@ -1,4 +1,4 @@
-"""Simulation of collectives on a model of a network, by the files of the algorithms themselves."""
+"""Simulation of collectives on a network model, driven by the algorithms' own files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Simulation:
         ends: For each rank the time of its end.
         messages: Number of messages.
         engine: "rounds" (numpy), "worklist" or "events".
-        record: All messages, in order of their ends, if they were asked for.
+        record: All messages, in order of their ends, if they were recorded.
 
     Example:
         >>> result = un.algorithms.simulate("broadcast", "binomial", size=4, nbytes=1000, record=True)
@@ -60,7 +60,7 @@ class SimulatedCall:
     Attributes:
         algorithm: Its algorithm.
         nbytes: Bytes of the message.
-        ready: Time before which no rank begins it.
+        ready: Earliest time at which a rank may begin it.
     """
 
     algorithm: Algorithm
@@ -80,7 +80,7 @@ def simulate(
     record: bool = False,
     engine: _Engine | None = None,
 ) -> Simulation:
-    """Simulate a collective on a network: run the steps of the algorithm's file on ranks that have times only.
+    """Simulate a collective on a network, running the steps of the algorithm's file on ranks without data.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -88,14 +88,14 @@ def simulate(
         collective: "all_reduce", ...; roots are rank 0.
         algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
-        nbytes: Bytes of the message: of all chunks of one rank's input, or of its output where that is longer.
+        nbytes: Bytes of the message: of all chunks of one rank's input or output, whichever is longer.
         network: Model of the network; `Network()` by default.
-        start: For each rank the time at which it makes the call, in seconds; 0 by default.
+        start: Time at which each rank makes the call, in seconds; 0 by default.
         itemsize: Bytes of an element; chunks have whole elements.
         record: Whether to keep all messages, with their times.
-        engine: "rounds" computes all ranks of a round at a time, where all do alike up to rotation; "worklist"
-            advances each rank in turn, where ranks share no links; "events" serves everything. All have the same
-            results. By default the first that can serve the algorithm and the network.
+        engine: "rounds" computes all ranks of a round at once, if all behave alike up to rotation; "worklist" advances
+            each rank in turn, if ranks share no links; "events" supports everything. All give the same results. By
+            default the first that supports the algorithm and the network.
 
     Returns:
         The times, and the messages if they are recorded.
@@ -143,11 +143,11 @@ def run_calls(
         try:
             return _in_rounds(calls, size, network, times, itemsize)
         except TypeError as error:
-            # An error of the file itself is raised again by the other engines.
+            # The other engines raise an error of the file itself again.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")
-    # Collections of garbage in cycles would scan the state of all ranks again and again; an engine makes none.
+    # The garbage collector would scan the state of all ranks repeatedly, although engines make no cycles.
     with no_collection():
         if engines[0] == "worklist":
             return _by_worklist(calls, size, network, times, itemsize)
@@ -171,7 +171,7 @@ def _in_rounds(
     from unisono.lab.simulator.rounds import Rotation, Rounds
 
     messages = 0
-    # It stands for an integer.
+    # It represents an integer.
     rank: Any = Rotation(size)
     for call in calls:
         times = [max(time, call.ready) for time in times]
@@ -214,7 +214,7 @@ def _by_events(
 
 
 def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
-    """Steps of all calls, with chunks numbered through, and the times before which calls may not begin."""
+    """Steps of all calls, with consecutive chunk numbers, and the earliest times of calls."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready

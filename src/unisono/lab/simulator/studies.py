@@ -1,4 +1,4 @@
-"""Questions put to the simulator: how algorithms scale, and how much communication a backward pass hides."""
+"""Simulator studies: how algorithms scale, and how much communication a backward pass hides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Overlap", "ScalingPoint", "plot_scaling", "scaling", "simulate_backw
 
 
 class ScalingPoint(NamedTuple):
-    """Simulated time of an algorithm for one number of ranks and one size of message.
+    """Simulated time of an algorithm for one number of ranks and one message size.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -46,7 +46,7 @@ def scaling(
     nbytes: Iterable[int],
     network: Network | None = None,
 ) -> list[ScalingPoint]:
-    """Simulate algorithms for several numbers of ranks and sizes of message.
+    """Simulate algorithms for several numbers of ranks and message sizes.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -86,7 +86,7 @@ def scaling(
 
 
 def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
-    """Draw scaling curves to a file: time by number of ranks, one diagram for each size of message.
+    """Draw scaling curves to a file: time by number of ranks, with one diagram for each message size.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -131,9 +131,9 @@ class Overlap:
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        end: Time at which the last rank has all reduced buckets, from the beginning of the pass.
-        exposed: Part of the communication that computation does not hide: `end` less the time of the last bucket.
-        serial: Time of the communication alone, all buckets being ready at the beginning.
+        end: Time from the beginning of the pass until the last rank has all reduced buckets.
+        exposed: Communication that computation does not hide: `end` minus the time of the last bucket.
+        serial: Time of the communication alone, if all buckets were ready at the beginning.
 
     Example:
         >>> overlap = un.algorithms.simulate_backward("ring", size=4, buckets=[(0.1, 1000), (0.2, 1000)])
@@ -159,11 +159,11 @@ def simulate_backward(
     Args:
         algorithm: All_reduce algorithm: a name, a file, or an `Algorithm` with its options.
         size: Number of ranks.
-        buckets: For each bucket the time at which its gradients are ready, in seconds, and its bytes.
+        buckets: For each bucket, the time at which its gradients are ready, in seconds, and its bytes.
         network: Model of the network; `Network()` by default.
 
     Returns:
-        The end, and how much communication computation hides.
+        The end, and how much communication is hidden.
 
     Raises:
         ValueError: There is no bucket, no such algorithm, or it cannot serve this number of ranks.

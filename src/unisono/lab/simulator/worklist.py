@@ -1,7 +1,7 @@
-"""Engine for networks without shared links: rank after rank, without a queue in order of time.
+"""Engine for networks without shared links, which advances rank after rank, without an event queue.
 
 The end of a step is a maximum of sums of times that are known when its messages are, in whatever order ranks are
-looked at. So ranks are advanced as far as messages allow, which is exact, and needs no heap.
+processed. So ranks are advanced as far as messages allow, which is exact, and needs no heap.
 """
 
 # A call of max would take longer than the rest of its line.
@@ -24,9 +24,9 @@ class Worklist:
 
     Args:
         programs: The steps of each rank.
-        offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        offsets: For each chunk the bytes of all chunks before it, followed by the total.
         costs: Alpha, beta and gamma.
-        start: For each rank the time of its start.
+        start: Start time of each rank.
 
     Attributes:
         end: For each rank the time at which its latest step has ended.
@@ -104,7 +104,7 @@ class Worklist:
         self.messages += exchanges
 
     def _meets(self, rank: int, peer: int) -> bool:
-        """Return whether the peer's present step waits for this rank."""
+        """Return whether the peer's current step waits for this rank."""
         return rank * self.size + peer in self._mail or peer * self.size + rank in self._wanted
 
     def _post(self, rank: int, step: Step) -> None:
@@ -127,7 +127,7 @@ class Worklist:
             self._deliver(receiver)
 
     def _send(self, rank: int, moves: tuple[Move, ...]) -> list[int]:
-        """Send messages, and return the receivers whose steps lack no message any more."""
+        """Send messages, and return the receivers whose steps now have all messages."""
         alpha, beta, _ = self.costs
         offsets = self.offsets
         start = self.end[rank]
@@ -151,7 +151,7 @@ class Worklist:
         return complete
 
     def _received(self, rank: int, moves: tuple[Move, ...]) -> list[tuple[float, int, int]]:
-        """Return the messages of a step that have been sent already, and wait for the others."""
+        """Return the messages of a step that have already been sent, and wait for the others."""
         box = []
         mail = self._mail
         wanted = self._wanted

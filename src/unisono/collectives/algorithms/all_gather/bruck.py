@@ -1,4 +1,4 @@
-"""Bruck all-gather: each rank sends all that it has to the rank 1, 2, 4, ... before it.
+"""Bruck all-gather: each rank sends all chunks that it has to the rank 1, 2, 4, ... before it.
 
 Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Bruck, Ho, Kipnis, Upfal and
 Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),

@@ -1,4 +1,4 @@
-"""PAT (parallel aggregated trees): each chunk travels along a binomial tree of its own, the longest way first.
+"""PAT (parallel aggregated trees): each chunk travels along its own binomial tree, the longest hops first.
 
 All trees move in the same rounds. Few chunks go far, many go to a near rank: half of all to the next one.
 Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Jeaugey, "PAT: a new
@@ -18,7 +18,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
         to = (rank + distance) % size
         source = (rank - distance) % size
-        passed = range(0, size - distance, 2 * distance)  # how far the chunks have come that go on
+        passed = range(0, size - distance, 2 * distance)  # distance travelled by the chunks that are forwarded
         yield Step(
             (move_of(to, ((rank - way) % size for way in passed)),),
             (move_of(source, ((source - way) % size for way in passed)),),
@@ -27,7 +27,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     rounds = (size - 1).bit_length()
-    sent = [0] * size  # by how far a chunk is before the rank that sends it
+    sent = [0] * size  # by the distance of a chunk's owner before the sending rank
     for distance in (1 << bit for bit in range(rounds)):
         for way in range(0, size - distance, 2 * distance):
             sent[way] += 1

@@ -1,7 +1,7 @@
 """Latency-optimal Bine: exchanges of the whole message in the distance-halving butterfly of negabinary numbers.
 
-Distances are those of Swing, the largest first: ..., 11, -5, 3, -1, 1. Ranks add the same sums, but not in the same
-order of operands, which shows in the bits of NaNs; so it serves exact dtypes only. For powers of two. Cost: log2(p)
+Distances are those of Swing, the largest first: ..., 11, -5, 3, -1, 1. Ranks add the same sums, but with operands in a
+different order, which shows in the bits of NaNs, so it serves only exact dtypes. For powers of two. Cost: log2(p)
 rounds, log2(p) times the message.
 Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing communication locality", SC 2025.
 """

@@ -1,4 +1,4 @@
-"""Double binary tree all-reduce: each half of the message is reduced up a tree of its own and spread down that tree.
+"""Double binary tree all-reduce: each half of the message is reduced up its own tree and spread down that tree.
 
 A rank inside one tree is a leaf of the other, so that all ranks send about as much. Each half is cut into k `segments`,
 which follow each other up and down the trees. Cost: 2(log2(p) + k - 1) rounds, rounded down, and 2 times the message;
@@ -34,7 +34,7 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
         place = (rank + tree) % size + 1
         way = path(place, size)
         for receives, others in enumerate((way[-2:-1], children(place, size))):
-            # Segments rise from depth d to d - 1 in round depth - d and those that follow.
+            # Segments rise from depth d to d - 1 from round depth - d on.
             start = depth - len(way) + 1 - receives
             for other, segment in product(others, range(segments)):
                 chunk = tree * segments + segment

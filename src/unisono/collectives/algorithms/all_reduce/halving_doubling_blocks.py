@@ -1,8 +1,8 @@
 """Halving and doubling in binary blocks: blocks of ranks, each a power of two and smaller than the one before.
 
-Every block halves by itself; the smallest then adds what its ranks own to the next larger block, which continues
+Every block halves by itself; the smallest then adds its ranks' chunks to the next larger block, which continues
 likewise. Results return the same way. Cost: 2 log2(q) rounds, where q is the largest block, and 2 more if there are
-several. No rank sends its whole message to one other, as in the fold to a power of two.
+several. Unlike in the fold to a power of two, no rank sends its whole message to another.
 Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 4.
 """
 

@@ -1,7 +1,7 @@
 """Recursive doubling: ranks exchange their partial results with a peer at a distance that doubles every round.
 
 Beyond a power of two, pairs of adjacent ranks are reduced first, and the result is shared at the end. Cost: log2(p)
-rounds and messages; beyond a power of two 2 rounds and 1 message more. Best for short messages.
+rounds and messages; beyond a power of two, 2 more rounds and 1 more message. Best for short messages.
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 IJHPCA 19(1), 2005, section 4.5.
 """

@@ -1,8 +1,8 @@
 """Swing all-reduce: Swing's reduce_scatter, then the same messages backwards.
 
-Each chunk is owned by the rank of its number, so that messages are of several runs. For powers of two. Cost: 2 log2(p)
-rounds, 2(p-1)/p of the message, the least possible; if chunks do not divide it, what a rank sends depends on how many
-of the longer ones meet in its messages. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth
+Each chunk is owned by the rank of its number, so messages consist of several runs. For powers of two. Cost: 2 log2(p)
+rounds, 2(p-1)/p of the message, the least possible; if chunks do not divide it, a rank's share depends on how many of
+the longer ones meet in its messages. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth
 allreduce", NSDI 2024, section 3.
 """
 
@@ -27,7 +27,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # By runs of one chunk, two, four, ...: the longer chunks in it, and the most that a rank sends of them.
+    # For runs of one chunk, two, four, ...: the longer chunks in it, and the most of them that a rank sends.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:
         pairs = zip(runs[::2], runs[1::2], strict=True)

@@ -1,6 +1,6 @@
 """Latency-optimal Swing: exchanges of the whole message with peers at distances 1, -1, 3, -5, 11, ...
 
-Every rank adds in another order, so that it serves exact dtypes only. For powers of two. Cost: log2(p) rounds, log2(p)
+Every rank adds in a different order, so it serves only exact dtypes. For powers of two. Cost: log2(p) rounds, log2(p)
 times the message. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024,
 section 3.
 """

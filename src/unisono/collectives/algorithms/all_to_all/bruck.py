@@ -1,7 +1,7 @@
-"""Bruck all-to-all: in round k, parts whose way has bit k set go 2^k ranks further, all in one message.
+"""Bruck all-to-all: in round k, parts whose distance has bit k set move 2^k ranks further, all in one message.
 
-Each part travels by the binary digits of its distance. Cost: log2(p) rounds, rounded up; about log2(p)/2 times the
-message. Best for short messages among many ranks. Parts of equal length only. Source: Bruck, Ho, Kipnis, Upfal and
+Each part travels along the binary digits of its distance. Cost: log2(p) rounds, rounded up; about log2(p)/2 times the
+message. Best for short messages among many ranks. Only for parts of equal length. Source: Bruck, Ho, Kipnis, Upfal and
 Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
 1997, section 3.
 """
@@ -33,9 +33,9 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def _chunk(rank: int, way: int, travelled: int, size: int) -> int:
-    """Return where a rank keeps the part that goes `way` ranks far, once it has come a part of that.
+    """Return where a rank keeps a part with distance `way` that has already travelled some of it.
 
-    At first it is in the input; then it changes between scratch and its place in the output, where it ends.
+    It starts in the input, then alternates between scratch and its place in the output, where it ends.
     """
     if not travelled:
         return (rank + way) % size

@@ -1,8 +1,8 @@
 """Hierarchical all-to-all: first within groups of consecutive ranks, then between them.
 
-A rank collects from its group what goes to ranks of its own place in other groups; then ranks of the same place
+A rank collects from its group everything for ranks at its own position in other groups; then ranks at the same position
 exchange that, in one message for each other group instead of one for each rank. Cost: 2 rounds; q - 1 + p/q - 1
-messages among groups of q; up to twice the message. Parts of equal length only. Source: Träff and Rougier, "MPI
+messages among groups of q; up to twice the message. Only for parts of equal length. Source: Träff and Rougier, "MPI
 collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014.
 """
 
@@ -55,12 +55,12 @@ def steps(rank: int, size: int, group: int = 0) -> Iterator[Step]:
 
 
 def _group(size: int) -> int:
-    """Return the divisor next to the square root, which needs the fewest messages."""
+    """Return the divisor nearest to the square root, which needs the fewest messages."""
     return max(divisor for divisor in range(1, size + 1) if size % divisor == 0 and divisor * divisor <= size)
 
 
 def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
-    """Return where a rank keeps, between the rounds, the part from place `source` of its group to group `other`."""
+    """Return where a rank keeps, between the rounds, the part from position `source` in its group to group `other`."""
     mine, place = divmod(rank, group)
     if other == mine:
         return size + mine * group + source

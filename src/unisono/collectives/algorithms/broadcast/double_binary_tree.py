@@ -1,6 +1,6 @@
-"""Double tree broadcast: each half of the message is pipelined down a binary tree of its own.
+"""Double tree broadcast: each half of the message is pipelined down its own binary tree.
 
-A rank that passes messages on in one tree is a leaf of the other, so that all ranks send about as much as they receive.
+A rank that forwards messages in one tree is a leaf of the other, so all ranks send about as much as they receive.
 Cost: k segments of each half take k + log2(p) rounds or fewer, rounded up; a rank sends the message once. Best for
 messages of medium length among many ranks. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
 broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 3.
@@ -41,8 +41,8 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
 def _place(rank: int, size: int, tree: int) -> tuple[int, int, list[int]]:
     """Return a rank's parent, depth and children in a tree.
 
-    Rank 0 stands above positions 1 to p-1, which are numbered from left to right: odd ones are leaves. The second tree
-    exchanges odd and even positions.
+    Rank 0 is above positions 1 to p-1, which are numbered from left to right, so that odd ones are leaves. The second
+    tree swaps odd and even positions.
     """
     last = size - 1
 

@@ -1,4 +1,4 @@
-"""Binomial gather: ranks pair up, one of each pair continues with the chunks of both, up to rank 0.
+"""Binomial gather: ranks pair up, and one of each pair continues with the chunks of both, up to rank 0.
 
 Cost: log2(p) rounds, rounded up; for a power of two, half of the message from the rank that sends
 most. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in

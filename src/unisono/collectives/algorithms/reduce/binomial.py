@@ -1,4 +1,4 @@
-"""Binomial reduce: the ranks' second half is reduced to its first rank, which sends the sum to rank 0; so on in halves.
+"""Binomial reduce: the ranks' second half is reduced to its first rank, which sends the sum to rank 0, recursively.
 
 Sums are balanced for any number of ranks. Cost: log2(p) rounds, rounded up; every rank sends its message once.
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),

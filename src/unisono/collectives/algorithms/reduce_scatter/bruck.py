@@ -1,6 +1,6 @@
 """Bruck reduce-scatter: partial sums are passed on to ranks at distances that halve, each towards its owner.
 
-It is Bruck's all_gather backwards, and does for any number of ranks what halving does for powers of two.
+This is Bruck's all_gather backwards, and generalises halving from powers of two to any number of ranks.
 Cost: log2(p) rounds, rounded up, and (p-1)/p of the message: both the least possible.
 Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE
 TPDS 8(11), 1997, section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of

@@ -1,7 +1,8 @@
 """Recursive halving: ranks exchange halves, quarters, ... of the message with peers at distances 1, 2, 4, ...
 
-Neighbours meet first, so that sums are balanced. Beyond a power of two q, pairs of adjacent ranks are reduced first.
-Cost: log2(q) rounds, (q-1)/q of the message; beyond a power of two 2 rounds more, and one rank of each pair sends its
+Neighbours are paired first, so that sums are balanced. Beyond a power of two q, pairs of adjacent ranks are reduced
+first.
+Cost: log2(q) rounds, (q-1)/q of the message; beyond a power of two, 2 more rounds, and one rank of each pair sends its
 whole message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3.
 """
 

@@ -1,6 +1,6 @@
 """Ring reduce-scatter: each chunk travels around the ring once, is reduced, and ends at its owner.
 
-Every rank talks to its two neighbours only, and all links carry the same at all times.
+Every rank communicates only with its two neighbours, and all links carry the same load at all times.
 Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """

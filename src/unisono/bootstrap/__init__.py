@@ -4,7 +4,7 @@ One module for each way to find them. Its function `find(request)` returns a `Re
 an `init_method`, needs no more than that and its name in `_SCHEMES`. A launcher, which is recognised by its environment
 variables, has its name in `_LAUNCHERS`, and also defines:
 
-- `VARIABLES`: those that give a process its place;
+- `VARIABLES`: those that give a process its place, and `PREFIXES` of all that it sets for its ranks;
 - `START`: a command line that starts ranks with it, for messages;
 - `launched()`: the `Launched` that they describe, with None for what makes no sense, or None if none is set;
 - `detected(request)`: whether `find` of this module is the one to call;

@@ -9,9 +9,10 @@ from unisono.bootstrap.tcp import find_at
 from unisono.bootstrap.tcp_store import find_in_store
 from unisono.host.launched import Launched, number
 
-__all__ = ["START", "VARIABLES", "check", "detected", "find", "launched"]
+__all__ = ["PREFIXES", "START", "VARIABLES", "check", "detected", "find", "launched"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ROLE_", "GROUP_")
 START = "torchrun --nproc-per-node 2 train.py"
 
 

@@ -25,9 +25,22 @@ from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
 from unisono.host.mpi_library import check_world, has_ulfm, launched, library, name_of
 from unisono.host.network import address_for_others, address_outward, host_identity
 
-__all__ = ["START", "VARIABLES", "MpiAbortGuard", "check", "detected", "find", "find_on", "job_end", "launched"]
+__all__ = [
+    "PREFIXES",
+    "START",
+    "VARIABLES",
+    "MpiAbortGuard",
+    "check",
+    "detected",
+    "find",
+    "find_on",
+    "job_end",
+    "launched",
+]
 
 VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK")
+PREFIXES = ()
+"""Empty, since `env_without_launcher` keeps the settings that are the user's."""
 START = "mpirun -n 2 python train.py"
 
 _TAG = 23041

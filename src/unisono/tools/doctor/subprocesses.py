@@ -9,14 +9,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.bootstrap import launchers
 from unisono.host.mpi_library import env_without_launcher
 
 __all__ = ["CompletedRun", "clean_environment", "run"]
 
 _GRACE_S = 2.0
-# Variables that launchers other than MPI's set for their ranks; a program started here is not such a rank.
-_LAUNCHERS = ("TORCHELASTIC_", "SLURM", "ROLE_", "GROUP_")
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,6 @@ def _signal_all(session: int, how: signal.Signals) -> None:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Return this process's environment without its launcher's variables, and with `more`."""
+    of_launchers = tuple(prefix for launcher in launchers() for prefix in launcher.PREFIXES)
     kept = env_without_launcher(os.environ)
-    of_launcher = [name for name in kept if name in _RANKS or name.startswith(_LAUNCHERS)]
-    return {name: text for name, text in kept.items() if name not in of_launcher} | more
+    return {name: text for name, text in kept.items() if not name.startswith(of_launchers)} | more

@@ -29,7 +29,7 @@ def congestion_controls(comm: un.Communicator) -> set[str]:
     return {words.split()[0] for line, words in pairwise(lines) if line in between}
 
 
-@pytest.mark.parametrize(("delay", "wanted"), [("10ms", "bbr"), ("0ms", "reno")])
+@pytest.mark.parametrize(("delay", "wanted"), [("10ms", "bbr"), pytest.param("0ms", "reno", marks=pytest.mark.soak)])
 def test_a_long_link_gets_bbr(delay: str, wanted: str) -> None:
     slow = delay != "0ms"
     if (reason := obstacle(slow=slow)) is not None:

@@ -112,13 +112,13 @@ def library() -> None:
         pytest.skip("there is no MPI here")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        pytest.param(
+        (
             "export PMI_RANK=0 PMI_SIZE=2",
             "does not fit: mpiexec of MPICH or Intel MPI has started 2 processes, but each of them is an MPI world",
-            marks=pytest.mark.soak,
         ),
         ("", "started 2 processes, each an MPI world of size 1: it belongs to another MPI"),
     ],

@@ -104,7 +104,7 @@ def settled(session: un.debugger.Session, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.soak if name == "tcp" else ()) for name in BACKENDS]
+    "backend", [pytest.param(name, marks=pytest.mark.soak if name in ("tcp", "thread") else ()) for name in BACKENDS]
 )
 def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Path) -> None:
     with held(backend, tmp_path) as (session, job):

@@ -381,12 +381,8 @@ class Engine:
         else:
             number = after.fingerprint.call + 1
             place = after.fingerprint.site
-        agreed = self.agreements.take(number) if self._waiting and after is None else None
-        if agreed is not None:
-            number += 1
         fingerprint = _fingerprint(what, call, like, number, algorithm, place, origin)
         return call._replace(
-            agreed=agreed,
             fingerprint=fingerprint,
             steps=steps,
             timeout=limit,
@@ -438,17 +434,21 @@ class Engine:
             operation,
         )
 
-    def run(self, call: Call, *, async_op: bool = False, then: Callable[[], Call] | None = None) -> Work | None:
+    def run(self, call: Call, *, async_op: bool = False, then: Callable[[Call], Call] | None = None) -> Work | None:
         """Run a call now, and return None when it is done; or start it, and return the work in flight.
 
         Args:
             call: As from `make`.
             async_op: Whether to return without waiting.
-            then: Function that makes the second half of a two-part call, from the results of this one.
+            then: Function that makes the second half of a two-part call, from this one and its results.
         """
         fingerprint = call.fingerprint
         if self.is_inside:
             raise self._called_inside(fingerprint.operation)
+        if self._waiting and (agreed := self.agreements.take(fingerprint.call)) is not None:
+            # Here rather than in `make`, because a call that is made and then refused must not lose the values.
+            fingerprint = fingerprint._replace(call=fingerprint.call + 1)
+            call = call._replace(agreed=agreed, fingerprint=fingerprint)
         self._calls = fingerprint.call if then is None else fingerprint.call + 1
         self.activity.note(fingerprint.operation, self._calls, fingerprint, fingerprint.site)
         transport, waiting = observed(self.transport, call, starts=async_op)
@@ -538,7 +538,7 @@ class Engine:
         """Count a call that no rank makes."""
         self._calls += 1
 
-    def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
+    def _perform(self, call: Call, transport: Transport, then: Callable[[Call], Call] | None = None) -> None:
         deadline = clock.now() + call.timeout
         with self._carrying_out(call):
             self._compare(call, transport, deadline)
@@ -552,7 +552,7 @@ class Engine:
                 raise failed
         if then is not None:
             with self._carrying_out(call, refusals=False):
-                second = then()
+                second = then(call)
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
@@ -600,7 +600,9 @@ class Engine:
             self._inside.discard(here)
             activity.leave()
 
-    def _progress(self, call: Call, transport: Transport, then: Callable[[], Call] | None, work: Completion) -> None:
+    def _progress(
+        self, call: Call, transport: Transport, then: Callable[[Call], Call] | None, work: Completion
+    ) -> None:
         """Run a queued call, in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True

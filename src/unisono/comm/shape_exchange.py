@@ -166,10 +166,9 @@ def run_uneven(
     exchange.give(tensors, engine.options.device)
     header = exchange.header, exchange.table, exchange.mine
     if async_op:
-        first = engine.make(*header, root=root, timeout=timeout)
         streams = current_streams([exchange.device])
 
-        def second() -> Call:
+        def second(first: Call) -> Call:
             with entered(streams):
                 exchange.allocate()
                 call = engine.make(
@@ -185,7 +184,7 @@ def run_uneven(
                 call.staging.follow((*call.inputs, *call.outputs))
                 return call
 
-        work = engine.run(first, async_op=True, then=second)
+        work = engine.run(engine.make(*header, root=root, timeout=timeout), async_op=True, then=second)
         assert work is not None
         return ResultWork(work, lambda: exchange.output)
     engine.block(*header, root=root, timeout=timeout)

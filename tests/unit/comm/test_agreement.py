@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,8 +18,11 @@ from pairwise import short
 
 import unisono as un
 from unisono.comm.agreement import parts_of
-from unisono.errors import MismatchError
-from unisono.testing import pool
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
+from unisono.errors import CommError, MismatchError
+from unisono.testing import pool, run_ranks
+from unisono.wrappers.base import Wrapper
 
 BACKENDS = ("thread", "shm", "tcp", "gloo", "sim")
 AUTO = [*product(BACKENDS, ["auto"])]
@@ -228,3 +231,33 @@ def test_digests_differ_where_values_do(one: Any, other: Any) -> None:
 def test_order_of_a_dict_does_not_matter(value: dict[str, Any]) -> None:
     turned = dict(reversed(value.items()))
     assert sorted(parts_of(value)) == sorted(parts_of(turned))
+
+
+def test_values_outlive_a_call_that_is_refused() -> None:
+    nested: dict[int, Callable[[], None]] = {}
+
+    class Nesting(Wrapper):
+        """Makes a call inside of another one, as a signal handler may."""
+
+        def wrap_child(self, inner: Transport) -> Nesting:
+            return Nesting(inner)
+
+        def post(self, batch: Sequence[Message]) -> Work:
+            action = nested.pop(self.rank, None)
+            if action is not None:
+                action()
+            return super().post(batch)
+
+    def program(comm: un.Communicator) -> None:
+        def refused() -> None:
+            comm.agree(comm.rank, "the rank")
+            with pytest.raises(CommError, match="was called inside"):
+                comm.all_reduce(torch.ones(1))
+
+        nested[comm.rank] = refused
+        comm.all_reduce(torch.ones(2))
+        comm.barrier()
+
+    for error in run_ranks(program, 2, "thread", wrap=Nesting, on_failure="continue"):
+        assert isinstance(error, MismatchError)
+        assert "the rank" in str(error)

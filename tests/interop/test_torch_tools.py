@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -137,6 +139,116 @@ def test_modes_see_every_call_as_on_gloo(tmp_path: Path) -> None:
     for ours, theirs in on_ranks(seen_on_both, 2, tmp_path):
         assert ours == theirs
         assert "c10d.allreduce_.default" in str(ours)
+
+
+def programs(group: Any) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Functions for `make_fx`. It traces no wait of a work, so a graph has no result of a call that returns early."""
+    first, size = dist.get_rank() == 0, dist.get_world_size()
+
+    def reduced(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return with_result(lambda t, other, many: dist.all_reduce(t, op, group))
+
+    def with_result(call: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def program(x: torch.Tensor) -> torch.Tensor:
+            t, other, many = x * 2, x.repeat(size), [x + part for part in range(size)]
+            call(t, other, many)
+            return torch.cat([t, other, *many]) + 1
+
+        return program
+
+    calls: dict[str, Callable[..., Any]] = {
+        "all_gather": lambda t, other, many: dist.all_gather(many, t, group),
+        "all_gather_single": lambda t, other, many: dist.all_gather_into_tensor(other, t, group),
+        "all_reduce_coalesced": lambda t, other, many: dist.all_reduce_coalesced(many, dist.ReduceOp.MIN, group),
+        "all_to_all": lambda t, other, many: dist.all_to_all(many, list((other + 5).chunk(size)), group),
+        "all_to_all_single": lambda t, other, many: dist.all_to_all_single(other, other * 3, group=group),
+        "barrier": lambda t, other, many: dist.barrier(group),
+        "broadcast": lambda t, other, many: dist.broadcast(t, 1, group),
+        "gather": lambda t, other, many: dist.gather(t, many if first else None, 0, group),
+        "reduce": lambda t, other, many: dist.reduce(t if first else t * 1, 0, dist.ReduceOp.MAX, group),
+        "reduce_scatter": lambda t, other, many: dist.reduce_scatter(t, many, dist.ReduceOp.PRODUCT, group),
+        "reduce_scatter_single": lambda t, other, many: dist.reduce_scatter_tensor(t, other, group=group),
+        "scatter": lambda t, other, many: dist.scatter(t, many if first else None, 0, group),
+    }
+    return {
+        **{f"all_reduce {op}": reduced(getattr(dist.ReduceOp, op)) for op in ("SUM", "PRODUCT", "MIN", "MAX")},
+        **{name: with_result(call) for name, call in calls.items()},
+        "functional": lambda x: functional.all_reduce(x * 2, "max", group) + 1,
+    }
+
+
+def traced(chosen: str) -> list[object]:
+    """Of each program: operators in its graph on our group and on gloo, and what graph and program give on ours."""
+    x = torch.arange(2.0) + dist.get_rank() + 1
+    gloo = programs(dist.new_group(backend="gloo"))
+    found: list[object] = []
+    for name, program in programs(dist.group.WORLD).items():
+        if chosen not in name:
+            continue
+        graph, other = (make_fx(each)(x) for each in (program, gloo[name]))
+        names = [[n for n in (str(node.target) for node in each.graph.nodes) if "c10d" in n] for each in (graph, other)]
+        found.append([name, *names, graph(x + 1).tolist(), program(x + 1).tolist()])
+    return found
+
+
+def check_graphs(ranks: list[list[Any]]) -> None:
+    for name, ours, theirs, from_graph, from_program in (each for rank in ranks for each in rank):
+        assert ours == theirs != [], name
+        assert from_graph == from_program, name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graph_calls_what_the_program_calls(tmp_path: Path) -> None:
+    check_graphs(on_ranks(traced, 2, tmp_path, "all_reduce MAX"))
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_graphs_call_what_the_programs_call(tmp_path: Path, ranks: int, transport: str) -> None:
+    check_graphs(on_ranks(traced, ranks, tmp_path, "", transport=transport))
+
+
+def operated(group: Any) -> list[object]:
+    """What torch's operators give that a program calls itself."""
+    c10d: Any = torch.ops.c10d
+    boxed, sums = group.boxed(), torch.classes.c10d.ReduceOp()
+    one, whole, half = torch.arange(4.0) + dist.get_rank(), torch.zeros(8), torch.zeros(2)
+    splits = [5, 3] if dist.get_rank() else [3, 5]
+    calls = [
+        lambda: c10d.allreduce_([one], boxed, sums, None)[1],
+        lambda: c10d.broadcast_([one], boxed, 1, 0, False)[1],
+        lambda: c10d._allgather_base_(whole, one, boxed)[1],
+        lambda: c10d._reduce_scatter_base_(half, one, boxed, sums)[1],
+        lambda: c10d.alltoall_base_(whole, whole * 2, boxed, splits, splits),
+        lambda: c10d.barrier(one, boxed, []),
+        lambda: c10d.recv_any_source_([one[:2]], boxed, 3) if dist.get_rank() else c10d.send([half], boxed, 1, 3),
+    ]
+    for call in calls:
+        dist.Work.unbox(call()).wait()
+    c10d.monitored_barrier_(one, boxed, [], 10_000, True)
+    return [one.tolist(), whole.tolist(), half.tolist()]
+
+
+def operated_on_both() -> list[object]:
+    from unisono.interop.options import UnisonoWork
+
+    tensor = torch.ones(1 << 12)
+    with Seen():
+        work = dist.all_reduce(tensor, async_op=True)
+    assert type(work) is UnisonoWork
+    assert work.wait()
+    assert work.result()[0].tolist() == tensor.tolist()
+    boxed: Any = dist.group.WORLD.boxed()  # type: ignore[union-attr]
+    wrong = message(lambda: torch.ops.c10d.broadcast_([tensor], boxed, 7, 0, False))
+    return [operated(dist.group.WORLD), operated(dist.new_group(backend="gloo")), wrong.partition(":")[0]]
+
+
+def test_operators_give_what_they_give_on_gloo(tmp_path: Path) -> None:
+    for ours, theirs, wrong in on_ranks(operated_on_both, 2, tmp_path):
+        assert ours == theirs
+        assert wrong == "ValueError"
 
 
 def counted(group: Any) -> list[object]:

@@ -31,7 +31,8 @@ from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.errors import CommError
 from unisono.host.network import address_for_others, host_identity, in_zone_of
-from unisono.interop.dispatched_calls import OPERATIONS, Form, Signature, install, result_of, signature_of
+from unisono.interop.call_signatures import OPERATIONS, Form, Signature, form_of, signature_of
+from unisono.interop.dispatched_calls import Operator, result_of, watch_with
 from unisono.interop.from_store import publish, read
 
 __all__ = ["EXIT_STATUS", "Watch", "watch", "watch_at_init"]
@@ -60,7 +61,6 @@ _NOT_WATCHED = {
 
 _watch: Watch | None = None
 _counted: Counter[str] = Counter()
-_installed = False
 
 
 class _WatchedGroup:
@@ -149,10 +149,8 @@ class Watch:
         self._control.close()
 
     # -- each call -----------------------------------------------------------------------------
-    def seen(
-        self, form: Form, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...], op: str | None
-    ) -> Any:
-        """Report a call, make it, and return its result; see `unisono.interop.dispatched_calls.install`."""
+    def seen(self, form: Form, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Report a call, make it, and return its result; see `unisono.interop.dispatched_calls.watch_with`."""
         name = pg.group_name
         where = self._groups[name] if name in self._groups else self._introduce(name, pg)
         if where is None:
@@ -162,7 +160,7 @@ class Watch:
         waits = form.waits(args)
         limit_s = form.timeout_s(args) if waits else _ASYNC_WAITS_S
         place = callers_place()
-        reported = self._report(form, where, args, op, place, limit_s)
+        reported = self._report(form, where, args, place, limit_s)
         if reported is None:
             return make()
         number, detail, content = reported
@@ -199,7 +197,6 @@ class Watch:
         form: Form,
         where: _WatchedGroup,
         args: tuple[Any, ...],
-        op: str | None,
         place: Place,
         limit_s: float | None,
     ) -> tuple[int, Fingerprint, bytes] | None:
@@ -210,6 +207,7 @@ class Watch:
         if message := form.message(args, where.activity.group.members):
             where.activity.note(form.operation, None, message, place)
             return None
+        op = form.op(args)
         key = (form.key(args), place, op, where.size)
         # Under the lock, so that a group's reports are in the order of its calls.
         with self._lock:
@@ -366,7 +364,7 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
         ...
         ValueError: torch has no default group yet: call dist.init_process_group first
     """
-    global _watch, _installed  # noqa: PLW0603
+    global _watch  # noqa: PLW0603
     if check not in ("after", "before"):
         raise ValueError(f"check must be 'after' or 'before', not {check!r}")
     limit_s = None if timeout is None else positive_timeout(timeout)
@@ -384,15 +382,14 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
     _counted[name] += 1
     store = dist.PrefixStore(f"unisono/watch {_counted[name]} of {name}", dist.distributed_c10d._get_default_store())
     made = _meet(store, ranks.index(dist.get_rank()), ranks, check, limit_s)
-    if not _installed:
-        install(_seen)
-        _installed = True
+    watch_with(_seen)
     _watch = made
     return made
 
 
-def _seen(form: Form, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...], op: str | None) -> Any:
-    return make() if _watch is None else _watch.seen(form, pg, make, args, op)
+def _seen(operator: Operator, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    form = form_of(operator)
+    return make() if _watch is None or form is None else _watch.seen(form, pg, make, args)
 
 
 def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s: float | None) -> Watch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -14,14 +14,20 @@ import torch.distributed as dist
 from unisono.core.tracing import profiled_now
 from unisono.errors import CommError, UnavailableError
 from unisono.interop.call_forms import CallForms
-from unisono.interop.dispatch_modes import PLAIN, PYTHON, dispatched, excluded, first_tensor, modes
+from unisono.interop.dispatched_calls import CALLS, first_tensor, pass_on, take_calls
 from unisono.interop.error_texts import add_torch_words
-from unisono.interop.hooked_calls import Carrier, between_hooks, with_backend
+from unisono.interop.hooked_calls import Carrier, with_backend
+from unisono.interop.options import modes
 from unisono.transports.torch.process_groups import backend_plugin
 
 __all__ = ["DeviceBackends", "by_device"]
 
 R = TypeVar("R")
+
+_PLAIN: Any = torch.Tensor.__torch_dispatch__
+"""`__torch_dispatch__` of a tensor class that does not handle operators itself."""
+_PYTHON = torch._C.DispatchKey.Python
+_excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 _OPTIONS = tuple(kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options"))
 
@@ -92,20 +98,23 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A C++ group of the same ranks that has operators but no backend; see `dispatched`."""
-        made = dist.ProcessGroup(self._store, self._group.rank(), self._group.size())
-        return self._named(made)
+        """A C++ group of the same ranks that calls operators, which make their calls on the whole group."""
+        group = self._group
+        made = self._named(dist.ProcessGroup(self._store, group.rank(), group.size()))
+        take_calls(made, group)
+        return made
 
     def hooked(self) -> Any:
-        """Return `through`, which calls go through from now on, so that its hooks are called; see `between_hooks`.
+        """Return `through`, which calls go through from now on, so that its hooks are called; see `Carrier`.
 
         Raises `UnavailableError` before torch 2.14.
         """
         if not hasattr(self.through, "register_pre_hook"):
             raise UnavailableError(f"hooks of process groups need torch 2.14; this is {torch.__version__}")
         if not self.has_hooks:
-            with_backend(self.through)
-            # Torch's flight recorder reads the name from the backend, which gets it from its group.
+            with_backend(self.through, self._group)
+            pass_on(self.through)
+            # Torch's flight recorder takes the name from the backend, which gets it from its group.
             self._named(self.through)
             self.has_hooks = True
         return self.through
@@ -194,36 +203,34 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             own = forms.arguments(args, kwargs)
         first = first_tensor(own)
         kind = "cpu" if first is None else first.device.type
-        name = method.__name__
-        # Under `_DisableTorchDispatch`, modes see nothing, and an operator would have no kernel.
-        watched = modes() and not excluded(PYTHON)
-        handled = first is not None and (kind == "meta" or type(first).__torch_dispatch__ is not PLAIN)
-        hooked = kind == "cpu" and self.others.has_hooks
-        make = method
-        # A fake or meta tensor needs no backend, but uses the group's backend for its device.
-        if hooked or (watched or handled if kind == "cpu" else handled and kind not in self.others.names()):
+        handled = first is not None and type(first).__torch_dispatch__ is not _PLAIN
+        if kind == "cpu":
+            # Under `_DisableTorchDispatch`, modes and subclasses see nothing.
+            seen = self.others.has_hooks or ((handled or modes()) and not _excluded(_PYTHON))
+        else:
+            # A fake or meta tensor needs no backend, but uses the group's backend for its device.
+            seen = (handled or kind == "meta") and kind not in self.others.names()
+        if seen and not CALLS.making:
             through = self.others.through
-            operator = partial(getattr(through, _present(through, name)), *args, **kwargs)
-            if not hooked:
-                ended: R = dispatched(operator, partial(call, self), own)
-                return ended
-            # That group has a backend, which modes and subclasses reach in the end.
-            make = partial(between_hooks, operator, method)
+            with CALLS.kept() as works:
+                ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
+            # With hooks, C++ returns a work that can only wait for ours, so return ours. A fake tensor has none.
+            return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:
                 if profiled_now():
                     entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
                     try:
-                        return make(self, *own)
+                        return method(self, *own)
                     finally:
                         torch.autograd._record_function_with_args_exit(entered)
-                return make(self, *own)
+                return method(self, *own)
             except CommError as error:
                 add_torch_words(error)
                 raise
         assert first is not None
         other = self.others.of(first.device)
-        carried: R = getattr(other, _present(other, name))(*args, **kwargs)
+        carried: R = getattr(other, _present(other, method.__name__))(*args, **kwargs)
         return carried
 
     return call

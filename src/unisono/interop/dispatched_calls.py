@@ -1,242 +1,252 @@
-"""Intercepts all calls on torch's C++ process groups, in torch's dispatcher.
+"""Intercepts calls on process groups in torch's dispatcher, where torch's own tools see them.
 
-All callers of a group, such as `dist.all_reduce`, DDP's reducer in C++ or a functional collective, call an operator
-such as `c10d::allreduce_`. Our kernel for the key `BackendSelect`, which is above the kernels of all devices and below
+All callers of a C++ group, such as `dist.all_reduce`, DDP's reducer or a functional collective, call an operator such
+as `c10d::allreduce_`. Our kernel for the key `BackendSelect`, which is above the kernels of all devices and below
 autograd, modes and FakeTensor, gets each call with all its arguments, and passes it on.
+
+A Python group is called directly, which is faster but invisible to these tools. A call that must be seen is made on a
+C++ group without a backend instead, which calls the operator, and our kernel makes it on the Python group. Programs may
+also call operators themselves, as the graphs that torch traces do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from unisono.core.call import Fingerprint, hash_of
-from unisono.core.flight_recorder import Place
-from unisono.interop.options import operation
+from unisono.errors import UnavailableError
 
-__all__ = ["OPERATIONS", "Form", "Signature", "install", "result_of", "signature_of", "unseen"]
-
-_Seen = Callable[["Form", Any, Callable[[], Any], tuple[Any, ...], str | None], Any]
+__all__ = ["CALLS", "Operator", "first_tensor", "pass_on", "result_of", "take_calls", "watch_with"]
 
 _KEY = torch._C.DispatchKey.BackendSelect
-_NAMES = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce_coalesced", "tensors"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "allgather_": ("all_gather", "input_tensors"),
-    "_allgather_base_": ("all_gather_into_tensor", "input_tensor"),
-    "allgather_coalesced_": ("all_gather_coalesced", "input_list"),
-    "allgather_into_tensor_coalesced_": ("all_gather_into_tensor_coalesced", "inputs"),
-    "reduce_scatter_": ("reduce_scatter", "output_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter_tensor", "output_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_tensor_coalesced", "outputs"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "output_tensors"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all_single", "input"),
-    "barrier": ("barrier", None),
-    "monitored_barrier_": ("monitored_barrier", None),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-    "recv_any_source_": ("recv", "tensors"),
-}
-"""By operator: the name in `torch.distributed`, and the argument whose length must be equal on all ranks."""
-_UNEVEN = ("all_to_all", "all_to_all_single")
-_LISTS = {"all_gather": "output_tensors", "reduce_scatter": "input_tensors"}
-"""Arguments with a tensor for each rank, whose lengths may differ under NCCL."""
+_PLAIN = ("output_split_sizes", "input_split_sizes", "dst", "src", "tag")
+"""Arguments after the group that methods take one by one, not in their options."""
 _METHODS = (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
 )  # fmt: skip
-OPERATIONS = tuple(sorted({name.lower() for name in dist.ReduceOp.RedOpType.__members__}))
+"""Methods with a reduce operation."""
 
 
-class Form:
-    """Positions of one operator's arguments; torch's versions differ in some of the last ones.
+def first_tensor(arguments: Sequence[object]) -> torch.Tensor | None:
+    """Return the first tensor among arguments, including those in lists."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument
+        if isinstance(argument, list) and (found := first_tensor(argument)) is not None:
+            return found
+    return None
+
+
+class _Calls(threading.local):
+    """State of the calls that a thread is in.
 
     Attributes:
-        operation: Name in `torch.distributed`.
-        group: Position of the process group among the arguments.
+        making: Whether the thread makes a call whose operator it has called already.
+        kind: Reduce operation of its call from Python, for versions of torch whose operators hide it.
     """
 
-    def __init__(self, operator: Any) -> None:
-        self.operator = operator
-        operation, self._tensor_name = _NAMES[operator._schema.name.partition("::")[2]]
-        self.operation: str = operation
-        self._arguments = operator._schema.arguments
-        self._places = {argument.name: place for place, argument in enumerate(self._arguments)}
-        self.group: int = self._places["process_group"]
-        self._reduces = "reduce_op" in self._places
-        self._tensors = self._places.get(self._tensor_name)
-        self._root = self._places.get("root_rank")
-        self._async = self._places.get("async_op")
-        self._timeout = self._places.get("timeout")
-        self._tag = self._places.get("tag")
-        self._peer = self._places.get("dst", self._places.get("src"))
-        more = [self._places.get(_LISTS.get(self.operation))]
-        if self.operation in _UNEVEN:
-            names = ("output_tensors", "output", "output_split_sizes", "input_split_sizes")
-            more += [self._places.get(name) for name in names]
-        self._more = [place for place in more if place is not None]
+    def __init__(self) -> None:
+        self.making = False
+        self.kind: Any = None
+        self._works: list[list[Any]] = []
 
-    def waits(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the caller waits for the result immediately. Trailing defaults are not passed."""
-        if self._async is None:
-            return self.operation == "monitored_barrier"
-        return len(args) > self._async and not args[self._async]
+    @contextmanager
+    def kept(self) -> Iterator[list[Any]]:
+        """Yield the works made inside. C++ returns the same work object only while Python holds a reference."""
+        works: list[Any] = []
+        self._works.append(works)
+        try:
+            yield works
+        finally:
+            self._works.pop()
 
-    def timeout_s(self, args: tuple[Any, ...]) -> float | None:
-        """Return the call's own timeout in seconds; None if the group's applies."""
-        timeout_ms = args[self._timeout] if self._timeout is not None and len(args) > self._timeout else -1
-        return None if timeout_ms < 0 else timeout_ms / 1000
+    def make(self, group: Any, name: str, args: Sequence[Any]) -> Any:
+        """Make a call on one of our groups, for an operator that the group has called."""
+        self.making = True
+        try:
+            work = getattr(group, name)(*args)
+        finally:
+            self.making = False
+        if self._works:
+            self._works[-1].append(work)
+        return work
 
-    def message(self, args: tuple[Any, ...], members: Sequence[int]) -> str | None:
-        """Return what a message is, for reports; None if this is a collective. `members` are the group's ranks."""
-        if self._tag is None:
+
+CALLS = _Calls()
+
+
+class Operator:
+    """One torch operator and the positions of its arguments; torch's versions differ in some of the last ones.
+
+    Attributes:
+        name: Without its namespace.
+        places: Position of each argument, by name.
+        group: Position of the process group.
+    """
+
+    def __init__(self, overload: Any) -> None:
+        schema = overload._schema
+        self.name: str = schema.name.partition("::")[2]
+        self.places: dict[str, int] = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        self.group: int = self.places["process_group"]
+        self.redispatch: Callable[..., Any] = overload.redispatch
+        self._returns = len(schema.returns)
+        self._method = {"recv_any_source_": "recv_anysource"}.get(self.name, self.name.removesuffix("_"))
+
+    def value(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
+        """Return an argument by name. Trailing defaults are not passed."""
+        place = self.places.get(name, len(args))
+        return args[place] if place < len(args) else default
+
+    def asynchronous(self, args: Sequence[Any]) -> bool:
+        """Return whether the caller waits for the result later."""
+        return bool(self.value(args, "async_op", self.value(args, "asyncOp", True)))
+
+    def kind(self, args: Sequence[Any]) -> Any:
+        """Return the reduce operation, or None if there is none, or if this version of torch hides it."""
+        boxed = self.value(args, "reduce_op")
+        if boxed is None or _HIDDEN:
+            return CALLS.kind
+        return dist.ReduceOp.RedOpType(boxed.op())
+
+    def made(self, call: Callable[[str, Sequence[Any]], Any], args: Sequence[Any]) -> Any:
+        """Make the call on one of our groups, through a function of the method's name and arguments.
+
+        Returns: What the operator returns.
+
+        Raises `UnavailableError` if this version of torch hides the reduce operation of a call on the operator itself.
+        """
+        limit = timedelta(milliseconds=self.value(args, "timeout", -1))
+        if self.name == "monitored_barrier_":
+            call("monitored_barrier", (limit, self.value(args, "wait_all_ranks")))
             return None
-        way = "to" if self.operation == "send" else "from"
-        peer = "any rank" if self._peer is None else f"rank {members[args[self._peer]]}"
-        return f"{way} {peer}, tag {args[self._tag]}"
-
-    def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return everything that a call's signature depends on."""
-        return (
-            self.operation,
-            () if self._tensors is None else _layout(args[self._tensors]),
-            None if self._root is None else args[self._root],
-            *(_layout(args[place]) for place in self._more),
-        )
-
-
-class Signature(NamedTuple):
-    """A call's values for comparison between ranks and for reports.
-
-    Attributes:
-        same: Hash of the values that must be equal.
-        fingerprint: All values, with call number 0.
-    """
-
-    same: int
-    fingerprint: Fingerprint
+        kind = self.kind(args)
+        if kind is None and "reduce_op" in self.places:
+            raise UnavailableError(
+                f"torch {torch.__version__} hides the reduce operation of torch.ops.c10d.{self.name} from backend "
+                f"'unisono'; call torch.distributed's function, or use a later version"
+            )
+        given = [args[self.places[name]] for name in _PLAIN if name in self.places]
+        if "tag" not in self.places:
+            options = SimpleNamespace(
+                asyncOp=self.asynchronous(args),
+                reduceOp=kind,
+                rootRank=self.value(args, "root_rank"),
+                timeout=limit,
+                device=args[0].device if self.name == "barrier" else None,
+            )
+            given.append(options)
+        # Every operator takes its tensors first, like our methods, and then the group. Only the barrier's takes a
+        # tensor that our method does not.
+        tensors = () if self.name == "barrier" else args[: self.group]
+        boxed = call(self._method, [*tensors, *given]).boxed()
+        return boxed if self._returns == 1 else (args[0], boxed)
 
 
-def signature_of(form: Form, args: tuple[Any, ...], op: str | None, place: Place, size: int) -> Signature:
-    """Return the signature of a call on a group of `size` ranks."""
-    _, layout, root, *more = form.key(args)
-    tensors = _flat(layout)
-    counts = tuple(shape.numel() for shape, _, _ in tensors)
-    sends: tuple[int, ...] = ()
-    receives: tuple[int, ...] = ()
-    if form.operation in _LISTS and len({shape for shape, _, _ in _flat(more[0])}) > 1:
-        counts = ()
-    elif form.operation in _UNEVEN:
-        sends = _parts(tensors, more[2] if len(more) > 1 else (), size)
-        receives = _parts(_flat(more[0]), more[1] if len(more) > 1 else (), size)
-        counts = ()
-    fingerprint = Fingerprint(
-        0,
-        form.operation,
-        op,
-        root,
-        " + ".join(sorted({str(dtype) for _, dtype, _ in tensors})) or None,
-        counts,
-        " + ".join(sorted({device for _, _, device in tensors})) or None,
-        sends=sends,
-        receives=receives,
-        shape=tuple(tensors[0][0]) if len(tensors) == 1 else None,
-        site=place,
-    )
-    # An unknown reduce operation (from a C++ caller) matches any other.
-    return Signature(hash_of(fingerprint._replace(op=None).compared()), fingerprint)
+_HIDDEN = not hasattr(torch.classes.c10d.ReduceOp(), "op")
+"""Whether this version of torch hides reduce operations from Python where they are arguments of operators."""
+
+_Seen = Callable[[Operator, Any, Callable[[], Any], tuple[Any, ...]], Any]
+_seen: _Seen | None = None
+# Our groups by the identity of what operators are called on: the group itself, or a C++ group that lives as long.
+_groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# Kept, because the registration ends when the library object is collected.
+_libraries: list[torch.library.Library] = []
+_lock = threading.Lock()
 
 
-def _layout(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype, value.device.type)
-    return tuple([_layout(each) for each in value]) if isinstance(value, list) else value
-
-
-def _flat(layout: Any) -> list[tuple[torch.Size, torch.dtype, str]]:
-    if layout and isinstance(layout[0], torch.Size):
-        return [layout]
-    return [each for part in layout for each in _flat(part)]
-
-
-def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the number of elements for or from each rank."""
-    if len(tensors) != 1 or size == 1:
-        return tuple(shape.numel() for shape, _, _ in tensors)
-    shape = tensors[0][0]
-    row = shape[1:].numel() if shape else 1
-    rows = splits or (shape[0] // size,) * size if shape else ()
-    return tuple(row * each for each in rows)
-
-
-class _Op(threading.local):
-    """The reduce operation of this thread's call from Python, which the dispatcher does not expose."""
-
-    name: str | None = None
-
-
-_op = _Op()
-
-
-def install(seen: _Seen) -> None:
-    """Pass all later calls to a function. Call once in each process.
+def take_calls(called: dist.ProcessGroup, group: Any) -> None:
+    """Make later calls of operators on a process group on one of our groups. Idempotent.
 
     Args:
-        seen: Function of the operator's form, the group, a function that makes the call, its arguments, and the name of
-            its reduce operation (None unless called from Python). Returns the call's result.
+        called: Our group, or a C++ group that only our group holds.
+        group: Our group.
     """
-    library = torch.library.Library("c10d", "IMPL")
-    for name in _NAMES:
-        packet = getattr(torch.ops.c10d, name, None)
-        if packet is not None:
-            library.impl(name, _kernel(Form(packet.default), seen), "BackendSelect", with_keyset=True)
-    # Kept, because the registration ends when the library object is collected.
-    _libraries.append(library)
-    for name in _METHODS:
-        if method := getattr(dist.ProcessGroup, name, None):
-            setattr(dist.ProcessGroup, name, _noting_op(method))
+    _groups[id(called)] = group
+    _install()
 
 
-_libraries: list[torch.library.Library] = []
+def pass_on(called: dist.ProcessGroup) -> None:
+    """Let the backend of a C++ group make the calls again."""
+    del _groups[id(called)]
 
 
-def unseen() -> list[str]:
-    """Return the operators that this version of torch lacks, whose calls, if any, go unseen."""
-    return [name for name in _NAMES if not hasattr(torch.ops.c10d, name)]
+def _install() -> None:
+    """Put our kernels in front of torch's, for the rest of the process. Idempotent.
+
+    Not before somebody needs them, because they cost each call on a C++ group some microseconds.
+    """
+    with _lock:
+        if _libraries:
+            return
+        library = torch.library.Library("c10d", "IMPL")
+        for name in torch._C._dispatch_get_all_op_names():
+            space, _, rest = name.partition("::")
+            overload = getattr(torch.ops.c10d, rest).default if space == "c10d" else None
+            if overload is not None and any(part.name == "process_group" for part in overload._schema.arguments):
+                library.impl(rest, _kernel(Operator(overload)), "BackendSelect", with_keyset=True)
+        _libraries.append(library)
+        for name in _METHODS if _HIDDEN else ():
+            if method := getattr(dist.ProcessGroup, name, None):
+                setattr(dist.ProcessGroup, name, _noting_kind(method))
 
 
-def _kernel(form: Form, seen: _Seen) -> Callable[..., Any]:
+def watch_with(seen: _Seen) -> None:
+    """Pass all later calls on C++ groups to a function.
+
+    Args:
+        seen: Function of the operator, the group, a function that makes the call, and the arguments. Returns the
+            call's result.
+    """
+    global _seen  # noqa: PLW0603
+    _seen = seen
+    _install()
+
+
+def _kernel(operator: Operator) -> Callable[..., Any]:
     unbox = dist.ProcessGroup.unbox
-    redispatch = form.operator.redispatch
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        return seen(form, unbox(args[form.group]), lambda: redispatch(keyset.remove(_KEY), *args), args, _op.name)
+        def passed_on() -> Any:
+            return operator.redispatch(keyset.remove(_KEY), *args)
+
+        called: Any = unbox(args[operator.group])
+        group = _groups.get(id(called))
+        if group is None:
+            return passed_on() if _seen is None else _seen(operator, called, passed_on, args)
+        first = first_tensor(args)
+        if first is not None and first.is_meta:
+            # Meta tensors, which FakeTensorMode makes of its own, have no elements, so torch's kernels do nothing.
+            return passed_on()
+        if called is group:
+            return operator.made(lambda name, own: getattr(group, name)(*own), args)
+        return operator.made(partial(CALLS.make, group), args)
 
     return kernel
 
 
-def _noting_op(method: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_kind(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def noted(*args: Any, **keywords: Any) -> Any:
         # Torch's own functions pass their options last.
-        options: Any = args[-1] if args else None
-        if not hasattr(options, "reduceOp"):
-            given = (*args, *keywords.values())
-            options = next((each for each in given if hasattr(each, "reduceOp") or isinstance(each, _OPS)), None)
-        _op.name = operation(options)
+        given = (*args, *keywords.values())[::-1]
+        options = next((each for each in given if hasattr(each, "reduceOp") or isinstance(each, _OPS)), None)
+        op = getattr(options, "reduceOp", options)
+        CALLS.kind = getattr(op, "op", op) or dist.ReduceOp.SUM
         try:
             return method(*args, **keywords)
         finally:
-            _op.name = None
+            CALLS.kind = None
 
     return noted
 

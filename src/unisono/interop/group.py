@@ -23,6 +23,7 @@ from unisono.core.threads import spawn_thread
 from unisono.core.types import Send
 from unisono.errors import UnavailableError
 from unisono.interop.device_backends import DeviceBackends, by_device
+from unisono.interop.dispatched_calls import take_calls
 from unisono.interop.error_texts import torch_words
 from unisono.interop.from_store import JoinedGroup, meet
 from unisono.interop.hooked_calls import with_own_attach
@@ -133,6 +134,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
+
+    def boxed(self) -> Any:
+        """Return the group as torch's operators take it."""
+        take_calls(self, self)
+        return super().boxed()
 
     # -- what it carries -----------------------------------------------------------------------
     @property

@@ -7,76 +7,46 @@ ours in the dispatcher. From then on our calls are made on that group, whose bac
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-__all__ = ["Carrier", "between_hooks", "with_backend", "with_own_attach"]
+from unisono.interop.dispatched_calls import CALLS
 
-
-class _Call:
-    """A call that an operator will make in the end."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-        self.work: Any = None
-
-
-class _Calls(threading.local):
-    """A thread's calls whose operators have begun; a stack, because a hook may itself make a call."""
-
-    def __init__(self) -> None:
-        self.begun: list[_Call] = []
-
-
-_calls = _Calls()
+__all__ = ["Carrier", "with_backend", "with_own_attach"]
 
 
 class Carrier(Backend):
-    """Backend of a C++ group: each of its methods makes the call that this thread has begun."""
+    """Backend with all methods of one of our groups, which makes the calls on it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        # Weak, because the group holds this object, and a cycle would outlive its last user.
+        self._group_ref = weakref.ref(group)
 
     def getBackendName(self) -> str:  # noqa: N802
         return "unisono"
 
     @classmethod
     def take(cls, name: str) -> None:
-        """Add a method of this name."""
-        setattr(cls, name, cls._make)
+        """Add a method of this name, which makes the call on the group."""
 
-    def _make(self, *args: Any) -> Any:
-        begun = _calls.begun[-1]
-        begun.work = begun.call(*args)
-        return begun.work
+        def make(self: Carrier, *args: Any) -> Any:
+            return CALLS.make(self._group_ref(), name, args)
 
-
-def between_hooks(operator: Callable[[], Any], method: Callable[..., Any], group: object, *_: object) -> Any:
-    """Call a torch operator, which calls hooks and, through a `Carrier`, our method.
-
-    Args:
-        operator: Method of a C++ group with a `Carrier`, with its arguments.
-        method: Method of our group, called with the arguments that the operator passes on.
-        group: Our group.
-    """
-    begun = _Call(partial(method, group))
-    _calls.begun.append(begun)
-    try:
-        ended = operator()
-    finally:
-        _calls.begun.pop()
-    # C++ returns a work that can only wait for ours, so return ours. For a fake tensor there is none.
-    return ended if begun.work is None else begun.work
+        setattr(cls, name, make)
 
 
-def with_backend(made: dist.ProcessGroup) -> None:
-    """Give a C++ group without a backend one for the CPU, which makes the calls begun by `between_hooks`."""
+def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Give a C++ group without a backend one for the CPU, which makes the calls on one of our groups."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     # A group with a default backend reads its rank from that.
-    carrier = Carrier(made.rank(), made.size())
+    carrier = Carrier(group)
     made._set_default_backend(kind)
     made._register_backend(torch.device("cpu"), kind, carrier)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unisono.core.types import Work
 from unisono.core.work import WorkGroup
 from unisono.errors import CommError
-from unisono.interop.dispatch_modes import modes
 from unisono.interop.error_texts import add_torch_words
 
 __all__ = [
@@ -24,6 +23,7 @@ __all__ = [
     "UnisonoWork",
     "asynchronous",
     "limit_s",
+    "modes",
     "only",
     "operation",
     "plain",
@@ -31,6 +31,7 @@ __all__ = [
     "unversioned",
 ]
 
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NAMES: dict[object, str] = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 

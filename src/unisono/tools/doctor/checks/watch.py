@@ -20,7 +20,7 @@ def check(target: Target) -> Iterator[Finding]:
     except (ImportError, OSError):
         # The check for torch reports it.
         return
-    from unisono.interop.dispatched_calls import unseen
+    from unisono.interop.call_signatures import unseen
 
     if missing := unseen():
         yield info(f"this torch lacks operators, and `unisono watch` does not see their calls: {', '.join(missing)}")

@@ -154,6 +154,7 @@ def test_mistake_in_a_framework_is_named(framework: str, mode: str) -> None:
     program = Path(__file__).with_name("watched_frameworks.py")
     ended = watched(2, program, framework, options=("--check", mode))
     assert ended.returncode != 0
+    assert re.search(r"rank 0: .* at (\w+.py:\d+, called by )?watched_frameworks.py:\d+; rank 1:", ended.stderr)
     named = re.findall("unisono watch: MismatchError: rank ([01]) of 2: ranks differ in operation", ended.stderr)
     # With "after", gloo may end a process before the watch's report does.
     aborted = ended.stderr.count("gloo::EnforceNotMet") * (mode == "after")

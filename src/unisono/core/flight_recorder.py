@@ -31,6 +31,7 @@ __all__ = [
     "call_site",
     "called_at",
     "callers_place",
+    "callers_places",
     "format_call",
     "is_installed",
     "is_internal",
@@ -326,6 +327,15 @@ def callers_place() -> Place:
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def callers_places() -> tuple[Place, Place]:
+    """`callers_place`, and the user's line that led to it: the same unless installed packages lie between."""
+    place = callers_place()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return place, place if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def call_site() -> str | None:

@@ -23,7 +23,7 @@ from unisono.control.watched_calls import CALL, follows
 from unisono.core import clock
 from unisono.core.call import Fingerprint
 from unisono.core.failure import Cause, error_of, text_of
-from unisono.core.flight_recorder import Activity, Place, callers_place
+from unisono.core.flight_recorder import Activity, Place, callers_places, site_text
 from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.threads import spawn_thread
@@ -159,11 +159,11 @@ class Watch:
             self._raise(form, where, where.calls + 1)
         waits = form.waits(args)
         limit_s = form.timeout_s(args) if waits else _ASYNC_WAITS_S
-        place = callers_place()
-        reported = self._report(form, where, args, place, limit_s)
+        reported = self._report(form, where, args, limit_s)
         if reported is None:
             return make()
         number, detail, content = reported
+        place = detail.site
         if not waits:
             where.activity.note(form.operation, number, detail, place)
             if self._before:
@@ -197,18 +197,18 @@ class Watch:
         form: Form,
         where: _WatchedGroup,
         args: tuple[Any, ...],
-        place: Place,
         limit_s: float | None,
     ) -> tuple[int, Fingerprint, bytes] | None:
         """Report a call, unless it is to be compared first. Return its number, what it is, and the report.
 
         None for a message, which is only noted, and for a call on tensors without memory, which is not made.
         """
+        places = callers_places()
         if message := form.message(args, where.activity.group.members):
-            where.activity.note(form.operation, None, message, place)
+            where.activity.note(form.operation, None, message, places[1])
             return None
         op = form.op(args)
-        key = (form.key(args), place, op, where.size)
+        key = (form.key(args), places, op, where.size)
         # Under the lock, so that a group's reports are in the order of its calls.
         with self._lock:
             index, signature = self._signatures.get(key) or self._describe(key, form, args)
@@ -251,8 +251,8 @@ class Watch:
         if len(self._signatures) == _MOST_SIGNATURES:
             # The monitor drops those whose indices are reused.
             self._signatures.clear()
-        _, place, op, size = key
-        found = len(self._signatures), signature_of(form, args, op, place, size)
+        _, places, op, size = key
+        found = len(self._signatures), signature_of(form, args, op, _line(places), size)
         self._control.tell("signature", found[0], serialization.encode(found[1].fingerprint.values()))
         self._signatures[key] = found
         return found
@@ -413,6 +413,12 @@ def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s
     close_at_exit(made)
     invalidate_after_fork(made)
     return made
+
+
+def _line(places: tuple[Place, Place]) -> str | None:
+    """Return the line of a call, and the user's line, where that has called an installed package."""
+    place, users = map(site_text, places)
+    return place if place == users else f"{place}, called by {users}"
 
 
 def _timeout_s(pg: dist.ProcessGroup) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 import unisono as un
 from unisono.communicator import engine_of
-from unisono.core.flight_recorder import thread_frames
+from unisono.core.flight_recorder import callers_places, site_text, thread_frames
 from unisono.testing import run_ranks
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -23,7 +23,7 @@ def test_a_collection_meanwhile_is_no_deadlock(start: Start) -> None:
     process = start(
         """
         import gc, threading, time
-        from unisono.core.flight_recorder import thread_frames
+        from unisono.core.flight_recorder import callers_places, site_text, thread_frames
 
         class Cycle:
             def __init__(self):
@@ -128,3 +128,13 @@ def test_lines_of_calls_in_context_managers_are_the_programs(tmp_path: Path) -> 
     for calls in run_ranks(program, 2):
         assert len(calls) > 60
         assert {call.rpartition(" at ")[2].partition(":")[0] for call in calls} == {"test_flight_recorder.py"}
+
+
+def test_line_of_a_package_and_the_users_line_that_led_there() -> None:
+    package: dict[str, Callable[..., object]] = {}
+    exec(compile("def calls(function):\n    return function()", "/site-packages/package.py", "exec"), package)
+    place, users = map(site_text, callers_places())
+    assert place == users
+    place, users = map(site_text, package["calls"](callers_places))
+    assert place == "package.py:2"
+    assert str(users).startswith("test_flight_recorder.py:")

@@ -371,10 +371,11 @@ class Engine:
             lengths=lengths,
             scale=scale,
         )
-        if scale is not None and self.checked:
-            self.agreements.add(scale, "scale")
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self.selection.choose(call, algorithm)
+        if scale is not None and self.checked:
+            # After all that may refuse the call: a refused one must leave no value to compare.
+            self.agreements.add(scale, "scale")
         if after is None:
             number = self._calls + 1
             place = callers_place()

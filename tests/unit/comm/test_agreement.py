@@ -261,3 +261,15 @@ def test_values_outlive_a_call_that_is_refused() -> None:
     for error in run_ranks(program, 2, "thread", wrap=Nesting, on_failure="continue"):
         assert isinstance(error, MismatchError)
         assert "the rank" in str(error)
+
+
+def test_refused_call_leaves_nothing_to_compare() -> None:
+    def program(comm: un.Communicator) -> float:
+        tensor = torch.ones(1)
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="nonesuch"):
+                comm.all_reduce(tensor, scale=0.5, algorithm="nonesuch")
+        comm.all_reduce(tensor)
+        return tensor.item()
+
+    assert un.launch(program, 2, "thread") == [2.0, 2.0]

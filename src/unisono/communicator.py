@@ -1475,15 +1475,15 @@ class Communicator(Place):
         group = self._engine.group
         request = color, key, self._engine.ending.dropped_parts()
         try:
-            requests = self._control.exchange(group, f"split #{self._splits}", request, self._options.timeout_s)
+            with self._engine.activity.exchanging("split"):
+                requests = self._control.exchange(group, f"split #{self._splits}", request, self._options.timeout_s)
         except CommError as error:
             raise_caused(self._engine.report_failure(error, "split", self._splits), error)
         self._engine.ending.release([dropped for _, _, dropped in requests])
         if color is None:
             return None
-        keys = {rank: key for rank, (chosen, key, _) in enumerate(requests) if chosen == color}
-        ranks = sorted(keys, key=lambda rank: (keys[rank], rank))
-        child = group.child(f"{self._splits}.{color}", ranks)
+        members = sorted((key, rank) for rank, (chosen, key, _) in enumerate(requests) if chosen == color)
+        child = group.child(f"{self._splits}.{color}", [rank for _, rank in members])
         try:
             part = join_part(self, child, check, options)
         except CommError as error:

@@ -19,7 +19,7 @@ from insides import control_of, engine_of
 from pairwise import short
 from waiting import run_concurrently
 
-from unisono.errors import CommTimeoutError
+from unisono.errors import CommTimeoutError, DeadlockError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
 
@@ -300,3 +300,15 @@ def test_failed_communicator_that_was_let_go_is_told_of() -> None:
 
     told = run_ranks(program, 2, "thread")[1]
     assert re.search(r"\n  rank 0 .*barrier #1 at test_hang_reports.py", told), told
+
+
+def test_a_deadlock_through_a_split_is_found() -> None:
+    def program(comm: Any) -> None:
+        one, two = comm.dup(), comm.dup()
+        if comm.rank == 1:
+            with pytest.raises(DeadlockError, match=r"rank 0 is in split at test_hang_reports\.py:"):
+                two.barrier(timeout=SHORT_S)
+        # Rank 0 waits in here meanwhile.
+        one.dup()
+
+    run_ranks(program, 2, "thread")

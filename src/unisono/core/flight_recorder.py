@@ -21,6 +21,7 @@ from unisono.core import clock
 from unisono.core.group import Group
 
 __all__ = [
+    "ALL_RANKS",
     "NOT_THE_USERS",
     "Activity",
     "ActivityRegistry",
@@ -50,6 +51,9 @@ _FRAMES = 12
 _DEADLOCK_S = 0.5
 
 _TAGS = 256
+
+ALL_RANKS = -1
+"""The peer of a call that no collective counts, such as a split: it is posted by each rank, and waits for each."""
 
 PendingMessage = tuple[str, int, int, int]
 """A message that is waited for: "send" or "recv", the peer, the tag, and which one of these it is, from 1.
@@ -187,6 +191,15 @@ class Activity:
         key = kind, peer, tag % _TAGS
         self.posted[key] = number = self.posted.get(key, 0) + 1
         return *key, number
+
+    @contextlib.contextmanager
+    def exchanging(self, name: str) -> Iterator[None]:
+        """Mark a call as running that waits for all ranks, and that has no number among the collectives."""
+        self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
+        try:
+            yield
+        finally:
+            self.leave()
 
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _SHOWN) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from unisono.core.control import ControlPlane
 from unisono.core.failure import with_notes_of
+from unisono.core.flight_recorder import ALL_RANKS
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 
@@ -34,7 +35,7 @@ class Hang(NamedTuple):
         missing: Ranks that the collective is waiting for, as far as known: those doing something else; failing that,
             those not responding; failing that, those still in an earlier call.
         verdict: The same as a sentence, or empty.
-        waits: For each rank of that cycle, the name of the group that it waits in and the number of its call there.
+        waits: For each rank of that cycle, the name of the group that it waits in and how much it has called there.
     """
 
     report: str = ""
@@ -65,7 +66,9 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
             0, f"a deadlock: {first} waits for {', which waits for '.join(others)}; change the order of their calls"
         )
     waits = frozenset(
-        (current["group"], current["calls"]) for current in map(_inside, map(reports.get, circle)) if current
+        (current["group"], current["calls"] + sum(count for *_, count in current["posted"]))
+        for current in map(_inside, map(reports.get, circle))
+        if current
     )
     # One of each host, whose ranks differ in tenths of a second.
     outages = {text.partition(" not ")[0]: text for r in reports.values() if r and (text := r.get("outage"))}
@@ -172,8 +175,9 @@ def _waits_for(rank: int, reports: dict[int, _Report | None], group: Group) -> l
     if current["awaited"]:
         found = [
             peer
-            for kind, peer, tag, number in current["awaited"]
-            if _not_posted(reports, current, kind, peer, tag, number)
+            for kind, to, tag, number in current["awaited"]
+            for peer in (range(len(current["members"])) if to == ALL_RANKS else [to])
+            if _not_posted(reports, current, peer, _counterpart(current, kind, to, tag), number)
         ]
     elif current["number"] is not None:
         found = [peer for peer in range(len(current["members"])) if _is_behind(reports, current, peer)]
@@ -220,13 +224,19 @@ def _is_behind(reports: dict[int, _Report | None], current: _Report, peer: int) 
     return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
 
 
+def _counterpart(current: _Report, kind: str, to: int, tag: int) -> tuple[str, int, int]:
+    """Return what a peer posts for a message that this rank has posted."""
+    if to == ALL_RANKS:
+        return kind, to, tag
+    return "recv" if kind == "send" else "send", current["rank"], tag
+
+
 def _not_posted(
-    reports: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int
+    reports: dict[int, _Report | None], current: _Report, peer: int, key: tuple[str, int, int], number: int
 ) -> bool:
-    """Return whether the peer has not posted the counterpart of a message."""
+    """Return whether the peer has posted less than this number of messages of a kind."""
     entry = _of(reports, current["members"][peer], current["group"])
     if entry is None:
         return False
-    other = "recv" if kind == "send" else "send"
     posted = {(k, p, t): count for k, p, t, count in entry["posted"]}
-    return bool(posted.get((other, current["rank"], tag), 0) < number)
+    return bool(posted.get(key, 0) < number)

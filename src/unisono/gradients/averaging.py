@@ -187,8 +187,7 @@ class Averaging(PassOwner):
         self._hooks = CallerHooks(self._parameters, self._spread)
         self.buckets: Buckets = Buckets(named, self.comms, codec, sizes)
         self._watch = PassWatch("GradientAverager", self.comms)
-        on_cpu = all(p.is_cpu for p in self._parameters)
-        self._tracker = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
+        self._tracker = BackwardTracker(self, self._parameters, self._watch)
         # Gradients that passes in no_sync have added to, and no pass has averaged yet.
         self._accumulated: set[int] = set()
         # If buckets are sent while others fill, the first step records the order in which gradients arrive.

@@ -86,6 +86,10 @@ class ShardComms:
         """Return the communicators that a failed step aborts."""
         return tuple(pair.data for pair in self._pairs)
 
+    def every(self) -> tuple[Communicator, ...]:
+        """Return these, and those from which they are made again."""
+        return tuple(comm for pair in self._pairs for comm in pair.every())
+
     def abort(self, reason: str) -> None:
         """End the running step on all ranks, because of an error raised on this one."""
         self.live.reported = True

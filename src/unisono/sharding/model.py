@@ -58,9 +58,10 @@ class ShardedModel:
             sharded; or no module is a unit. On every rank: `mesh` is not a grid of the ranks of `comm`.
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
             parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
-        AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, including
-            those of its earlier passes; the next step is correct. A rank that had already finished its pass raises this
-            once, from its next forward, `clip_grad_norm_()` or `step()`.
+        AbortedError: Another rank's forward or backward has raised; in a backward that several models share, possibly
+            before it reached this one. All ranks drop the gradients of the step, including those of its earlier passes;
+            the next step is correct. A rank that had already finished its pass raises this once, from its next forward,
+            `clip_grad_norm_()` or `step()`.
         RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
             `backward()`: parameters were modified since the forward, or a gradient is sparse.
 

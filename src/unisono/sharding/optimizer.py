@@ -526,13 +526,14 @@ class GradientSharder(PassOwner):
         self._buckets = buckets
         self._comms = comms
         self.sync = True
-        on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
         self._watch = PassWatch("ShardedOptimizer", comms)
-        self._pass = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
+        self._pass = BackwardTracker(self, [p for bucket in buckets for p in bucket.parameters], self._watch)
         self._next = 0
         self._syncing = self._early = True
         # Whether there were gradients from earlier passes, and the failure in which other ranks have dropped theirs.
         self._held = False
+        # Whether an earlier pass has failed.
+        self._broken = False
         self._lost: CommError | None = None
         self._problem: str | None = None
         self._handles: list[Any] = []
@@ -550,8 +551,11 @@ class GradientSharder(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
-        if error is not None and self.drop() and not self._comms.live.reported:
+        if error is not None and not self._comms.live.reported:
+            # A pass of another rank. It repeats that from its forward, where other models may communicate first, so
+            # this rank must do the same: it may not wait for the repeat at the end of this pass.
             raise error
+        self._broken = error is not None
         # A reduction may block until all ranks join. Gradients of several models arrive in any order, so their
         # reductions wait for the end of the pass, where the order is the same on all ranks. So do all reductions until
         # the communicators are renewed.
@@ -568,8 +572,8 @@ class GradientSharder(PassOwner):
         self._held = self._holds()
 
     def is_broken(self) -> bool:
-        """Return whether an earlier pass has failed, as opposed to a failure within this pass."""
-        return self._next == 0 and self._comms.live.data.exception() is not None
+        """Return whether an earlier pass has failed, which was raised on this rank too."""
+        return self._broken
 
     def renew(self) -> None:
         """Replace the communicators after a failed pass of this model, or of another one in the same pass."""

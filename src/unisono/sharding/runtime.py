@@ -258,6 +258,8 @@ class Runtime(PassOwner):
         phase: Phase between two steps.
     """
 
+    gathers = True
+
     def __init__(self, units: Sequence[Unit], comms: ShardComms, members: ModelMembers) -> None:
         self._units = units
         self._members = members
@@ -266,9 +268,8 @@ class Runtime(PassOwner):
         self._comms = comms
         self.sync = True
         self._stream = OneStream(flat.part.device for flat in self._flats)
-        on_cpu = all(flat.part.is_cpu for flat in self._flats)
         self._watch = PassWatch("ShardedModel", comms)
-        self._pass = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
+        self._pass = BackwardTracker(self, [p for flat in self._flats for p in flat.parameters], self._watch)
         self._handles: list[Any] = []
         self._version = 0  # of changes of the parameters
         # Number of running modules, and the exception being handled when the outermost one began.
@@ -330,6 +331,8 @@ class Runtime(PassOwner):
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
         if not self._in_backward():
+            if self._depth == 0:
+                self._watch.stop()
             stays = watched and (unit.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
                 unit.free()
@@ -389,7 +392,13 @@ class Runtime(PassOwner):
             self._comms.abort(problem)
             raise RuntimeError(f"{problem}. Call remove(), and shard the changed model")
         self._stream.begin()
-        self._recover()
+        self._watch.start()
+        try:
+            self._recover()
+        except BaseException:
+            # `_leave` does not know of a forward that has not begun.
+            self._watch.stop()
+            raise
         # Parameters may have changed since, so units kept by an earlier forward are gathered again.
         self.free()
         self._order.begin_forward()
@@ -472,13 +481,11 @@ class Runtime(PassOwner):
 
     def fail(self) -> None:
         """Drop all uncommitted gradients, and end the step on all ranks."""
+        # None if the pass has only reached other models. The other ranks may be in this one nevertheless.
         running = self._running
-        # An autograd call that ended before reaching an output or a parameter has taken no gradient.
-        if running is None:
-            return
         self._running = None
         self._comms.abort("a backward of the sharded model has failed there")
-        if self._drop() and not running.syncing:
+        if self._drop() and not (self.sync if running is None else running.syncing):
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
         self.free()
 

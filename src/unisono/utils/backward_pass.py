@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -47,6 +47,10 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     That order is the same on all ranks. The order of their gradients follows the graph, and differs if ranks add up a
     loss in another order; since ending a pass may block until all other ranks end theirs, they would block forever.
 
+    Models whose forwards communicate come first. If another rank has failed in this pass, it repeats such a forward
+    before anything else, so no rank may wait in another model for the repeat: these raise. If they do not, all ranks
+    have come to the end of this pass, and another model that was broken before is so since an earlier one.
+
     Models that wait for the repeat of a pass that failed on another rank are last. The repeat first renews models that
     do not wait, so a rank that does not yet know of the failure of one of these would block the repeating rank forever.
     """
@@ -54,7 +58,11 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         return
     ordered = sorted(trackers, key=_in_order)
     begun = [tracker for tracker in ordered if tracker.is_open]
-    if any(tracker.owner.is_broken() for tracker in begun):
+    is_broken = any(tracker.owner.is_broken() for tracker in begun)
+    for tracker in begun:
+        if tracker.owner.gathers:
+            tracker.complete()
+    if is_broken:
         # Renew all models before any of them communicates. Another rank may not know yet that one of them is broken,
         # and wait at the end of one that is not: renewing that one as well ends the wait, and the rank repeats its
         # pass.
@@ -67,6 +75,8 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 class PassOwner:
     """Base class of owners of a `BackwardTracker`: one model whose gradients are averaged in its backward passes."""
 
+    gathers = False
+    """Whether the model's forwards communicate, so that a pass cannot join the repeat of another rank's."""
     waits = False
     """Whether `end` waits until a rank whose pass has failed repeats it, instead of raising."""
 
@@ -102,9 +112,13 @@ class BackwardTracker:
     whether that has succeeded or raised. Then the enclosing graph task is current again, and gets a token in turn,
     until the outermost one, which is not enclosed.
 
+    The first tracker that sees a graph task enlists those of all other models of the communicator whose parameters are
+    in its graph. If the task raises before it reaches one of these, other ranks may wait in that model already, so its
+    owner has to fail too.
+
     Args:
         owner: The model, which is notified of each pass.
-        one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
+        parameters: Its trained parameters.
         watch: Started and stopped with each pass.
 
     Attributes:
@@ -115,17 +129,19 @@ class BackwardTracker:
         arrived: Indices of the leaves to whose gradient the pass has added, or is about to.
     """
 
-    def __init__(self, owner: PassOwner, *, one_thread: bool, watch: PassWatch) -> None:
+    def __init__(self, owner: PassOwner, parameters: Sequence[torch.Tensor], watch: PassWatch) -> None:
         self.owner = owner
-        self._one_thread = one_thread
+        self._parameters = parameters
+        # On CPUs, all hooks run in the thread that called `backward()`.
+        self._one_thread = all(p.is_cpu for p in parameters)
         self._watch = watch
+        watch.on_pass = self._enlist
         self.number: int = next(_created)
         self.forget()
 
     def forget(self) -> None:
         """Drop the running pass without ending or undoing it."""
-        if self._watch.running:
-            self._watch.stop()
+        self._watch.stop()
         self.running: int | None = None
         self._reading: int | None = None
         self.is_open: bool = False
@@ -172,14 +188,14 @@ class BackwardTracker:
             if not self.is_open:
                 self.is_open = True
                 self._thread = get_ident()
-                if len(self._watch.peers) > 1:
-                    self._watch.start()
+                self._watch.start()
                 self.owner.begin()
         self.running = number
 
     def _hold(self, number: int) -> None:
         known = _tokens.get(number)
         token = None if known is None else known()
+        is_new = token is None
         if token is None:
             # Not an object with a method, whose frame would be in an error's traceback, and keep the token alive.
             token = partial(_end_passes, [])
@@ -187,6 +203,13 @@ class BackwardTracker:
             _queue_callback(token)
         token.args[0].append(self)
         self._tasks[number] = weakref.ref(token, lambda _: self.abandon(number))
+        if is_new:
+            self._watch.announce(number)
+
+    def _enlist(self, number: int) -> None:
+        """Follow the running graph task, which has reached another model, if it will add to a parameter's gradient."""
+        if number not in self._tasks and any(map(_is_ahead, self._parameters)):
+            self._hold(number)
 
     def complete(self) -> None:
         """End the pass, because the outermost graph task has succeeded."""
@@ -214,6 +237,17 @@ def will_run(leaf: Any) -> bool:
     except RuntimeError:
         # Torch raises this if torch.autograd.grad requested a leaf's gradient.
         return False
+
+
+def _is_ahead(parameter: torch.Tensor) -> bool:
+    """Return whether the running graph task adds to a parameter's gradient."""
+    if not parameter.requires_grad:
+        return False
+    # A view is all that torch offers to get at the node of a leaf. One that is freed refuses any use by its class.
+    with torch.enable_grad(), torch.DisableTorchFunctionSubclass():
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    return will_run(view.grad_fn.next_functions[0][0])
 
 
 def _is_nested() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from unisono.communicator import Communicator, engine_of
 from unisono.core.control import ControlPlane
 from unisono.core.flight_recorder import call_site
 from unisono.diagnostics.hang_report import hang_report
+from unisono.errors import CommError
 
 __all__ = ["PassWatch", "WatchedComms"]
 
@@ -25,18 +27,19 @@ class WatchedComms(Protocol):
     def in_use(self) -> Sequence[Communicator]:
         """Return the communicators that its passes currently use, which are replaced after failures."""
 
-    def abort_all(self, reason: str) -> None:
-        """End all running and later passes of the model on all ranks."""
+    def every(self) -> Sequence[Communicator]:
+        """Return these, and those from which they are made again."""
 
 
 class PassWatch:
     """Observer of one model's backward passes that detects two ranks waiting for each other in passes of two models.
 
-    A pass waits until it runs on all ranks. If rank 0 runs the passes of models a and b, and rank 1 those of b and a,
-    each waits for the other's second pass. A single rank cannot see that, so during a pass, a thread queries all ranks'
+    A pass waits until it runs on all ranks, and so does a forward that communicates. If rank 0 runs the passes of
+    models a and b, and rank 1 those of b and a, each waits for the other's second pass. The same happens if rank 1
+    fails in b and restarts its step with a. A single rank cannot see that, so meanwhile a thread queries all ranks'
     activities. A cycle of ranks that each wait for a call that the next one has not made is certain to be a deadlock.
-    The thread then ends the passes of the models involved, on all ranks. A rank with only one such model needs no
-    thread.
+    The thread then aborts these calls on all ranks, so their passes raise, and models renew their communicators in the
+    next pass, as after any failure. A rank with only one such model needs no thread.
 
     Args:
         kind: Class that averages, for the error, such as "GradientAverager".
@@ -46,7 +49,10 @@ class PassWatch:
         name: The kind, and the line of its creation.
         peers: This rank's watches, in order of creation. A single one has nothing to watch.
         running: Event that ends the thread watching the current pass, if any.
+        on_pass: Called with the number of a graph task that has reached another model of this rank first.
     """
+
+    on_pass: Callable[[int], None]
 
     def __init__(self, kind: str, comms: WatchedComms) -> None:
         self.name: str = f"the {kind} created at {call_site()}"
@@ -60,9 +66,16 @@ class PassWatch:
         self.stop()
         self.peers[:] = [peer for peer in self.peers if peer() is not self]
 
+    def announce(self, number: int) -> None:
+        """Let the other models of this rank know that a graph task has reached this one first."""
+        for ref in self.peers:
+            peer = ref()
+            if peer is not None and peer is not self:
+                peer.on_pass(number)
+
     def start(self) -> None:
-        """Watch a pass that begins."""
-        if self.running is None:
+        """Watch a pass that begins, if there are other models."""
+        if self.running is None and len(self.peers) > 1:
             self.running = Event()
             Thread(target=self._watch, args=(self.running,), name="unisono-pass-watch", daemon=True).start()
 
@@ -75,7 +88,8 @@ class PassWatch:
     def _watch(self, done: Event) -> None:
         before = None
         while not done.wait(_EVERY_S):
-            engine = engine_of(self._comms.in_use()[0])
+            # The origin: what is in use may have been closed, to be made again.
+            engine = engine_of(self._comms.every()[0])
             hang = hang_report(engine.control, engine.group)
             # Ranks answer at different times; a cycle that still exists cannot be a mix of two moments.
             if hang.deadlock and hang.waits == before:
@@ -85,12 +99,12 @@ class PassWatch:
 
     def _end_passes(self, groups: set[str], report: str) -> None:
         live = [peer for ref in self.peers if (peer := ref()) is not None]
-        blocked = [
-            peer for peer in live if groups.intersection(engine_of(comm).group.name for comm in peer._comms.in_use())
-        ]
-        names = " and ".join(peer.name for peer in blocked)
-        for peer in blocked:
-            peer._comms.abort_all(
-                f"backward passes of {names} wait for each other. Run them in the same order on all ranks, or in one "
-                f"backward() of the sum of their losses{report}"
-            )
+        found = {peer: [c for c in peer._comms.every() if engine_of(c).group.name in groups] for peer in live}
+        names = " and ".join(peer.name for peer, comms in found.items() if comms)
+        for comm in (comm for comms in found.values() for comm in comms):
+            # If the control plane is gone, it has notified the other ranks already.
+            with suppress(CommError):
+                comm.abort(
+                    f"backward passes of {names} wait for each other. Run them in the same order on all ranks, or in "
+                    f"one backward() of the sum of their losses; after an error, repeat the step on all ranks{report}"
+                )

@@ -62,6 +62,10 @@ class ReplaceableComms:
         """Return the communicators that a failed step aborts."""
         return (self.data,)
 
+    def every(self) -> tuple[Communicator, ...]:
+        """Return these, and the one from which they are made again."""
+        return self.base, *self.in_use()
+
     def replace(self) -> None:
         """Replace the failed communicator in use. Collective."""
         self.data.close()
@@ -73,7 +77,7 @@ class ReplaceableComms:
 
     def abort_all(self, reason: str) -> None:
         """End the running step and all later ones on all ranks."""
-        self._abort(reason, self.base, *self.in_use())
+        self._abort(reason, *self.every())
 
     @staticmethod
     def _abort(reason: str, *comms: Communicator) -> None:

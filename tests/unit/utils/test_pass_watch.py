@@ -145,6 +145,71 @@ def test_crossed_passes_are_named_soon(
     assert caught.value.waited_s is None or caught.value.waited_s < WAIT_S / 2
 
 
+def begins_anew(comm: un.Communicator, place: str) -> list[bool]:
+    """Repeat a step after an error on rank 1, and return whether each model has the gradients of all ranks.
+
+    Args:
+        comm: All ranks.
+        place: "before" if the error is raised before the common pass of two sharded models, and "between" if between
+            their forwards; "after" if in the pass of an averager, after that of a sharded model.
+    """
+    models = [nn.Linear(2, 1, bias=False).double() for _ in range(2)]
+    is_averaged = place == "after"
+    shards = [un.sharding.ShardedModel(model, comm) for model in models[: 1 if is_averaged else 2]]
+    averagers = [un.GradientAverager(model, comm) for model in models[len(shards) :]]
+    zeroed = [shard.optimizer(torch.optim.SGD, lr=0.1, elementwise=True) for shard in shards] + models[len(shards) :]
+
+    def step(error_at: str) -> None:
+        terms = []
+        for model, at in zip(models, ("between", "before"), strict=True):
+            terms.append(loss64(model, 1.0 + comm.rank))
+            if at == error_at:
+                raise KeyError
+        if error_at == "after":
+            terms[1].register_hook(raises)
+        for term in terms if averagers else [terms[0] + terms[1]]:
+            term.backward()
+
+    def attempt(number: int) -> bool:
+        for one in zeroed:
+            one.zero_grad()
+        try:
+            step(place if number == 0 and comm.rank == 1 else "")
+        except (KeyError, un.errors.AbortedError):
+            return False
+        return True
+
+    assert any(map(attempt, range(5)))
+    norms = [shard.clip_grad_norm_(1e9).item() for shard in shards]
+    norms += [model.weight.grad.norm().item() for model in models[len(shards) :]]  # type: ignore[union-attr]
+    return [norm == pytest.approx((1 + comm.size) / 2 * 2**0.5) for norm in norms]
+
+
+def loss64(model: nn.Linear, factor: float) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.full((1, 2), factor, dtype=torch.float64)).sum()
+    return loss
+
+
+def raises(_: torch.Tensor) -> None:
+    raise KeyError
+
+
+ANEW = [
+    pytest.param(place, backend, size, marks=[] if (backend, size) == ("thread", 2) else pytest.mark.soak)
+    for place in ("before", "between", "after")
+    for backend in ("thread", "shm", "tcp", "gloo")
+    for size in (2, 3)
+]
+
+
+@pytest.mark.parametrize(("place", "backend", "size"), ANEW)
+def test_a_step_that_one_rank_begins_anew_is_ended_soon_and_repeated(
+    place: str, backend: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.utils.pass_watch._EVERY_S", 0.05)
+    assert un.launch(begins_anew, size, backend, timeout=WAIT_S, args=(place,)) == [[True, True]] * size
+
+
 def removed(comm: un.Communicator) -> tuple[int, int]:
     """Return the numbers of threads that watch a pass: with two models, and when one of them was removed."""
     found: list[int] = []

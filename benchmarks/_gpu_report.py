@@ -82,7 +82,7 @@ def program(comm: un.Communicator, backend: str, store: str, seconds: float) -> 
         x, y = (torch.zeros(nbytes // 4, device=comm.device) for _ in range(2))
         theirs = None if group is None else partial(dist.all_reduce, y)
         found = measured(comm, partial(comm.all_reduce, x), theirs, seconds)
-        rows.append((f"all_reduce of {nbytes:,} bytes", *found))
+        rows.append((f"{nbytes:,} B", *found))
     batch = torch.randn(SAMPLES, WIDTH, device=comm.device)
     averaged = model_on(comm.device)
     un.GradientAverager(averaged, comm.dup())
@@ -93,7 +93,7 @@ def program(comm: un.Communicator, backend: str, store: str, seconds: float) -> 
         model(batch).square().mean().backward()
 
     theirs = None if wrapped is None else partial(step, wrapped)
-    rows.append((f"backward of {LAYERS} layers of {WIDTH}", *measured(comm, partial(step, averaged), theirs, seconds)))
+    rows.append(("backward", *measured(comm, partial(step, averaged), theirs, seconds)))
     if group is not None:
         dist.destroy_process_group()
     return rows
@@ -111,14 +111,20 @@ def report(kind: str, seconds: float) -> str:
     count = torch.get_device_module(kind).device_count()
     card = torch.cuda.get_device_name(0) if kind == "cuda" else kind
     what = f"What `make gpu` measured on {datetime.now(UTC).date()}: {count} x {card}, torch {torch.__version__}."
-    meaning = "A ratio is unisono's time over that of torch's own group, in the same run: less is better."
-    lines = ["# Benchmarks on GPUs", "", what, meaning]
+    columns = f"Milliseconds of an all_reduce, by its bytes, and of a backward pass through {LAYERS} layers of {WIDTH}."
+    ratio = "The ratio to torch's own group in the same run is in brackets: less is better."
+    lines = ["# Benchmarks on GPUs", "", what, columns, ratio, ""]
     for backend, ranks, other in places(kind):
         with tempfile.TemporaryDirectory() as folder:
             run = partial(un.launch, program, ranks, backend, device=kind, timeout=60)
             rows = run(args=(other, f"{folder}/store", seconds))[0]
-        lines += ["", f"## {backend}, {ranks} ranks", "", f"| | ms | ratio to {other} |", "|---|---|---|"]
-        lines += [f"| {name} | {1e3 * s:.3f} | {'' if r is None else f'{r:.2f}'} |" for name, s, r in rows]
+        if not lines[-1]:
+            lines += [
+                f"| unisono against torch | {' | '.join(name for name, _, _ in rows)} |",
+                "|---" * (len(rows) + 1) + "|",
+            ]
+        cells = [f"{1e3 * s:.3f}" + ("" if r is None else f" ({r:.2f})") for _, s, r in rows]
+        lines.append(f"| {backend} against {other}, {ranks} ranks | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -291,7 +291,7 @@ def main() -> None:
     times, counts, lacking = list[float](), Counter[str](), dict[str, list[str]]()
     for module in asked.packages:
         print(f"\n### {PACKAGES[module]} {version(PACKAGES[module])}\n")
-        print(f"| classes | {' | '.join(KINDS)} | why not |\n|---|---|---|---|---|", flush=True)
+        print("| classes | outcome | why not |\n|---|---|---|", flush=True)
         alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for name, outcomes, reason, took_s in rows(module, asked.only):
             if not outcomes:
@@ -301,7 +301,9 @@ def main() -> None:
             counts.update(outcomes)
             times.append(took_s)
         for (outcomes, reason), names in sorted(alike.items(), reverse=True):
-            print(f"| {', '.join(names)} | {' | '.join(outcomes)} | {reason} |", flush=True)
+            differing = ", ".join(f"{kind} {outcome}" for kind, outcome in zip(KINDS, outcomes, strict=True))
+            shown = outcomes[0] if len(set(outcomes)) == 1 else differing
+            print(f"| {', '.join(names)} | {shown} | {reason} |", flush=True)
     print("\nNot tried:\n")
     print(*(f"- {package}: {', '.join(names)}" for package, names in lacking.items()), sep="\n")
     if times:

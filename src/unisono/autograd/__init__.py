@@ -1,4 +1,4 @@
-"""Differentiable collectives: each is the adjoint of another one."""
+"""Differentiable collectives. The gradient of each is computed with its adjoint, another collective."""
 
 from unisono.autograd.collectives import (
     all_gather,

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of all ranks, in the order of ranks. Collective.
+    """Return the tensors of all ranks, in rank order. Collective.
 
     The gradient of rank r's tensor is the sum of all ranks' gradients of entry r. `torch.cat` joins the entries along
     any dimension.
@@ -69,12 +69,12 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
 
 
 def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of all ranks, which may differ in their first dimension. Otherwise as `all_gather`.
+    """Return the tensors of all ranks, whose first dimensions may differ. Otherwise as `all_gather`.
 
-    Ranks exchange the shapes first, which ends a graph of `torch.compile`.
+    Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
     Args:
-        tensor: Of a floating or complex dtype; on other ranks the first dimension may differ.
+        tensor: Tensor of a floating or complex dtype. Its first dimension may differ between ranks.
         comm: The communicator.
 
     Returns:
@@ -98,12 +98,12 @@ def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor
 
 
 def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return on rank r what each rank s has as `tensors[r]`, in the order of ranks. Collective.
+    """Return on rank r every rank's `tensors[r]`, in rank order. Collective.
 
     The gradients are exchanged in the same way.
 
     Args:
-        tensors: One tensor a rank, of one floating or complex dtype, and one shape on all ranks.
+        tensors: One tensor per rank, of one floating or complex dtype, and one shape on all ranks.
         comm: The communicator.
 
     Returns:
@@ -126,12 +126,12 @@ def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[tor
 
 
 def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return what each rank has for this one, where first dimensions may differ. Otherwise as `all_to_all`.
+    """Return each rank's tensor for this rank; first dimensions may differ. Otherwise as `all_to_all`.
 
-    Ranks exchange the shapes first, which ends a graph of `torch.compile`.
+    Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
     Args:
-        tensors: One tensor a rank, of one floating or complex dtype; any of them may differ in the first dimension.
+        tensors: One tensor per rank, of one floating or complex dtype. Their first dimensions may differ.
         comm: The communicator.
 
     Returns:
@@ -160,22 +160,22 @@ def all_to_all_single(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the rows that all ranks have for this one; the first rows of `tensor` are for rank 0. Collective.
+    """Return the rows that all ranks send to this one; the first rows of `tensor` are for rank 0. Collective.
 
     The gradients are exchanged in the same way, with the sizes transposed.
 
     Args:
         tensor: Of a floating or complex dtype, with at least one dimension.
         comm: The communicator.
-        output_split_sizes: Rows from each rank; equal parts, as many rows as `tensor` has, if None.
-        input_split_sizes: Rows for each rank; equal parts if None.
+        output_split_sizes: Number of rows from each rank. If None, equal parts, of as many rows as `tensor` in total.
+        input_split_sizes: Number of rows for each rank; equal parts if None.
 
     Returns:
-        A new tensor, with the rows from rank 0 first.
+        A new tensor, the rows from rank 0 first.
 
     Raises:
         ValueError: The dtype has no gradient, or the sizes do not fit.
-        MismatchError: Two ranks disagree about the rows that one sends to the other.
+        MismatchError: Two ranks disagree about the number of rows that one sends the other.
 
     Example:
         >>> def program(comm):
@@ -222,14 +222,15 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return the sum (or `op`) of all ranks' tensors. Collective.
 
-    The gradient is the sum of all ranks' gradients of the result; with "avg" their mean, with "min" and "max" shared
-    evenly by the elements that equal the result, with "product" times the product of the other ranks' elements.
+    The gradient is the sum of all ranks' gradients of the result. For "avg" it is their mean; for "min" and "max" it is
+    shared evenly among the elements that equal the result; for "product" it is multiplied by the product of the other
+    ranks' elements.
 
     Args:
         tensor: Of a floating or complex dtype, with as many elements on every rank.
         comm: The communicator.
         op: sum, avg, product, min, max.
-        scale: As for `Communicator.all_reduce`; the gradient is scaled, too.
+        scale: As for `Communicator.all_reduce`. The gradient is also scaled.
 
     Returns:
         A new tensor of the same shape.
@@ -238,8 +239,8 @@ def all_reduce(
         ValueError: The dtype or `op` has no gradient, or cannot be scaled.
         MismatchError: Ranks make different calls, also in a backward pass.
 
-    Cost: as `Communicator.all_reduce`, and the same in backward; twice the bytes there with "min" and "max", p times
-    with "product".
+    Cost: as `Communicator.all_reduce`, and the same again in backward: twice the bytes for "min" and "max", p times the
+    bytes for "product".
 
     Example:
         >>> def program(comm):
@@ -253,7 +254,7 @@ def all_reduce(
     _check_floating(tensor, "all_reduce")
     if scale is not None:
         check_scale(scale, parse_op(op), tensor.dtype)
-        # With the next collective, which is this one.
+        # Wait together with the next collective, which is this one.
         comm.agree(scale, "scale")
         tensor = tensor * scale
     n = [tensor.numel()]
@@ -265,12 +266,12 @@ def all_reduce(
 def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any = 0) -> torch.Tensor:
     """Return the sum of all ranks' tensors on rank `dst`, and zeros on the other ranks. Collective.
 
-    The gradient is that of rank `dst`'s result, on every rank; the other ranks' own gradients are ignored.
+    The gradient on every rank is the gradient of rank `dst`'s result; the other ranks' gradients are ignored.
 
     Args:
         tensor, comm: As for `all_reduce`.
         op: sum, avg.
-        dst: The rank that gets the sum; it may come before `op`, as for `Communicator.reduce`.
+        dst: Rank that gets the sum. It may be passed before `op`, as for `Communicator.reduce`.
 
     Returns:
         A new tensor of the same shape.
@@ -297,10 +298,11 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
 def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
     """Return the sum of every rank's `tensors[r]` on rank r. Collective.
 
-    The gradient of each `tensors[r]` is that of rank r's result.
+    The gradient of each `tensors[r]` is the gradient of rank r's result.
 
     Args:
-        tensors: One tensor a rank, of one floating or complex dtype. They may differ in shape, alike on all ranks.
+        tensors: One tensor per rank, of one floating or complex dtype. Shapes may differ within the list, but the list
+            has the same shapes on all ranks.
         comm: The communicator.
         op: sum, avg.
 
@@ -326,7 +328,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str 
 
 
 def _check_op(op: str | ReduceOp, name: str, known: tuple[str, ...]) -> str:
-    """Return the name of a reduction that has a gradient; `ValueError` for others."""
+    """Return the name of a reduction that has a gradient; raise `ValueError` for others."""
     found = parse_op(op).value
     if found in known:
         return found
@@ -344,7 +346,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
         tensor: Of a floating or complex dtype, with as many elements on every rank; only rank `src`'s elements are
             used.
         comm: The communicator.
-        src: The rank whose tensor is sent.
+        src: Rank whose tensor is sent.
 
     Returns:
         A new tensor of this rank's shape.
@@ -371,14 +373,14 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
 
 
 def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of all ranks on rank `dst`, and as many zeros on the other ranks. Collective.
+    """Return the tensors of all ranks on rank `dst`, and zeros of the same shapes on the other ranks. Collective.
 
-    The gradient of rank r's tensor is that of entry r on rank `dst`; the other ranks' own gradients are ignored.
+    The gradient of rank r's tensor is the gradient of entry r on rank `dst`; the other ranks' gradients are ignored.
 
     Args:
         tensor: Of a floating or complex dtype, of one shape on all ranks.
         comm: The communicator.
-        dst: The rank that receives.
+        dst: Rank that receives.
 
     Returns:
         New tensors, one for each rank.
@@ -405,13 +407,13 @@ def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Te
 def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> torch.Tensor:
     """Return rank `src`'s `tensors[r]` on rank r. Collective.
 
-    The gradient of rank `src`'s `tensors[r]` is that of rank r's result; it is zero on the other ranks.
+    The gradient of rank `src`'s `tensors[r]` is the gradient of rank r's result; it is zero on the other ranks.
 
     Args:
-        tensors: One tensor a rank, of one floating or complex dtype, and one shape on all ranks; only rank `src`'s
+        tensors: One tensor per rank, of one floating or complex dtype, and one shape on all ranks. Only rank `src`'s
             elements are used.
         comm: The communicator.
-        src: The rank that sends.
+        src: Rank that sends.
 
     Returns:
         A new tensor.
@@ -434,10 +436,10 @@ def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> to
 
 
 def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> torch.Tensor:
-    """Send a tensor to rank `dst`, which calls `recv`; return an empty tensor that stands for it in the graph.
+    """Send a tensor to rank `dst`, which calls `recv`; return an empty tensor that represents it in the graph.
 
-    The gradient is that of rank `dst`'s result. The receiver's backward pass sends it, so this rank's must include the
-    token: add `token.sum()`, which is 0, to the loss.
+    The gradient is the gradient of rank `dst`'s result. The receiver's backward pass sends it, so this rank's must
+    include the token: add `token.sum()`, which is 0, to the loss.
 
     Args:
         tensor: Of a floating or complex dtype.
@@ -446,7 +448,7 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
         tag: As for `Communicator.send`.
 
     Returns:
-        The token: a tensor of no elements, of the same dtype.
+        The token: a tensor of the same dtype, without elements.
 
     Raises:
         ValueError: The dtype has no gradient.
@@ -469,13 +471,13 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
 
 
 def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> torch.Tensor:
-    """Return the tensor that rank `src` sends by `send`.
+    """Return the tensor that rank `src` sends with `send`.
 
-    In a backward pass the gradient of the result is sent back.
+    The backward pass sends the gradient of the result back.
 
     Args:
-        tensor: Of the shape, dtype and device to receive; its elements are not used, and its gradient is zero. If it
-            requires a gradient, that is the token of the message in a second backward pass.
+        tensor: Tensor of the shape, dtype and device to receive. Its elements are not used, and its gradient is zero.
+            If it requires a gradient, that gradient is the token of the message in a second backward pass.
         comm: The communicator.
         src: Another rank.
         tag: As for `Communicator.recv`.
@@ -490,14 +492,14 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
     """
     _check_floating(tensor, "recv")
     check_rank(src, "src", comm.size, other_than=comm.rank)
-    # No element is read: what is passed on is the place in the graph.
+    # No element is read; the tensor is passed for its place in the graph.
     place = tensor.reshape(-1)[:0]
     n = tensor.numel()
     return apply(place, comm, "recv", [0], [n], root=src, tag=tag).view(tensor.shape)
 
 
 def _check_floating(tensor: torch.Tensor, name: str) -> None:
-    """Raise `TypeError` or `ValueError` if the tensor can have no gradient."""
+    """Raise `TypeError` or `ValueError` if the tensor cannot have a gradient."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"un.autograd.{name} takes a torch.Tensor, not {type(tensor).__name__}")
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -509,9 +511,9 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
 def _flat_list(
     tensors: Sequence[torch.Tensor], comm: Communicator, name: str, *, alike: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return one tensor a rank as one flat tensor, and their numbers of elements.
+    """Return one tensor per rank as one flat tensor, and their numbers of elements.
 
-    With `alike`, they must have one shape.
+    With `alike`, all must have the same shape.
     """
     if not isinstance(tensors, Sequence) or len(tensors) != comm.size:
         raise ValueError(f"un.autograd.{name} takes a list of {comm.size} tensors, one for each rank")
@@ -531,9 +533,9 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
     """Return the shapes of the tensors that this rank receives. Collective.
 
     Args:
-        tensors: As for the method of `Communicator` of this name.
+        tensors: Tensors, as for the method of `Communicator`.
         comm: The communicator.
-        name: all_gather_v or all_to_all_v.
+        name: Name of the method, all_gather_v or all_to_all_v.
     """
     engine = engine_of(comm)
     engine.enter(name)

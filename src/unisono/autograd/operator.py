@@ -1,4 +1,4 @@
-"""One collective on flat tensors, as autograd and compilers see it, and its adjoint."""
+"""A collective on flat tensors as a custom operator, for autograd and compilers, and its adjoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unisono.errors import ClosedError, MismatchError
 __all__ = ["ADJOINTS", "LINEAR", "REDUCTIONS", "apply", "apply_call", "gradient_of_linear", "gradient_of_reduction"]
 
 _MESSAGES: WeakKeyDictionary[Communicator, Counter[tuple[str, int, int]]] = WeakKeyDictionary()
-"""Number of differentiable messages in each direction, by peer and tag: equal at both ends."""
+"""Number of differentiable messages in each direction, by peer and tag; equal at both ends."""
 
 _LINES: list[str] = []
-"""Lines of the user's program that make differentiable calls; a receipt has the index of one."""
+"""Lines of the user's program that make differentiable calls. A receipt holds an index into this list."""
 
-# A compiler keeps the number and the order of calls that write to a common tensor.
+# Every call writes to this tensor, so that a compiler keeps the calls' number and order.
 with torch.inference_mode(False):
     _ORDER = torch.zeros(0, device="cpu")
 
@@ -41,24 +41,24 @@ def _call(
     """Return this rank's result of one collective or message, and the call's receipt.
 
     Args:
-        x: One-dimensional; where the collective scatters, the parts for all ranks in order.
-        order: Written to, as compilers see it: so they keep the order of calls.
-        receipt: In a backward pass, the receipt of the call whose gradients are moved; ranks compare it.
-        name: Name of a collective, "send" or "recv".
-        handle: The communicator's.
-        op: Name of the reduction, where there is one.
-        root: The root, or the peer of a message; -1 if there is none.
-        tag: Of a message.
+        x: One-dimensional tensor; for a collective that scatters, the parts for all ranks in order.
+        order: Tensor that compilers regard as written to, so that they keep the order of calls.
+        receipt: In a backward pass, the receipt of the forward call, which ranks compare.
+        name: Name of the collective, or "send" or "recv".
+        handle: Handle of the communicator.
+        op: Name of the reduction, if there is one.
+        root: The root, or the peer of a message; -1 if none.
+        tag: Tag of a message.
         sends: Numbers of elements of the parts of `x`.
         receives: Numbers of elements of the parts of the result.
 
     Returns:
-        A new one-dimensional tensor, with zeros where the collective has no result for this rank; and the number
-        and the line of this call.
+        A new one-dimensional tensor, of zeros if the collective has no result for this rank; and the number and line of
+        this call.
 
     Raises:
         ClosedError: The communicator no longer exists.
-        MismatchError: Ranks' backward passes are at different calls.
+        MismatchError: The ranks' backward passes are at different calls.
     """
     comm = BY_HANDLE.get(handle)
     if comm is None:
@@ -120,7 +120,7 @@ def _message(
     tag: int,
     receives: list[int],
 ) -> tuple[torch.Tensor, int]:
-    """Send or receive; in a backward pass, the number of the message goes before it, for the receiver to compare."""
+    """Send or receive; in a backward pass, first the number of the message, for the receiver to compare."""
     move = getattr(comm, name)
     y = x.new_empty(sum(receives))
     if origin is not None:
@@ -169,14 +169,14 @@ ADJOINTS = {
     "scatter": "gather",
     "send": "recv",
 }
-"""Name of the collective that moves the gradients of another one back, with the numbers of elements exchanged."""
+"""Name of the adjoint of each collective, which takes the numbers of elements in reverse."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
 """Reductions that have a gradient."""
 
 LINEAR = ("sum", "avg")
 
-# Every rank's result must have a history, or only some ranks would take part in the backward pass.
+# Every rank's result must require a gradient, or only some ranks would take part in the backward pass.
 with torch.inference_mode(False):
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
@@ -201,14 +201,17 @@ def apply(
 
 
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
-    """Return the result of a collective; autograd takes its adjoint. The call is as for `_call`, with (rank, size)."""
+    """Return the result of a collective, differentiable with its adjoint.
+
+    The call is as for `_call`, with (rank, size).
+    """
     anchor = None if x.requires_grad else _ANCHOR
     result: torch.Tensor = _CollectiveFunction.apply(x, anchor, receipt, *call)[0]  # type: ignore[no-untyped-call]
     return result
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """A collective, whose backward is the differentiable adjoint: so it can be differentiated any number of times."""
+    """A collective whose backward is the differentiable adjoint, for derivatives of any order."""
 
     @staticmethod
     def forward(
@@ -245,7 +248,7 @@ class _CollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        # The batch becomes the innermost dimension, so that the parts stay consecutive.
+        # Make the batch the innermost dimension, so that the parts remain contiguous.
         x, anchor, receipt, *call, sends, receives = inputs
         size = info.batch_size
         batched = x.movedim(in_dims[0], -1).reshape(-1)
@@ -267,7 +270,7 @@ def gradient_of_linear(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any
 def gradient_of_reduction(
     grad: torch.Tensor, receipt: torch.Tensor, call: list[Any], x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of an all_reduce by product, min or max: this rank's weight times the sum of gradients."""
+    """Return the gradient of an all_reduce with product, min or max: this rank's weight times the sum of gradients."""
     _, handle, place, op, *_ = call
     rank, size = place
     n = x.numel()

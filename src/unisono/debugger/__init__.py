@@ -1,4 +1,4 @@
-"""Stop all ranks, look at any of them, and go on.
+"""Stop all ranks, inspect any of them, and continue.
 
 Provisional: it may change in any minor version, without a deprecation.
 """
@@ -21,24 +21,24 @@ from unisono.errors import CommError, UnavailableError
 __all__ = ["Session", "attach", "breakpoint"]
 
 
-def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # as Python's, for all ranks
-    """Stop here, and stop all other ranks at their next call; return when a debugger lets them go.
+def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like Python's, for all ranks
+    """Stop here, and stop all other ranks at their next call; return when a debugger continues them.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Deadlines stand still meanwhile. If the ranks are threads of this process, or simulated, and its standard input is a
-    terminal, the debugger's prompt is shown here. Else attach from another terminal of the same user on this host with
-    `unisono debug PID`, or from Python with `attach`; on several hosts, on each of them for the ranks there. While
-    ranks are held, each process has a Unix socket at which processes of the same user, as the kernel says, can run code
-    in it. With PYTHONBREAKPOINT=0 this does nothing, as Python's `breakpoint`.
+    Deadlines are suspended meanwhile. If the ranks are threads of this process, or simulated, and its standard input is
+    a terminal, the debugger's prompt is shown here. Otherwise attach as the same user from another terminal on this
+    host with `unisono debug PID`, or from Python with `attach`; with several hosts, on each host for its ranks. While
+    ranks are held, each process has a Unix socket through which processes of the same user (checked by the kernel) can
+    run code in it. With PYTHONBREAKPOINT=0 this does nothing, like Python's `breakpoint`.
 
     Args:
-        comm: A communicator of the job; if None, one that this thread has made calls with.
+        comm: A communicator of the job; if None, one that this thread has used.
 
     Raises:
-        UnavailableError: Deadlines of the communicator's backend cannot stand still: it is none of shm, tcp, thread and
+        UnavailableError: Deadlines of the communicator's backend cannot be suspended: it is not shm, tcp, thread or
             sim, or the platform is not Linux.
-        CommError: This thread has no communicator, or the debugger has ended the job.
+        CommError: This thread has not used a communicator, or the debugger has ended the job.
 
     Example:
         >>> def program(comm):

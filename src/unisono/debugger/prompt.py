@@ -15,13 +15,13 @@ _AROUND = 5
 
 
 class Prompt(cmd.Cmd):
-    """Commands that look at held ranks; what is none of them is evaluated on the chosen rank.
+    """Prompt with commands to inspect held ranks; any other line is evaluated on the chosen rank.
 
     Args:
-        session: The ranks.
-        rank: The chosen one at first; the one that stopped the others if None.
-        lets_go: Whether this thread is one of the ranks: the end of the input, and `detach`, then let all go on.
-        stdin, stdout: Replace those of the process.
+        session: Connection to the ranks.
+        rank: Rank chosen at first; if None, the one that stopped the others.
+        lets_go: Whether this thread is one of the ranks; then `detach` and the end of the input continue all ranks.
+        stdin, stdout: Streams to use instead of the process's.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Prompt(cmd.Cmd):
         self._lets_go = lets_go
         ranks = session.ranks()
         self.intro: str = f"{session.reason}; {len(ranks)} ranks are here. `help` lists the commands"
-        # The one that stopped the others, if it is on this host.
+        # The rank that stopped the others, if it is on this host.
         named = [each for each in ranks if session.reason.startswith(f"rank {each} ")]
         self._choose((named or list(ranks))[0] if rank is None else rank)
 
     def _choose(self, rank: int) -> None:
         self._session.stack(rank)
         self._rank = rank
-        # The chosen frame: how many of the stack are below it.
+        # The chosen frame, as the number of frames below it on the stack.
         self._up = 0
         self.prompt: str = f"rank {rank}> "
 
@@ -54,7 +54,7 @@ class Prompt(cmd.Cmd):
         self.stdout.write("".join(f"{line}\n" for line in lines if line))
 
     def onecmd(self, line: str) -> bool:
-        """Carry out one command; return whether it was the last."""
+        """Run a command; return whether it was the last one."""
         try:
             return bool(super().onecmd(line))
         except ValueError as error:
@@ -65,15 +65,15 @@ class Prompt(cmd.Cmd):
             return True
 
     def emptyline(self) -> bool:
-        """Do nothing: to step twice by mistake would not be undone."""
+        """Do nothing: a step repeated by mistake could not be undone."""
         return False
 
     def default(self, line: str) -> None:
-        """Evaluate on the chosen rank."""
+        """Evaluate the line on the chosen rank."""
         self._print(self._session.evaluate(self._rank, line, self._up))
 
     def do_p(self, code: str) -> None:
-        """Evaluate on the chosen rank what begins like a command: p CODE. Local variables cannot be set."""
+        """Evaluate code on the chosen rank, even if it looks like a command: p CODE. Local variables cannot be set."""
         self._print(self._session.evaluate(self._rank, code, self._up))
 
     def do_all(self, code: str) -> None:
@@ -97,15 +97,15 @@ class Prompt(cmd.Cmd):
         self._print(*(f"{'->' if index == chosen else '  '} {line}" for index, line in enumerate(stack)))
 
     def do_up(self, count: str) -> None:
-        """Choose the frame that has called this one, or one further up: up [N]."""
+        """Choose the caller of this frame, or one further up: up [N]."""
         self._print(self._choose_frame(self._up + int(count or 1)))
 
     def do_down(self, count: str) -> None:
-        """Choose the frame that this one has called, or one further down: down [N]."""
+        """Choose the frame that this one called, or one further down: down [N]."""
         self._print(self._choose_frame(self._up - int(count or 1)))
 
     def _choose_frame(self, up: int) -> str:
-        """Choose the frame so many above the innermost, or the nearest one that there is; return it as text."""
+        """Choose the frame this many above the innermost one, or the nearest that exists; return it as text."""
         stack = self._session.stack(self._rank)
         if not stack:
             raise ValueError("its thread has ended")
@@ -113,20 +113,20 @@ class Prompt(cmd.Cmd):
         return stack[-1 - self._up]
 
     def do_list(self, _: str) -> None:
-        """Print the lines around the one where the chosen rank is, in the chosen frame."""
+        """Print the lines around the current one in the chosen rank's chosen frame."""
         file, _, line = self._choose_frame(self._up).rpartition(" in ")[0].rpartition(":")
         for each in range(max(1, int(line) - _AROUND), int(line) + _AROUND + 1):
             text = linecache.getline(file, each).rstrip()
             self._print(f"{'->' if each == int(line) else '  '} {each:4} {text}" if text else "")
 
     def do_step(self, _: str) -> None:
-        """Let the chosen rank run to its next line. A call in this line waits for the ranks that are held."""
+        """Let the chosen rank run to its next line. A collective on this line waits for the held ranks."""
         self._up = 0
         arrived = self._session.step(self._rank)
         self._print(("" if arrived else "not there yet: ") + _line(self._session.ranks()[self._rank]))
 
     def do_go(self, _: str) -> bool:
-        """Let all ranks go on."""
+        """Continue all ranks."""
         self._session.go()
         return True
 
@@ -136,12 +136,12 @@ class Prompt(cmd.Cmd):
         return True
 
     def do_detach(self, _: str) -> bool:
-        """Leave, with the ranks held; at the prompt of a program, let them go on."""
+        """Leave, with the ranks held; at the program's own prompt, continue them."""
         if self._lets_go:
             self._session.go()
         return True
 
-    do_EOF = do_detach  # noqa: N815  # as cmd.Cmd calls it
+    do_EOF = do_detach  # noqa: N815  # the name that cmd.Cmd expects
 
 
 def _line(described: dict[str, Any]) -> str:

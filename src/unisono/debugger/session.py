@@ -23,18 +23,18 @@ _LOOK_EVERY_S = 0.01
 
 
 class Session(Closing):
-    """A debugger's connection to the held ranks of one job on this host, as `attach` makes it.
+    """A debugger's connection to the held ranks of one job on this host, as returned by `attach`.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    A context manager that closes it. The ranks are held as before then, and another debugger can attach.
+    A context manager that closes it. The ranks are still held then, and another debugger can attach.
 
     Args:
         job: Name of the job.
-        connections: To its processes.
+        connections: Connections to the job's processes.
 
     Attributes:
-        reason: Why the ranks are held.
+        reason: Reason why the ranks are held.
 
     Example:
         >>> # session = un.debugger.attach(pid)
@@ -54,9 +54,9 @@ class Session(Closing):
             raise
 
     def ranks(self) -> dict[int, dict[str, Any]]:
-        """Return for each rank "state" (held, in a call, running), "site", "function", "file" and "line".
+        """Return each rank's "state" (held, in a call, running), "site", "function", "file" and "line".
 
-        Includes ranks whose processes hold them only since the last time.
+        Includes ranks that have been held only since the last call.
         """
         known = {(connection.pid, connection.number) for connection in self._connections}
         for job, more in _held_jobs(known).items():
@@ -75,22 +75,22 @@ class Session(Closing):
         return dict(sorted(found.items()))
 
     def evaluate(self, rank: int, code: str, up: int = 0) -> str:
-        """Return the value of an expression as text, or what statements print, in the frame where a rank is.
+        """Return the value of an expression as text, or what statements print, in a rank's current frame.
 
         Args:
             rank: Number of the rank in the job.
             code: Python code. It cannot set local variables.
-            up: 1 for the frame that has called this one, and so on, as `stack` lists them.
+            up: 1 for the caller of this frame, and so on, as `stack` lists them.
 
         Raises:
-            ValueError: There is no such rank here.
-            CommError: Its process has ended, or was let go.
+            ValueError: The rank is not on this host.
+            CommError: The process has ended, or was continued.
         """
         text: str = self._at(rank).ask("evaluate", rank=rank, code=code, up=up)["text"]
         return text
 
     def evaluate_all(self, code: str) -> dict[int, str]:
-        """Return for each rank what `evaluate` does.
+        """Return the result of `evaluate` for each rank.
 
         Args:
             code: Python code.
@@ -98,7 +98,7 @@ class Session(Closing):
         return {rank: self.evaluate(rank, code) for rank in self.ranks()}
 
     def stack(self, rank: int) -> list[str]:
-        """Return the frames of a rank's program as "file:line in function", the innermost at the end.
+        """Return the frames of a rank's program as "file:line in function", the innermost last.
 
         Frames of launchers and of installed packages are left out.
 
@@ -109,14 +109,14 @@ class Session(Closing):
         return stack
 
     def step(self, rank: int, timeout: Timeout = 1.0) -> bool:
-        """Let a held rank run to its next line, and wait until it is there.
+        """Let a held rank run to its next line, and wait until it arrives.
 
         Args:
             rank: Number of the rank in the job.
-            timeout: Seconds to wait for it, or a `timedelta`. A call in this line waits for ranks that are held.
+            timeout: Seconds to wait, or a `timedelta`. A collective on this line waits for the held ranks.
 
         Returns:
-            Whether it is there.
+            Whether it has arrived.
         """
         deadline = time.perf_counter() + resolve_timeout(timeout)
         stepped: bool = self._at(rank).ask("step", rank=rank)["stepped"]
@@ -127,7 +127,7 @@ class Session(Closing):
         return stepped
 
     def go(self) -> None:
-        """Let all ranks go on."""
+        """Continue all ranks."""
         self._end("go")
 
     def quit(self) -> None:
@@ -164,13 +164,13 @@ def attach(pid: int | None = None) -> Session:
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        pid: A process of the job, or what started the ranks; None if only one job is held.
+        pid: A process of the job, or the process that started the ranks; None if only one job is held.
 
     Returns:
         The session.
 
     Raises:
-        CommError: No job is held, or several are and none was named.
+        CommError: No job is held, or several are and `pid` is None.
         UnavailableError: Not on Linux.
 
     Example:
@@ -196,7 +196,7 @@ def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[Debug
     for process in held_processes():
         if process in without:
             continue
-        # It may be let go meanwhile, or be another user's.
+        # It may have been continued meanwhile, or belong to another user.
         with suppress(CommError):
             connection = DebugConnection(*process)
             answer = connection.ask("ranks")
@@ -208,7 +208,7 @@ def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[Debug
 
 
 def _chosen(jobs: dict[str, list[DebugConnection]], pid: int | None) -> str:
-    """Return the job of a process, which need hold no rank itself; the only job if no process is named."""
+    """Return the job of a process, which need not hold ranks itself; the only job if no process is given."""
     if pid is None:
         if len(jobs) > 1:
             named = sorted(connection.pid for connections in jobs.values() for connection in connections)

@@ -1,8 +1,8 @@
-"""Log of a rank's last events, in a file that survives however the rank ends; and its reader.
+"""Log of a rank's last events, in a file that survives any end of the rank; and its reader.
 
-The header also identifies the process, so that a later process of the same number is not taken for it.
-A file is a header of 64 bytes and a ring of 256-byte records, in mapped memory: the kernel writes it out when the
-process is gone, whatever ended it. A record's number is written last, so a partial record is detected.
+A file is a 64-byte header and a ring of 256-byte records in mapped memory, which the kernel writes out however the
+process ends. A record's number is written last, so that a partial record is detected. The header identifies the process
+beyond its pid, which a later process may reuse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BODY = struct.Struct("<dqI12s48s168s")
 _RECORD_BYTES = 256
 _KEPT = 512
 _MOST_KEPT = 1 << 16
-# As far as a calendar goes.
+# The last time that a datetime can hold.
 _LAST_S = 253402300800.0
 
 _log = logging.getLogger("unisono")
@@ -35,16 +35,16 @@ _log = logging.getLogger("unisono")
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """One event of a rank.
+    """An event of a rank.
 
     Attributes:
-        number: Counts the events of a rank, from 1.
+        number: Sequence number within the rank, from 1.
         time_s: Wall-clock time.
-        kind: "enter" and "leave" a call, "error" in it or of the program, clean "end" of the
-            rank, or "exit": the program ended without closing its communicators.
-        group, rank: Group and rank of the communicator.
-        call: The collective's number in the group, if the call is a collective.
-        text: The call, with its line; or the error.
+        kind: "enter" or "leave" (of a call), "error" (in a call or in the program), "end" (the rank ended cleanly), or
+            "exit" (the program ended without closing its communicators).
+        group, rank: Group of the communicator, and the rank in it.
+        call: Number of the collective in the group, if it is a collective.
+        text: The call and its line, or the error.
     """
 
     number: int
@@ -60,9 +60,9 @@ class EventLog:
     """Writer of events. Cost: about 2 us each.
 
     Args:
-        path: The file; created, must not exist.
-        rank: The rank that the events belong to.
-        kept: Number of the last events to keep.
+        path: File to create; it must not exist.
+        rank: Rank that the events belong to.
+        kept: Number of events to keep.
     """
 
     def __init__(self, path: Path, rank: int, kept: int = _KEPT) -> None:
@@ -78,7 +78,7 @@ class EventLog:
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept, process_space(), started(os.getpid()))
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
-        """Write an event; it overwrites the oldest one."""
+        """Write an event, over the oldest one."""
         place = _HEAD.size + self._written % self._kept * _RECORD_BYTES
         self._written += 1
         call = -1 if number is None else number
@@ -101,7 +101,7 @@ def _bytes(text: str) -> bytes:
 
 
 def record_of(rank: int) -> EventLog | None:
-    """Return the log for this rank's events: a new file in the directory of $UNISONO_EVENTS, if that is set.
+    """Return the log for this rank's events: a new file in the directory $UNISONO_EVENTS, if that is set.
 
     If the file cannot be created, that is logged, and the job continues.
     """
@@ -126,7 +126,7 @@ def _new_in(folder: Path, rank: int) -> EventLog:
 
 
 def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
-    """Return process, rank and events of a file, the oldest first. Damaged records are skipped.
+    """Return the process, rank and events of a file, oldest event first. Damaged records are skipped.
 
     Raises:
         ValueError: It is not an event file.
@@ -151,9 +151,9 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
 
 
 def process_state(path: Path) -> str | None:
-    """Return whether the process that wrote a file is "running", "stopped" by a signal, or "gone".
+    """Return the state of the process that wrote a file: "running", "stopped" (by a signal) or "gone".
 
-    None if that cannot be known here: it ran on another host, or in another container.
+    None if it ran on another host or in another container, where this process cannot look.
     """
     with path.open("rb") as file:
         _, pid, _, _, host, ticks = _HEAD.unpack(file.read(_HEAD.size))

@@ -1,4 +1,4 @@
-"""Hang reports: what every rank of the group is doing during a failed wait, and whether they wait for each other."""
+"""Hang reports: what each rank of the group is doing when a wait fails, and whether the ranks deadlock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Hang", "hang_report", "last_calls", "lines_of", "sentence", "with_ha
 _Report = dict[str, Any]
 
 _PATIENCE_S = 0.15
-"""A rank that does not answer within this time is stopped, or as good as stopped."""
+"""Seconds without an answer after which a rank counts as stopped."""
 
 _MOST_RANKS = 16
 _NAMED = 8
@@ -30,12 +30,11 @@ class Hang(NamedTuple):
 
     Attributes:
         report: What each rank is doing, as lines to append to an error's message.
-        deadlock: Whether some ranks wait for each other in a cycle, and what each waits for has not been called or
-            sent.
-        missing: Ranks that the collective is waiting for, as far as known: those doing something else; failing that,
-            those not responding; failing that, those still in an earlier call.
-        verdict: The same as a sentence, or empty.
-        waits: For each rank of that cycle, the name of the group that it waits in and how much it has called there.
+        deadlock: Whether ranks wait for each other in a cycle, each for a call or message that has not been made.
+        missing: Ranks that the collective waits for, as far as known: those doing something else, or if there are none,
+            those not responding, or those still in an earlier call.
+        verdict: `missing` as a sentence, or empty.
+        waits: For each rank of the cycle, the group that it waits in, and the number of calls that it has made there.
     """
 
     report: str = ""
@@ -46,7 +45,7 @@ class Hang(NamedTuple):
 
 
 def hang_report(control: ControlPlane, group: Group) -> Hang:
-    """Query all ranks for what they are doing."""
+    """Query all ranks for what they are doing, and return the findings."""
     try:
         found = control.query(group, _PATIENCE_S)
     except CommError:
@@ -70,19 +69,19 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         for current in map(_inside, map(reports.get, circle))
         if current
     )
-    # One of each host, whose ranks differ in tenths of a second.
+    # One rank per host; ranks of a host differ by tenths of a second.
     outages = {text.partition(" not ")[0]: text for r in reports.values() if r and (text := r.get("outage"))}
     report = sentence("; ".join(outages.values())) + "".join(f"\n  {line}" for line in lines)
     return Hang(report, bool(circle), *_verdict(reports, group), waits)
 
 
 def sentence(outage: str) -> str:
-    """Return an outage as one more sentence of an error; empty if there is none."""
+    """Return a sentence about an outage to append to an error; empty if there is none."""
     return f" {outage[0].upper()}{outage[1:]}" if outage else ""
 
 
 def last_calls(control: ControlPlane, group: Group) -> str:
-    """Return the last calls of each rank, as lines to append to an error's message."""
+    """Return each rank's last calls, as lines to append to an error's message."""
     try:
         found = control.query(group, _PATIENCE_S)
     except CommError:
@@ -96,14 +95,14 @@ def last_calls(control: ControlPlane, group: Group) -> str:
 
 
 def with_hang_report(error: BaseException, control: ControlPlane, group: Group) -> BaseException:
-    """Add every rank's state to a timeout (a deadlock becomes `DeadlockError`), or its last calls to a mismatch.
+    """Add every rank's state to a timeout (`DeadlockError` if it is a deadlock), or its last calls to a mismatch.
 
     Cost: one query to all ranks; stopped ranks delay it by 0.15 s.
     """
     if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error
     if isinstance(error, DeadlockError) and group.size > _MOST_RANKS:
-        # The simulator has found it, and names the ranks. A query by each of many would take long.
+        # The simulator found it and names the ranks; a query from each of many ranks would take long.
         return error
     if isinstance(error, MismatchError):
         error.message += last_calls(control, group)
@@ -120,7 +119,7 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
 
 
 def lines_of(name: str, report: _Report | None) -> list[str]:
-    """Return a line with what one rank is doing, and a few more with where its thread is."""
+    """Return a line about what a rank is doing, and a few about where its thread is."""
     if report is None:
         return [f"{name} {_SILENT}"]
     if not report:
@@ -146,13 +145,13 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the communicator that a rank waits in, the last entered if there are several."""
+    """Return the communicator that a rank waits in; the last one entered if there are several."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 
 
 def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
-    """Return ranks that wait for each other in a cycle, the first one repeated at the end; empty if there are none."""
+    """Return a cycle of ranks that wait for each other, with the first rank repeated at the end; empty if none."""
     waits = {rank: _waits_for(rank, reports, group) for rank in reports}
 
     def search(path: list[int]) -> list[int]:
@@ -160,7 +159,7 @@ def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
             found = [*path[path.index(rank) :], rank] if rank in path else search([*path, rank])
             if found:
                 return found
-        # A rank that is in no cycle by now never will be.
+        # A rank that was not found in a cycle so far never will be.
         waits[path[-1]] = []
         return []
 
@@ -168,7 +167,7 @@ def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
 
 
 def _waits_for(rank: int, reports: dict[int, _Report | None], group: Group) -> list[int]:
-    """Return the ranks of the group that block this rank, as long as they do not continue."""
+    """Return the ranks of the group that this rank is blocked on."""
     current = _inside(reports[rank])
     if current is None or current["aside"]:
         return []
@@ -188,7 +187,7 @@ def _waits_for(rank: int, reports: dict[int, _Report | None], group: Group) -> l
 
 
 def _verdict(reports: dict[int, _Report | None], group: Group) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that this rank's current collective in the group waits for, and a sentence about them."""
+    """Return the ranks that this rank's current collective waits for, and a sentence about them."""
     calls = {rank: _of(reports, group.members[rank], group.name) for rank in range(group.size)}
     mine = calls[group.rank]
     if mine is None or not mine["inside"] or mine["number"] is None:
@@ -209,7 +208,7 @@ def _verdict(reports: dict[int, _Report | None], group: Group) -> tuple[tuple[in
 
 
 def _of(reports: dict[int, _Report | None], number: int, name: str) -> _Report | None:
-    """Return the report of a rank, by its number in the job, on one of its groups."""
+    """Return what a rank, given by its number in the job, reports about one of its groups."""
     for answer in reports.values():
         for entry in (answer or {}).get("groups", ()):
             if entry["group"] == name and entry["members"][entry["rank"]] == number:
@@ -219,7 +218,7 @@ def _of(reports: dict[int, _Report | None], number: int, name: str) -> _Report |
 
 
 def _is_behind(reports: dict[int, _Report | None], current: _Report, peer: int) -> bool:
-    """Return whether the peer has not reached the collective that this rank is in."""
+    """Return whether the peer has yet to reach the collective that this rank is in."""
     entry = _of(reports, current["members"][peer], current["group"])
     return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
 
@@ -234,7 +233,7 @@ def _counterpart(current: _Report, kind: str, to: int, tag: int) -> tuple[str, i
 def _not_posted(
     reports: dict[int, _Report | None], current: _Report, peer: int, key: tuple[str, int, int], number: int
 ) -> bool:
-    """Return whether the peer has posted less than this number of messages of a kind."""
+    """Return whether the peer has posted fewer than this number of messages of a kind."""
     entry = _of(reports, current["members"][peer], current["group"])
     if entry is None:
         return False

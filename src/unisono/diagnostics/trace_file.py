@@ -1,4 +1,4 @@
-"""Events of ranks as one document in the trace-event format, which Perfetto and chrome://tracing open.
+"""Events of all ranks as one document in the trace-event format, which Perfetto and chrome://tracing open.
 
 The format: "Trace Event Format", Google, 2016. Complete events ("X") are the spans, metadata events ("M") name the
 processes (ranks) and threads (rows), flow events ("s", "f") are the arrows from a send to its receive.
@@ -17,7 +17,7 @@ __all__ = ["ROWS", "Json", "check_trace", "merged", "rank_events"]
 Json = dict[str, Any]
 
 ROWS = ("wait", "bucket", "collective", "message")
-"""Rows of a rank, from the top; spans that overlap without being nested continue in further rows of the same name."""
+"""Rows of a rank, from the top. Spans that overlap without nesting are put in further rows of the same name."""
 
 _TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
 _OF_KIND = {
@@ -35,13 +35,13 @@ _ARGS: dict[str, Any] = {"group": str, "nbytes": int}
 def rank_events(
     events: Iterable[TraceEvent], host: str, pid: int, clock: Callable[[float], float], core_wait_s: float | None = None
 ) -> list[Json]:
-    """Return the spans of one rank, with the names of its rows.
+    """Return a rank's spans, with the names of its rows.
 
     Args:
-        events: Of one rank.
-        host, pid: Its host and process, for its name.
-        clock: Maps seconds of this rank's clock to those of rank 0.
-        core_wait_s: How long the rank waited for a processor in all, if known; beside the name of its process.
+        events: Events of the rank.
+        host, pid: Host and process of the rank, for its name.
+        clock: Converts seconds on this rank's clock to rank 0's.
+        core_wait_s: Total time that the rank waited for a processor, if known; shown beside the process name.
     """
     found: list[Json] = []
     lanes: dict[str, list[list[float]]] = {row: [] for row in ROWS}
@@ -74,10 +74,10 @@ def rank_events(
 
 
 def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
-    """Return the document of several ranks' events, with an arrow for each message of which both ends are known.
+    """Return several ranks' events as one document, with an arrow for each message whose two ends are known.
 
     Args:
-        parts: Results of `rank_events`, or the events of documents.
+        parts: Results of `rank_events`, or events of existing documents.
         other: Further information about the trace.
     """
     spans = [event for part in parts for event in part if event["ph"] in "XM"]
@@ -88,7 +88,7 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
     flows: list[Json] = []
     for number, (flow, send) in enumerate(sends.items(), 1):
         if (receive := receives.get(flow)) is not None:
-            # An arrow belongs to the span around its end; a moment before the end of a receive is inside.
+            # A viewer attaches an arrow to the span around its end, so it has to end just before the receive does.
             end = receive["ts"] + max(0.0, receive["dur"] - 0.001)
             flows.append(_end_of_flow("s", number, send, send["ts"]))
             flows.append(_end_of_flow("f", number, receive, round(end, 3)) | {"bp": "e"})
@@ -96,7 +96,7 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
 
 
 def check_trace(document: object) -> None:
-    """Raise `ValueError`, with one sentence, if a document is not one that `unisono.trace` wrote.
+    """Raise `ValueError`, with one sentence, if `unisono.trace` did not write this document.
 
     Spans of other programs may be among the events.
     """
@@ -120,7 +120,7 @@ def check_trace(document: object) -> None:
 
 
 def _lane(lanes: list[list[float]], event: TraceEvent) -> int:
-    """Return the first row where the event follows, or is inside, the open spans; add it there."""
+    """Add the event to the first row where it follows the open spans or is nested in them, and return the row."""
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= event.start_s:
             ends.pop()

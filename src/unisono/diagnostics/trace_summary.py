@@ -1,4 +1,4 @@
-"""Figures of a trace: exposed communication, overlap, and which ranks the others wait for."""
+"""Figures of a trace: exposed communication, overlap, and the ranks that the others wait for."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ _Json = dict[str, Any]
 def summarize(document: _Json) -> _Json:
     """Return the figures of a trace as plain values. Times are in seconds.
 
-    Exposed is the time that the program's thread spends in calls and waits; overlap is the fraction of the
-    communication that runs at other times. The skew of a collective is the time from the first rank's call to the last
-    one's. A straggler is a rank that `find_straggler` names.
-    Ranks wait for a core while they could run, where there are more of them, or other programs, than cores.
+    Exposed time is what the program's thread spends in calls and waits; overlap is the fraction of the communication
+    outside of these. The skew of a collective is the time from the first rank's call to the last one's. The straggler
+    is the rank that `find_straggler` names. Ranks wait for a core when ranks and other programs outnumber the cores.
 
     Args:
         document: The content of a file of `unisono.trace`.
 
     Raises:
-        ValueError: It is no such document, or has no spans.
+        ValueError: The document is of another kind, or has no spans.
 
     Example:
         >>> def call(rank, ts):
@@ -59,7 +58,7 @@ def summarize(document: _Json) -> _Json:
 
 
 def _core_waits(events: Iterable[_Json]) -> dict[int, float]:
-    """Return how long ranks waited for a processor, where it is known."""
+    """Return how long each rank waited for a processor, where known."""
     named = [event for event in events if event["ph"] == "M" and isinstance(event.get("args"), dict)]
     waits = [(event.get("pid"), event["args"].get("core_wait_us")) for event in named]
     return {rank: us / 1e6 for rank, us in waits if isinstance(rank, int) and isinstance(us, (int, float))}
@@ -82,7 +81,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return, by name and line, when each rank called each collective, or began each bucket, of several ranks."""
+    """Return, by name and line, when each rank called each collective or began each bucket that several ranks share."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
@@ -133,7 +132,7 @@ def _union(events: Iterable[_Json]) -> list[tuple[float, float]]:
 
 
 def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of intervals, as disjoint ones."""
+    """Return the union of intervals, as disjoint intervals."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -188,23 +187,23 @@ _STEADY_SHARE = 0.08
 def find_straggler(
     places: Mapping[str, Sequence[Mapping[int, float]]], core_waits: Mapping[int, float] | None = None
 ) -> dict[str, Any] | None:
-    """Return the rank that is late at one place of the program more often than chance allows, if there is one.
+    """Return the rank that is late at one place of the program more often than by chance, if any.
 
-    A place needs 5 calls. The rank must come after three of four of the others' arrivals, and 4.5 standard deviations
-    more often than ranks in random order, or last at every call where this is out of reach; and its median lateness
-    must be 2 % of the time from one call to the next.
+    A place needs 5 calls. The rank must arrive after three quarters of the others' arrivals, and 4.5 standard
+    deviations more often than in a random order, or last at every call if there are too few for that; and its median
+    lateness must be 2 % of the time between calls.
 
-    The order alone proves too little with few calls, or with two ranks, because there is no third one to compare with.
-    Then the lateness must be 8 %, and steady: at least half of its median at four of five calls; and in all more than
-    the rank itself waited for a core, because two ranks that share cores may keep their order.
+    With few calls, or with two ranks, where there is no third to compare with, the order alone proves too little. Then
+    the lateness must be 8 %, and steady: at least half its median in four of five calls. In total it must exceed the
+    rank's own wait for a core, because two ranks that share cores may keep their order.
 
     Args:
-        places: Names, and for each call there when each rank arrived, in microseconds.
-        core_waits: How long each rank waited for a core, in seconds, as far as it is known.
+        places: By name, for each call, the time in microseconds at which each rank arrived.
+        core_waits: Seconds that each rank waited for a core, where known.
 
     Returns:
-        The rank of most lateness in all: "rank", "where", "last" and "of" (calls), "late_s" (the median), and
-        "waited_s" (the sum of the times for which all others waited); or None.
+        The rank with the greatest total lateness: "rank", "where", "last" and "of" (calls), "late_s" (the median), and
+        "waited_s" (total time for which all others waited); or None.
 
     Example:
         >>> steps = [{0: 1e4 * step, 1: 1e4 * step + 5e3} for step in range(20)]
@@ -233,7 +232,7 @@ def find_straggler(
 
 def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float) -> bool:
     scores = [_score(rank, call) for call in calls]
-    # The variance of a uniformly distributed place in the order, as a fraction of the others.
+    # Variance of a place in a random order, as a fraction of the other ranks.
     deviation = sqrt(sum((len(call) + 1) / (12 * (len(call) - 1)) for call in calls))
     most = len(calls) / 2 / deviation
     if (sum(scores) - len(calls) / 2) / deviation < min(_DEVIATIONS, most) * (1 - 1e-9):

@@ -1,4 +1,4 @@
-"""Tracebacks that show the user's lines: frames of the library, and of torch, are hidden.
+"""Tracebacks that show the user's lines, without the frames of this library and of torch.
 
 `UNISONO_TRACEBACK=full` shows all frames, as Python does.
 """
@@ -26,19 +26,19 @@ __all__ = ["TorchrunReport", "brief_error", "format_error", "hide_frames", "show
 _SETTING = "UNISONO_TRACEBACK"
 _MOST_LETTERS = 240
 _PATIENCE_S = 1.0
-"""Seconds that a rank that ends by another rank's error waits for that rank to show it."""
+"""Seconds for which a rank that fails because of another rank's error waits for that rank to show it."""
 _IS_SHOWN_ELSEWHERE = re.compile(r"rank \d+ (failed|gave up) in ")
-"""Beginning of the text of a lost peer that ends by an error of its own."""
+"""Beginning of the text for a lost peer that ended with an error."""
 _STARTERS = ("<frozen runpy>", str(Path("IPython", "core", "interactiveshell.py")))
-"""Ends of the names of files that start a user's program."""
+"""Suffixes of the names of files that start a user's program."""
 
 
 def format_error(error: BaseException, rank: int | None = None, size: int | None = None) -> str:
-    """Return the traceback of an error as text, without internal frames, and with the rank in front.
+    """Return an error's traceback as text, without internal frames, and prefixed with the rank.
 
     Args:
-        error: Raised, so that it has a traceback.
-        rank, size: Of the process; no rank is shown if None.
+        error: An error that was raised, so that it has a traceback.
+        rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
 
     Example:
         >>> print(format_error(KeyError("lr"), 1, 4), end="")
@@ -58,9 +58,9 @@ def brief_error(error: BaseException, rank: int | None, size: int | None, instea
     """Return one line about a failure that another rank shows in full.
 
     Args:
-        error: Raised, so that it has a traceback.
-        rank, size: Of the process; no rank is shown if None.
-        instead: Words instead of the error's sentence.
+        error: An error that was raised, so that it has a traceback.
+        rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
+        instead: Text to replace the error's sentence.
 
     Example:
         >>> print(brief_error(KeyError("lr"), 1, 4), end="")
@@ -79,10 +79,10 @@ def _front(rank: int | None, size: int | None) -> str:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Remove internal frames from an error and its causes, for a program that prints them itself, such as pytest.
+    """Remove internal frames from an error and its causes, for a program, such as pytest, that prints them itself.
 
     Args:
-        error: Raised. A traceback without frames of the user is left as it is.
+        error: An error that was raised. A traceback without user frames is left as it is.
 
     Example:
         >>> try:
@@ -96,7 +96,7 @@ def hide_frames(error: BaseException) -> None:
     files = _files(error)
     trace: TracebackType | None = None
     for frame, line in (frames[index] for index in reversed(_shown(files))):
-        # Without an instruction, whose columns are unknown for another process's frames.
+        # Without the instruction: the columns are unknown for another process's frames.
         trace = TracebackType(trace, frame, -1, line)
     if _is_ours(files):
         error.__cause__ = error.__cause__ if _has_user_frames(_files(error.__cause__)) else None
@@ -113,32 +113,32 @@ def _files(error: BaseException | None) -> list[str]:
 
 
 def _shown(files: list[str]) -> list[int]:
-    """Return which frames of a traceback to show, by the files that they are in."""
+    """Return which frames of a traceback to show, given their files."""
     kept = [i for i, file in enumerate(files) if not file.startswith(NOT_THE_USERS) and not file.endswith(_STARTERS)]
     if _is_ours(files):
-        # What calls the user's code, such as runpy, does not matter to an error of this library.
+        # For an error of this library, the callers of the user's code, such as runpy, don't matter.
         kept = [i for i in kept if not is_installed(files[i])] or kept
     return kept
 
 
 def _is_ours(files: list[str]) -> bool:
-    """Return whether an error with these files in its traceback was raised by this library."""
+    """Return whether this library raised an error with these files in its traceback."""
     return bool(files) and is_internal(files[-1])
 
 
 def _hide_frames(report: traceback.TracebackException) -> int:
-    """Remove internal frames from a report and its causes, and return how many they were."""
+    """Remove internal frames from a report and its causes, and return how many were removed."""
     frames = list(report.stack)
     files = [frame.filename for frame in frames]
     kept = [frames[index] for index in _shown(files)]
-    # Without columns: those of another process's frames are unknown.
+    # Without columns, which are unknown for another process's frames.
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in kept]
     report.stack = traceback.StackSummary.from_list(plain)
     hidden = len(frames) - len(kept)
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         hidden += 0 if other is None else _hide_frames(other)
     if _is_ours(files):
-        # The error of this library says what its cause means; only a cause in the user's code adds to it.
+        # This library's error says what its cause means; only a cause in the user's code adds information.
         report.__cause__ = report.__cause__ if _has_user_frames(_files_in(report.__cause__)) else None
         report.__context__ = report.__context__ if _has_user_frames(_files_in(report.__context__)) else None
     return hidden
@@ -153,7 +153,7 @@ def _has_user_frames(files: list[str]) -> bool:
 
 
 def _name_cells(text: str, shell: Any) -> str:
-    """Replace the file names that IPython makes for cells by the numbers of the cells."""
+    """Replace IPython's file names for cells with the cells' numbers."""
     for path, number in getattr(shell.compile, "_filename_map", {}).items():
         text = text.replace(f'File "{path}"', f"Cell In[{number}]")
         text = text.replace(f"{os.path.basename(path)}:", f"In[{number}]:")
@@ -164,7 +164,7 @@ _FORMS: dict[str, Callable[..., str]] = {"text": format_error, "brief": brief_er
 
 
 class _ErrorDisplay:
-    """Show uncaught errors by `format_error`, in a script and in a notebook."""
+    """Shows uncaught errors with `format_error`, in scripts and notebooks."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -174,30 +174,33 @@ class _ErrorDisplay:
         self._others: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = sys.__excepthook__
 
     def install(self) -> None:
-        """Show uncaught errors from now on, unless the program has a hook of its own; Ray's shows every other error."""
+        """Show uncaught errors from now on, unless the program has its own hook.
+
+        Ray's hook is called for all other errors.
+        """
         if sys.excepthook is sys.__excepthook__ or _is_of_ray(sys.excepthook):
             self._others = sys.excepthook
             sys.excepthook = self.excepthook
 
     def report_to(self, file: int) -> None:
-        """Write uncaught errors of this process to a file, which is a descriptor, for `unisono run`."""
+        """Write uncaught errors of this process to a file descriptor, for `unisono run`."""
         self._report = file
         self._process = os.getpid()
 
     def identify(self, rank: int, size: int) -> None:
-        """Set this process's rank, shown before errors. A world of one has none."""
+        """Set this process's rank, which is shown before errors, except in a world of one."""
         self._rank, self._size = (rank, size) if size > 1 else (None, None)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show an error in one write, so that texts of several ranks do not mix; or leave that to torchrun's report.
+        """Show an error in one write, so that several ranks' texts don't interleave; or leave it to torchrun's report.
 
-        An error that another rank shows in full is one line here: the loss of a peer, and a mismatch, which all ranks
-        raise, on other ranks than rank 0; under torchrun, any error after the first one of this host.
+        An error that another rank shows in full is one line here: the loss of a peer; a mismatch, which all ranks
+        raise, except on rank 0; and under torchrun, any error after this host's first one.
         """
-        # A forked child has its parent's.
+        # A forked child has its parent's hook.
         file = self._report if self._process == os.getpid() else None
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
-            # `unisono run` passes an interrupt on to all ranks, and has nothing to show.
+            # `unisono run` forwards an interrupt to all ranks, so there is nothing to show.
             if file is None or not isinstance(error, KeyboardInterrupt):
                 self._others(kind, error, trace)
             return
@@ -211,7 +214,7 @@ class _ErrorDisplay:
                 sys.stderr.flush()
 
     def _text(self, error: BaseException) -> str:
-        """Return what this rank prints about an error, and record it for torchrun."""
+        """Return the text that this rank prints about an error, and record it for torchrun."""
         report = TorchrunReport()
         kind = type(error).__name__
         follows = isinstance(error, PeerLostError | AbortedError)
@@ -231,7 +234,7 @@ class _ErrorDisplay:
         return "" if elsewhere else brief_error(error, self._rank, self._size, hint)
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:
-        """Show an error of a cell; IPython's handler of custom exceptions."""
+        """Show an error in a cell. This is IPython's handler of custom exceptions."""
         if not self._concerns(error):
             return shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         lines = _name_cells(format_error(error, self._rank, self._size), shell).splitlines()
@@ -239,13 +242,13 @@ class _ErrorDisplay:
         return lines
 
     def _concerns(self, error: BaseException) -> bool:
-        """Return whether an error was raised on a rank among others, or has frames of this library."""
+        """Return whether this is one rank of several, or the error has frames of this library."""
         frames = traceback.walk_tb(error.__traceback__)
         return self._rank is not None or any(is_internal(frame.f_code.co_filename) for frame, _ in frames)
 
 
 def _is_of_ray(hook: Callable[..., Any]) -> bool:
-    """Return whether Ray has set a hook of uncaught errors, which prints all frames."""
+    """Return whether Ray has set its hook for uncaught errors, which prints all frames."""
     return getattr(hook, "__module__", "").partition(".")[0] == "ray"
 
 
@@ -255,11 +258,11 @@ _display = _ErrorDisplay()
 def show_errors(rank: int | None = None, size: int | None = None, report: int | None = None) -> None:
     """Show uncaught errors of this process without internal frames from now on.
 
-    A program's own `sys.excepthook`, or its own handler in IPython, stays.
+    A program's own `sys.excepthook`, or its handler in IPython, is kept.
 
     Args:
-        rank, size: Of the process, once they are known.
-        report: Descriptor of the file that `unisono run` reads, if it has started the process.
+        rank, size: Rank of the process, and number of ranks, once known.
+        report: Descriptor of the file that `unisono run` reads, if it started the process.
     """
     if report is not None:
         _display.report_to(report)
@@ -278,32 +281,32 @@ _POLL_S = 0.02
 
 
 class TorchrunReport:
-    """The part of this process in torchrun's report.
+    """This process's part in torchrun's report.
 
     Attributes:
-        prints: Whether torchrun prints what is recorded: not of an attempt after which it starts the ranks again.
+        prints: Whether torchrun prints what is recorded; it doesn't for an attempt after which it restarts the ranks.
     """
 
     def __init__(self) -> None:
         path = os.environ.get(_FILE)
         (attempt, last) = map(os.environ.get, _ATTEMPTS)
-        # The decorator `record` of torch writes the file before the hook of uncaught errors is called.
+        # Torch's decorator `record` writes the file before the hook for uncaught errors is called.
         self._path = Path(path) if path and not Path(path).exists() else None
-        # As torchrun arranges them: a folder for each attempt, and in it one for each rank.
+        # Torchrun's layout: a folder per attempt, and in it one per rank.
         shares = self._path is not None and self._path.name == "error.json" and attempt is not None
         self._first = self._path.parents[1] / _FIRST if self._path is not None and shares else None
         self.prints: bool = shares and attempt == last
 
     @property
     def shared(self) -> bool:
-        """Return whether ranks of this host see each other's errors."""
+        """Return whether the ranks of this host can see each other's errors."""
         return self._first is not None
 
     def claim(self, error: str) -> str | None:
-        """Make this error the host's first one, and return None; or return the one that is.
+        """Register this error as the host's first one, and return None; if there is one already, return that.
 
         Args:
-            error: A few words that other ranks refer to it by.
+            error: A few words by which other ranks refer to it.
         """
         if self._path is None or self._first is None:
             return None
@@ -318,7 +321,7 @@ class TorchrunReport:
         return None
 
     def await_first(self, timeout_s: float) -> str | None:
-        """Return the host's first error, or None if there is none within this time."""
+        """Wait for the host's first error, and return it; None if there is none within this time."""
         deadline = clock.now() + timeout_s
         while self._first is not None and not self._first.exists() and clock.now() < deadline:
             time.sleep(_POLL_S)
@@ -327,16 +330,16 @@ class TorchrunReport:
         return None
 
     def record(self, message: str, text: str, follows: bool) -> None:
-        """Write the file from which torchrun's report has its text.
+        """Write the file that torchrun's report reads.
 
         Args:
-            message: The error in one line.
-            text: As the report shows it.
-            follows: Whether the error follows from that of another rank.
+            message: The error as one line.
+            text: The error as the report shows it.
+            follows: Whether the error was caused by another rank's error.
         """
         if self._path is None:
             return
-        # The report calls the earliest error the cause, in whole seconds.
+        # The report names the earliest error as the cause, to the second.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
         with suppress(OSError):
             self._path.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

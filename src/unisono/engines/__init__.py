@@ -1,4 +1,4 @@
-"""Engines that lend processes to ranks: a file here, an entry point of group unisono.launchers, or registered."""
+"""Engines that lend processes to ranks: files here, entry points of group unisono.launchers, or registered classes."""
 
 from __future__ import annotations
 

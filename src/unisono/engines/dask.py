@@ -1,4 +1,4 @@
-"""Ranks as tasks of Dask, each on a worker of its own."""
+"""Ranks as Dask tasks, each on a separate worker."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LOOK_EVERY_S = 0.1
 
 
 class Dask(Engine):
-    """Dask as an engine: each rank is a task on a worker of its own, the least busy ones first.
+    """Engine on Dask: each rank is a task on a separate worker, the least busy workers first.
 
-    Tasks are bound to their workers and not retried. A worker is lent, not started: what a rank leaves in its process
-    stays there, and a rank that makes no calls of the communicator runs until its next one.
+    Tasks are bound to their workers and not retried. Workers are lent, not started: what a rank leaves in the process
+    remains there, and a rank cannot be stopped before its next call on the communicator.
 
     Args:
-        client: A `dask.distributed.Client`, or a scheduler's address. If None, this process's client; if there is none,
-            the scheduler that Dask's configuration names, or else a cluster on this host that ends with the launch.
-        resources: Of each rank, as Dask's client takes them: abstract ones that workers have declared.
+        client: A `dask.distributed.Client`, or a scheduler's address. If None, this process's client; without one, the
+            scheduler in Dask's configuration, or else a cluster on this host that ends with the launch.
+        resources: Abstract resources for each rank, which workers have declared, as for Dask's client.
 
     Example:
         >>> engine = un.engines.Dask("tcp://10.1.1.20:8786", resources={"GPU": 1})
@@ -71,12 +71,12 @@ class Dask(Engine):
             return _new_client(size)
 
     def _suitable(self, client: Any) -> list[str]:
-        """Return the addresses of workers that have the resources, the least busy ones first."""
+        """Return the addresses of workers that have the resources, the least busy first."""
         try:
             known = client.scheduler_info(n_workers=-1)["workers"]
             busy = {address: len(tasks) for address, tasks in client.processing().items()}
         except (OSError, KeyError) as error:
-            # A client that has lost its scheduler knows nothing of workers, or has closed itself.
+            # A client that has lost its scheduler lists no workers, or has closed itself.
             raise CommError(f"Dask's scheduler does not answer {client!r}: start it, and make a new client") from error
         has = {address: facts.get("resources", {}) for address, facts in known.items()}
         suitable = [
@@ -87,7 +87,7 @@ class Dask(Engine):
         return sorted(suitable, key=lambda address: busy.get(address, 0))
 
     def _spare(self, client: Any, timeout_s: float, taken: Set[str]) -> str:
-        """Wait for a worker that has nothing to do, and is none of those: a nanny starts one again in some seconds."""
+        """Wait for an idle worker other than these; a nanny restarts a worker within seconds."""
         deadline = clock.now() + timeout_s
         while True:
             busy = {address for address, tasks in client.processing().items() if tasks}
@@ -113,7 +113,7 @@ class Dask(Engine):
 
 @contextmanager
 def _new_client(size: int) -> Iterator[Any]:
-    """Connect to the scheduler of Dask's configuration, or to a cluster of this host that ends with the context."""
+    """Connect to the scheduler in Dask's configuration, or to a cluster on this host that ends with the context."""
     configured = required("dask.config", "dask").get("scheduler-address", None)
     distributed = required("distributed", "dask")
     if configured:
@@ -127,8 +127,11 @@ def _new_client(size: int) -> Iterator[Any]:
 
 @contextmanager
 def _scaled(client: Any, size: int) -> Iterator[None]:
-    """Have an adaptive cluster keep at least so many workers. By itself it counts tasks, and ranks wait for workers."""
-    # Dask has no public name for it. Other clusters have none, and neither has a client of an address.
+    """Make an adaptive cluster keep this many workers.
+
+    By default it scales with tasks, but ranks need all workers first.
+    """
+    # Dask has no public name for it. Other clusters don't have it, nor does a client made from an address.
     adaptive = getattr(client.cluster, "_adaptive", None) or SimpleNamespace(minimum=0, maximum=0)
     minimum = adaptive.minimum
     adaptive.minimum = max(minimum, min(size, adaptive.maximum))
@@ -139,13 +142,13 @@ def _scaled(client: Any, size: int) -> Iterator[None]:
 
 
 class DaskWorkers(Executor):
-    """Executor that runs each task on the next worker of a list, and further tasks on spare ones.
+    """Executor that runs each task on the next worker of a list, and further tasks on spare workers.
 
     Args:
-        client: The client.
+        client: Dask's client.
         workers: Addresses of workers.
-        resources: Of each task.
-        spare: Returns the address of one more worker, which is none of the passed ones.
+        resources: Resources for each task.
+        spare: Returns the address of one more worker, other than the given ones.
     """
 
     def __init__(
@@ -171,12 +174,15 @@ class DaskWorkers(Executor):
         return future
 
     def why_lost(self, future: Future[Any]) -> str | None:
-        """Return that the worker of a task has left the cluster: Dask then waits forever for another at its address."""
+        """Return a reason if the task's worker has left the cluster:
+
+        Dask waits forever for another one at its address.
+        """
         address = next(address for address, task in self._tasks if task is future)
         return None if address in self._client.nthreads() else f"its worker {address} was retired, restarted or killed"
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Release the tasks of all workers, once they have ended if `wait`; else cancel them."""
+        """Release all tasks, with `wait` once they have ended; otherwise cancel them."""
         for executor in self._executors:
             executor.shutdown(wait=wait)
 

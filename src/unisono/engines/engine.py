@@ -16,7 +16,7 @@ __all__ = ["Engine", "required"]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Engine that lends workers. A class of another package needs its one method, and not this base class.
+    """Engine that lends workers. Another package's class needs its one method, but not this base class.
 
     Example:
         >>> from concurrent.futures import ProcessPoolExecutor
@@ -31,23 +31,25 @@ class Engine(Protocol):
     """
 
     def workers(self, size: int, timeout_s: float) -> AbstractContextManager[Executor]:
-        """Return a context of an executor that is given `size` tasks, and runs each in a process of its own.
+        """Return a context with an executor that gets `size` tasks, and runs each in a separate process.
 
-        All workers are there when the context begins, or the executor starts them together. Tasks that still run when
-        it ends are ended, as far as the engine can; what it has started for them ends too. A task whose worker has
-        died is not run again. If the engine has an attribute `replaces` that is true, the executor takes further
-        tasks instead of such ones, and runs each in a new or an idle process: for `on_failure="replace"`. If it has
-        `starts_workers` that is true, the processes run nothing else, and end themselves when the caller is gone. If
-        the executor has a method `why_lost`, it is called each second with the future of a task that has ended, until
-        that is done, and returns why it never will be, or None.
+        All workers exist when the context begins, or the executor starts them together. When the context ends, running
+        tasks are ended, as far as the engine can, and whatever it started for them ends as well. A task whose worker
+        has died is not run again.
+
+        With a true attribute `replaces`, the executor accepts a further task for each lost one, and runs it in a new or
+        idle process; `on_failure="replace"` needs this. With a true attribute `starts_workers`, the processes run
+        nothing else, and end themselves when the caller is gone. If the executor has a method `why_lost`, it is called
+        every second with the pending future of a task that has ended, and returns why the future will never complete,
+        or None.
 
         Args:
             size: Number of tasks.
-            timeout_s: Seconds within which the workers must be there.
+            timeout_s: Seconds within which all workers must be available.
 
         Raises:
-            CommTimeoutError, CommError: They are not. The error says how many there are.
-            ValueError: Its options do not suit this number of tasks.
+            CommTimeoutError, CommError: They are not. The error says how many are.
+            ValueError: The engine's options do not suit this number of tasks.
             UnavailableError: The engine is not installed.
         """
         ...

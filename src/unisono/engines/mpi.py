@@ -1,4 +1,4 @@
-"""Ranks as tasks of mpi4py's futures."""
+"""Ranks as tasks of `mpi4py.futures`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["ENGINE", "Mpi"]
 
 
 class Mpi(Engine):
-    """MPI as an engine, by `mpi4py.futures`: the script runs under `mpirun -n RANKS+1 python -m mpi4py.futures`.
+    """Engine on MPI with `mpi4py.futures`: the script runs under `mpirun -n RANKS+1 python -m mpi4py.futures`.
 
-    Without that, MPI starts the workers itself, where it can (MPI_Comm_spawn). Most MPIs end the whole job, with the
-    caller, when a process is killed.
+    Without mpirun, MPI starts the workers itself, if it can (MPI_Comm_spawn). Most MPIs end the whole job, including
+    the caller, when a process is killed.
 
     Args:
-        options: Of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts itself.
+        options: Options of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts
+            itself.
 
     Example:
         >>> engine = un.engines.Mpi(env={"OMP_NUM_THREADS": "1"})
@@ -32,7 +33,7 @@ class Mpi(Engine):
     @contextmanager
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         futures = required("mpi4py.futures", "mpi")
-        # MPI has its processes already, or starts them when they are given tasks.
+        # MPI has its processes already, or starts them with their tasks.
         have = required("mpi4py.MPI", "mpi").COMM_WORLD.Get_size() - 1
         if 0 < have < size:
             raise CommError(

@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray, one in each bundle of a placement group, which Ray reserves whole or not at all."""
+"""Ranks as Ray actors, one in each bundle of a placement group, which Ray reserves whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ANY_FREE = -1
 
 
 class Ray(Engine):
-    """Ray as an engine: each rank is an actor of its own, which ends with the launch.
+    """Engine on Ray: each rank is a separate actor, which ends with the launch.
 
     A placement group reserves the resources of all ranks. If Ray is not initialized, `ray.init()` connects to the
-    cluster that RAY_ADDRESS names, or starts one on this host, until the launch has ended. Workers must be able to
-    import unisono; Ray's runtime environments can provide it.
+    cluster that RAY_ADDRESS names, or starts one on this host, until the launch ends. Workers must be able to import
+    unisono, which Ray's runtime environments can provide.
 
     Args:
-        num_cpus, num_gpus, resources: Of each rank, as in `ray.remote`.
-        strategy: Of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        num_cpus, num_gpus, resources: Resources for each rank, as in `ray.remote`.
+        strategy: Strategy of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
         options: Further options of an actor, such as runtime_env=. Ray neither restarts ranks nor repeats their tasks.
 
     Raises:
-        ValueError: A rank needs no resources at all, so that there is nothing to reserve.
+        ValueError: A rank needs no resources, so there is nothing to reserve.
 
     Example:
         >>> un.engines.Ray(num_cpus=2, resources={"fast_disk": 1}).bundle
@@ -75,8 +75,8 @@ class Ray(Engine):
                     raise CommTimeoutError(self._shortage(ray, size, timeout_s), waited_s=timeout_s)
                 yield RayActors(ray, group, self._options)
             finally:
-                # Ends the actors in it, also those that heed nothing. If the program has shut Ray down meanwhile, this
-                # would start it again.
+                # Removing the group kills its actors, even unresponsive ones. If the program has shut Ray down, this
+                # would restart it.
                 if ray.is_initialized():
                     util.remove_placement_group(group)
         finally:
@@ -97,12 +97,12 @@ class Ray(Engine):
 
 
 class RayActors(Executor):
-    """Executor that runs each task on a new actor, in the next bundle of a placement group, and then in any free one.
+    """Executor that runs each task on a new actor, in the next bundle of a placement group, or then in any free one.
 
     Args:
         ray: The module.
         group: The placement group.
-        options: Of an actor.
+        options: Options of the actors.
     """
 
     def __init__(self, ray: Any, group: Any, options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as the tasks of one job of submitit, on Slurm or on this host."""
+"""Ranks as the tasks of a submitit job, on Slurm or on this host."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _END_S = 10.0
 
 
 class Submitit(Engine):
-    """Submitit as an engine: all ranks are tasks of one job, which Slurm starts together.
+    """Engine on submitit: all ranks are tasks of one job, which Slurm starts together.
 
     The job is cancelled when the launch ends. Its script, pickles and logs are in a new folder, which only this user
     can read.
 
     Args:
-        folder: Where to make that folder: on a file system that all nodes share. It is created.
+        folder: Directory for that folder, on a file system that all nodes share. It is created.
         cluster: "slurm", "local" (processes of this host), "debug" (this process, for one rank), or, if None, Slurm
             where there is one, else "local".
-        parameters: Of submitit's AutoExecutor: nodes= (1 if left out), timeout_min= (submitit's own limit is a few
+        parameters: Parameters of submitit's AutoExecutor: nodes= (default 1), timeout_min= (submitit's default is a few
             minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
 
     Example:
@@ -62,7 +62,7 @@ class Submitit(Engine):
         if size % nodes:
             raise ValueError(f"{size} ranks cannot be divided equally between nodes={nodes}")
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The ranks' pickles hold the secret by which they authenticate each other.
+        # The ranks' pickles contain the secret with which they authenticate each other.
         folder = Path(tempfile.mkdtemp(prefix="launch-", dir=self._folder.absolute()))
         executor = submitit.AutoExecutor(folder=folder, cluster=self._cluster)
         executor.update_parameters(**{"nodes": 1, **self._parameters, "tasks_per_node": size // nodes})
@@ -74,12 +74,12 @@ class Submitit(Engine):
 
 
 class SubmititJob(Executor):
-    """Executor of as many tasks as a job has.
+    """Executor of a fixed number of tasks, which run as one job.
 
     Args:
-        executor: Submitit's.
+        executor: Submitit's executor.
         size: Number of tasks.
-        folder: For the results of tasks.
+        folder: Folder for the results of tasks.
     """
 
     def __init__(self, executor: Any, size: int, folder: Path) -> None:
@@ -93,7 +93,7 @@ class SubmititJob(Executor):
         self._watcher = threading.Thread(target=self._watch, name="unisono submitit", daemon=True)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Give the next task its call; with the last one, submit the job."""
+        """Assign a call to the next task; submit the job with the last one."""
         self._calls.append(partial(fn, *args, **kwargs))
         future: Future[Any] = Future()
         self._futures.append(future)
@@ -103,7 +103,7 @@ class SubmititJob(Executor):
         return future
 
     def _watch(self) -> None:
-        """Pass on the results of tasks as their files appear, and the end of the job."""
+        """Complete futures as result files appear, and when the job ends."""
         left = dict(enumerate(self._futures))
         while left and not self._over.wait(_LOOK_EVERY_S):
             over = self._job.done()
@@ -125,7 +125,7 @@ class SubmititJob(Executor):
             )
 
     def end(self) -> None:
-        """Cancel the job, if it does not end by itself, and wait a while for that."""
+        """Cancel the job, if it does not end by itself, and wait a while for its end."""
         self._over.set()
         if self._job is None:
             return
@@ -147,7 +147,7 @@ def _result_file(folder: Path, task: int) -> Path:
 
 
 def _run_task(calls: list[Callable[[], Any]], folder: Path) -> None:
-    """Make the call of this task, in the job, and write its result: submitit reads its own when all have ended."""
+    """Run this task's call in the job, and write its result: submitit reads results only when all tasks have ended."""
     task = required("submitit", "submitit").JobEnvironment().global_rank
     result = _result_file(folder, task)
     unfinished = result.with_suffix(".part")

@@ -1,1 +1,1 @@
-"""Facts about this machine: its network, its processors, its MPI library."""
+"""Facts about this machine: its network, processors and MPI library."""

@@ -1,4 +1,4 @@
-"""The installed distribution of unisono: where it came from, and how to add its optional packages."""
+"""The installed distribution of unisono: its source, and how to add optional packages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHECKOUT = Path(__file__).parents[3]
 
 
 def source(*extras: str) -> str | None:
-    """Return what pip can install again: options and a path or a URL. None if it is not recorded, or is gone.
+    """Return pip's arguments to install unisono again: options and a path or URL. None if not recorded, or gone.
 
     Args:
-        extras: Names of the optional dependencies to install with it.
+        extras: Names of the extras to install with it.
 
     Example:
         >>> isinstance(source("cli"), str | None)
@@ -41,13 +41,13 @@ def source(*extras: str) -> str | None:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that adds optional dependencies, such as those of extra "mpi", to this installation.
+    """Return the command that adds optional dependencies, such as the extra "mpi", to this installation.
 
-    It names the folder, wheel or URL that unisono was installed from. If there is none, it names the packages
-    themselves: an index may have another package of unisono's name.
+    It names the folder, wheel or URL that unisono was installed from. Without one, it names the packages themselves: an
+    index may have another package of unisono's name.
 
     Args:
-        extras: Names of the optional dependencies in unisono's metadata.
+        extras: Names of extras in unisono's metadata.
 
     Example:
         >>> install_command("remote").startswith("pip install ")
@@ -57,7 +57,7 @@ def install_command(*extras: str) -> str:
 
 
 def _record() -> dict[str, Any]:
-    """Return pip's record of the source (PEP 610); that of a checkout if the sources are not installed."""
+    """Return pip's record of the source (PEP 610), or such a record for a checkout that is not installed."""
     try:
         text = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:

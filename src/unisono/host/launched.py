@@ -1,4 +1,4 @@
-"""Place of this process in its job, as its launcher's environment variables give it."""
+"""Place of this process in its job, according to its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Launched:
     Attributes:
         by: Name of the launcher, for messages.
         rank, size: This process's rank and the number of ranks; None if unset or invalid.
-        local_rank, local_size: The same on this host.
+        local_rank, local_size: The same within this host.
     """
 
     by: str
@@ -32,6 +32,6 @@ class Launched:
 
 
 def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return a variable's value if it is a whole number."""
+    """Return a variable's value if it is an integer."""
     text = environment.get(name, "").strip()
     return int(text) if text.isdecimal() else None

@@ -1,6 +1,6 @@
 """The MPI library of this process, and its launcher's settings in the environment.
 
-mpi4py starts MPI when it is imported. That happens only in `library`, when the caller requests MPI.
+mpi4py starts MPI when it is imported, so only `library` imports it fully, when the caller requests MPI.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ __all__ = [
 ]
 
 
-# Rank and size, global and on this host, from the most to the least specific. Slurm sets the last ones too, if it
-# speaks PMI.
+# Rank and size, global and on this host, from the most to the least specific. With PMI, Slurm also sets the last ones.
 _OMPI = "OMPI_COMM_WORLD_"
 _MV2 = "MV2_COMM_WORLD_"
 _VARIABLES = (
@@ -43,7 +42,7 @@ _OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return the MPI launcher that started this process; None if none did, or if it was Slurm's srun.
+    """Return the MPI launcher that started this process; None if there is none, or if it was Slurm's srun.
 
     Example:
         >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
@@ -63,14 +62,14 @@ def library() -> Any:
     """Return the module `mpi4py.MPI`, with MPI started.
 
     Raises:
-        UnavailableError: There is no mpi4py, or no MPI library for it, or the library is not the launcher's, or
-            MPI has ended already.
+        UnavailableError: mpi4py or its MPI library is missing, the library is not the launcher's, or MPI has been
+            finalized.
     """
     mpi = imported()
     if mpi.Is_finalized():
         raise UnavailableError("MPI was finalized in this process and cannot be initialized again; use backend='gloo'")
     if not mpi.Is_initialized():
-        # Started by the launcher of another MPI, some libraries end the process here.
+        # If the launcher belongs to another MPI, some libraries end the process here.
         _check_launcher(mpi)
         from mpi4py import rc
 
@@ -82,7 +81,7 @@ def imported() -> Any:
     """Return the module `mpi4py.MPI`, without starting MPI; mpi4py finalizes it with the process.
 
     Raises:
-        UnavailableError: There is no mpi4py, or no MPI library for it.
+        UnavailableError: mpi4py or its MPI library is missing.
     """
     try:
         import mpi4py
@@ -126,7 +125,7 @@ def _of_another(launcher: Launched, mpi: Any, size: int | None) -> UnavailableEr
 
 
 def name_of(mpi: Any) -> str:
-    """Return the library's name and version, in one line.
+    """Return the library's name and version as one line.
 
     Example:
         >>> from types import SimpleNamespace
@@ -162,7 +161,7 @@ def _mpiexec_beside() -> str | None:
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun beside this interpreter, where pip installs it, or the one on the path."""
+    """Return the mpirun beside this interpreter, where pip installs it, or else the one on the path."""
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec")
     return next(filter(None, (shutil.which(name, path=path) for path in (beside, None) for name in names)), None)
@@ -173,7 +172,7 @@ _USERS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "HYDR
 
 
 def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that a launcher, or MPI itself, has set: to start mpirun from here.
+    """Return an environment without a launcher's and MPI's variables, in which mpirun can be started.
 
     Example:
         >>> env_without_launcher({"PMIX_RANK": "0", "OMPI_MCA_btl": "self", "HOME": "/root"})
@@ -187,13 +186,13 @@ def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict[str, str]:
-    """Return an environment for mpirun that starts any number of ranks, on any core, also for root.
+    """Return an environment in which mpirun starts any number of ranks on any core, even as root.
 
-    All of its variables are Open MPI's; other libraries need none.
+    All added variables are Open MPI's; other libraries need none.
 
     Args:
         environment: The initial environment; its settings are kept.
-        crowded: Whether ranks share cores, so that they yield while they wait.
+        crowded: Whether ranks share cores, and have to yield while they wait.
     """
     given = {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -206,7 +205,7 @@ def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict
 
 
 def has_ulfm(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the job survives the end of a rank: mpirun was started with `--with-ft ulfm`.
+    """Return whether the job survives the loss of a rank, that is, whether mpirun was started with `--with-ft ulfm`.
 
     Example:
         >>> has_ulfm({"OMPI_MCA_mpi_ft_enable": "1"}), has_ulfm({})

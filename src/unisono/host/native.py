@@ -1,4 +1,4 @@
-"""Native core, built if a compiler was available; backends shm and tcp need it."""
+"""The native core, which is built if a compiler is available. The backends shm and tcp need it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["NO_EXTENSIONS", "NativeCore", "core_build", "native"]
 
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
-"""Environment variable that disables the native extensions if it is not empty."""
+"""Environment variable that disables the native extensions unless empty."""
 
 _SOURCES = Path(__file__).parents[2] / "native"
-"""In a checkout; an installed package has none."""
+"""Sources of the native core in a checkout; an installed package has none."""
 
 
 class NativeCore(Protocol):
-    """The native core: the module that nanobind makes, so that checkers compare with it what the callers pass."""
+    """Type of the native core, the module that nanobind builds, for type checkers."""
 
     BUILD: str
     STATUSES: dict[str, int]
@@ -37,21 +37,21 @@ class NativeCore(Protocol):
     TcpCore: type[TcpCore]
 
     def rings_nbytes(self, size: int, ring_bytes: int, /) -> int:
-        """Return the memory that the rings between `size` ranks take."""
+        """Return the number of bytes that the rings between `size` ranks take."""
 
     def rings(self, memory: object, rank: int, size: int, ring_bytes: int, /) -> tuple[list[Ring], list[Ring]]:
-        """Return the rings from a rank to each rank, and those from each rank to it."""
+        """Return the rings from a rank to each rank, and from each rank to it."""
 
     def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
-        """Copy memory: addresses of the memory to write, addresses of the memory to read, and lengths in bytes."""
+        """Copy memory, given destination addresses, source addresses, and lengths in bytes."""
 
     def stop_deadlines(self, stood_s: float, stopped_at_s: float, /) -> None:
-        """Let waits not count the time for which a debugger has held the ranks."""
+        """Exclude the time for which a debugger holds the ranks from the deadlines of waits."""
 
 
 @cache
 def native() -> NativeCore | None:
-    """Return the native core, unless it was built from other sources than those of this checkout."""
+    """Return the native core, unless it was built from sources other than this checkout's."""
     if os.environ.get(NO_EXTENSIONS):
         return None
     try:
@@ -65,7 +65,7 @@ def native() -> NativeCore | None:
 
 
 def core_build() -> str:
-    """Return what identifies the native core; "" without one."""
+    """Return an identifier of the native core's build; "" without one."""
     module = native()
     return "" if module is None else module.BUILD
 

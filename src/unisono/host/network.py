@@ -1,4 +1,4 @@
-"""Identity of this host, and the address by which other hosts reach it."""
+"""Identity of this host, and the address at which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 INTERFACE = "UNISONO_INTERFACE"
-"""The variable that names the network interface by which other hosts reach this one."""
+"""Environment variable that names the network interface through which other hosts reach this one."""
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = "192.0.2.1", "2001:db8::1"
-"""Addresses reserved for documentation, which no host has: the route to them is the default route."""
+"""Addresses reserved for documentation, which no host has, so that the route to them is the default route."""
 
 
 def why_no_shm() -> str | None:
@@ -68,7 +68,7 @@ def why_no_shm() -> str | None:
 
 @cache
 def host_identity() -> str:
-    """Return the kernel's boot id and the network namespace, or the host's name where these do not exist."""
+    """Return the kernel's boot id and the network namespace, or the host name where these do not exist."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -77,7 +77,7 @@ def host_identity() -> str:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """Return the address of this host on the route to another host, which can reach it there. Nothing is sent."""
+    """Return this host's address on the route to another host. Nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         # Connecting a datagram socket only queries the routing table.
@@ -86,22 +86,22 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def address_for_others(host: str, port: int = 9) -> str:
-    """Return the address of this host for a peer with rendezvous address `host`, which may be this host itself.
+    """Return this host's address for a peer with rendezvous address `host`, which may be this host itself.
 
     An interface named by an environment variable has priority. Otherwise it is `host` itself if that is a name of this
-    host, else the address on the route to `host`.
+    host, or else the address on the route to `host`.
     """
     requested = requested_interface()
     if requested is not None:
         return address_of(*requested)
-    # Each peer has reached this host by the name, whatever it stands for there: here it is often the loopback.
+    # Each peer has reached this host through the name, whatever that resolves to there; here it is often the loopback.
     if is_name(host) and means_here(host):
         return host
     return address_towards(host, port)
 
 
 def is_name(host: str) -> bool:
-    """Return whether this is a name, which may stand for another address on each host. "localhost" never does.
+    """Return whether this is a name that may resolve to different addresses on different hosts; "localhost" never does.
 
     Example:
         >>> is_name("node1"), is_name("localhost"), is_name("fe80::1%eth0")
@@ -111,7 +111,7 @@ def is_name(host: str) -> bool:
 
 
 def means_here(host: str) -> bool:
-    """Return whether a name or an address stands for this host: whether it can be bound to.
+    """Return whether a name or address refers to this host, that is, whether it can be bound to.
 
     Example:
         >>> means_here("127.0.0.1"), means_here("192.0.2.1")
@@ -126,28 +126,28 @@ def means_here(host: str) -> bool:
 
 
 def host_in(address: Any) -> str:
-    """Return the host of a socket's address, with the zone that a link-local one needs.
+    """Return the host part of a socket address, with the zone that a link-local address needs.
 
     Args:
-        address: As `getsockname` and `getpeername` return it.
+        address: Address as returned by `getsockname` and `getpeername`.
 
     Example:
         >>> host_in(("10.1.1.20", 29500)), host_in(("::ffff:10.1.1.20", 29500, 0, 0)), host_in(("fe80::1", 29500, 0, 1))
         ('10.1.1.20', '10.1.1.20', 'fe80::1%lo')
     """
     host, _, *rest = address
-    # As a socket for both families names peers of the older one.
+    # A dual-stack socket shows IPv4 peers in this form.
     return f"{host}%{socket.if_indextoname(rest[1])}" if rest and rest[1] else host.removeprefix("::ffff:")
 
 
 def in_zone_of(address: str, mine: str) -> str:
-    """Return the address by which this host reaches another one at `address`, which that host has published.
+    """Return the address with which this host reaches another host that has published `address`.
 
-    A zone is the name of an interface of one host: of a link-local address, it is replaced by that of `mine`.
+    The zone of a link-local address names an interface of one host, so it is replaced with the zone of `mine`.
 
     Args:
-        address: The other host's address.
-        mine: An address on the same link, as this host writes it.
+        address: Address of the other host.
+        mine: Address of this host on the same link.
 
     Example:
         >>> in_zone_of("fe80::2%eth0", "fe80::1%ib1"), in_zone_of("10.1.1.20", "fe80::1%ib1")
@@ -159,7 +159,7 @@ def in_zone_of(address: str, mine: str) -> str:
 
 
 def is_link_local(address: str) -> bool:
-    """Return whether this is an IPv6 address that means something only together with an interface.
+    """Return whether this is an IPv6 address that is valid only together with an interface.
 
     Example:
         >>> is_link_local("fe80::1"), is_link_local("fe80::1%eth0"), is_link_local("169.254.0.1")
@@ -169,7 +169,7 @@ def is_link_local(address: str) -> bool:
 
 
 def address_outward() -> str | None:
-    """Return the address of this host on the default route; None if it has only the loopback."""
+    """Return this host's address on the default route; None if it has only the loopback."""
     for far in _ELSEWHERE:
         with contextlib.suppress(OSError):
             address = address_towards(far)
@@ -181,12 +181,12 @@ def address_outward() -> str | None:
 def requested_interface(
     named: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str] | None:
-    """Return the requested network interface, and the setting that requests it; None if there is no request.
+    """Return the requested network interface, and the setting that requests it; None if there is none.
 
     Args:
-        named: Interface passed by the program. It precedes UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and
-            NCCL_SOCKET_IFNAME; of a list, the first interface that exists here is used, and for NCCL's variable its
-            signs for "exactly" (=) and "not" (^), and prefixes.
+        named: Interface passed by the program. It takes precedence over UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and
+            NCCL_SOCKET_IFNAME. Of a list, the first interface that exists is used; NCCL's variable may also contain
+            prefixes and its signs for "exactly" (=) and "not" (^).
 
     Example:
         >>> requested_interface("lo", {})
@@ -219,11 +219,11 @@ def address_of(interface: str, setting: str | None = None) -> str:
     """Return the first IPv4 address of a network interface, else its first IPv6 address, link-local ones last.
 
     Args:
-        interface: Its name.
-        setting: The variable or argument that names it, for errors.
+        interface: Name of the interface.
+        setting: Variable or argument that names it, for errors.
 
     Raises:
-        ValueError: There is no such interface (the message lists the existing ones), or it has no address.
+        ValueError: The interface does not exist (the message lists the existing ones), or has no address.
     """
     here = [name for _, name in socket.if_nameindex()]
     named = f"{interface!r}, which {setting} names" if setting else f"{interface!r}"
@@ -285,5 +285,5 @@ def _ipv6_of(interface: str) -> str | None:
         digits, _, _, scope, _, name = line.split()
         if name == interface:
             found.setdefault(scope, str(ip_address(bytes.fromhex(digits))))
-    # Global, of this host, and link-local ones.
+    # Global, loopback and link-local addresses.
     return found.get("00") or found.get("10") or ("20" in found and f"{found['20']}%{interface}") or None

@@ -1,6 +1,6 @@
-"""Processors of this host: how many its ranks share, waits for them, NUMA nodes, and where each rank is placed.
+"""Processors of this host: how many its ranks share, waits for them, NUMA nodes, and the placement of ranks.
 
-In many containers there are fewer than the machine has.
+Containers often have fewer than the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cores() -> int:
 
 
 def core_wait_s() -> float | None:
-    """Return how long this thread has waited for a processor while it could run; None where Linux does not count it.
+    """Return how long this thread was runnable but waited for a processor; None if the system does not count it.
 
     Example:
         >>> (core_wait_s() or 0.0) >= 0.0
@@ -57,14 +57,14 @@ def core_wait_s() -> float | None:
 def visible() -> int:
     """Return the number of processors in this process's affinity, or in the machine if a launcher binds each rank."""
     of_the_machine = os.cpu_count() or 1
-    # The script that sbatch runs is no step, and has all of the job's processors on this host.
+    # The script that sbatch runs is not a step, and has all of the job's processors on this host.
     binds = (
         mpi_library.launched() is not None
         or BOUND in os.environ
         or ("SLURM_STEP_ID" in os.environ and "RANK" not in os.environ)
     )
     if binds or not hasattr(os, "sched_getaffinity"):
-        # This rank's binding does not show the processors of all ranks together.
+        # This rank's binding does not show the processors of the other ranks.
         return of_the_machine
     return len(os.sched_getaffinity(0))
 
@@ -72,7 +72,7 @@ def visible() -> int:
 def quota() -> float | None:
     """Return the number of processors that this process's control groups allow. None if there is no limit."""
     of = {name: path for _, names, path in _memberships() for name in names.split(",")}
-    # Limits of cgroup version 2, where groups have no name, and of version 1.
+    # Limits of cgroups version 2, where hierarchies have no name, and of version 1.
     texts = [_read(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
     texts += [
         _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
@@ -99,15 +99,15 @@ def _is_limit(words: list[str]) -> bool:
 Binding = Literal["none", "numa", "core"]
 
 BOUND = "UNISONO_CPUS"
-"""The variable by which `unisono run` passes a rank its processors, such as "0-3,8"."""
+"""Environment variable in which `unisono run` passes a rank its processors, such as "0-3,8"."""
 
 _SYSTEM = Path("/sys/devices/system")
 
 
 def nodes() -> dict[int, tuple[int, ...]]:
-    """Return the processors of each NUMA node that this process may use, threads of one core side by side.
+    """Return the processors of each NUMA node that this process may use, with the threads of a core adjacent.
 
-    A host that does not list its nodes is one node, with number 0.
+    A host that does not list its nodes counts as node 0.
 
     Example:
         >>> len(nodes()) >= 1 and min(map(len, nodes().values())) >= 1
@@ -127,12 +127,12 @@ def nodes() -> dict[int, tuple[int, ...]]:
 def placement(ranks: int, binding: Binding) -> list[tuple[int, ...]]:
     """Return the processors of each of this host's ranks.
 
-    Consecutive ranks share a node, so that the stages of a pipeline pass most messages inside one.
+    Consecutive ranks share a node, so that most messages between pipeline stages remain inside a node.
 
     Args:
         ranks: Number of ranks on this host.
-        binding: "numa" gives a rank all processors of its node, "core" an equal share of them, or one that it shares
-            where there are more ranks than processors; "none" gives all processors of all nodes.
+        binding: "numa" gives a rank all processors of its node; "core" an equal share of them, or a shared one if ranks
+            outnumber processors; "none" all processors of all nodes.
 
     Example:
         >>> len(placement(4, "numa"))
@@ -149,7 +149,7 @@ def placement(ranks: int, binding: Binding) -> list[tuple[int, ...]]:
         here = of.count(node)
         for index in range(here):
             first, last = (place * len(cpus) // here for place in (index, index + 1))
-            # With more ranks than processors, several ranks start at the same one.
+            # With more ranks than processors, several ranks have the same one.
             placed.append(cpus[first : max(last, first + 1)])
     return placed
 
@@ -161,7 +161,7 @@ def bind() -> None:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the processors of a list in Linux's notation.
+    """Return the processors in a list in Linux's notation.
 
     Example:
         >>> sorted(parse_cpus("0-2,8"))

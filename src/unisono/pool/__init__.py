@@ -1,4 +1,4 @@
-"""Tasks for idle ranks: futures and `map`, as `concurrent.futures` has them."""
+"""Task pool on ranks: futures and `map`, as in `concurrent.futures`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that wait to be sent, the size of the next chunk of them, and the results of a map."""
+"""Queued calls, the size of their next chunk, and the results of a map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LONGEST_S", "Part", "Range", "TaskBatch", "results"]
 
 _SHORTEST_S = 1e-3
 LONGEST_S = 50e-3
-"""A chunk should take between these times: to exchange one takes about 0.1 ms."""
+"""Shortest and longest time that a chunk should take; exchanging one takes about 0.1 ms."""
 
 Range = tuple[int, int]
 Part = tuple[int, Sequence[Any], BaseException | None]
@@ -22,15 +22,16 @@ Part = tuple[int, Sequence[Any], BaseException | None]
 
 
 class TaskBatch:
-    """Calls of one function that are to run.
+    """Calls of one function to run.
 
     Args:
         name: Name of the function, for errors.
         size: Number of calls.
-        pack: Returns the bytes of the calls from one index to another.
-        deliver: Called with an index, the results of the calls from there on, and the error of the next call, if any.
-        begin: Called before the first call is sent; returns whether it is still wanted.
-        chunksize: Calls of a chunk; adapted to what remains and to the time that calls take if None.
+        pack: Returns the bytes of a range of calls.
+        deliver: Called with an index, the results of the calls from that index on, and the error of the next call, if
+            any.
+        begin: Called before the first call is sent; returns whether the batch is still wanted.
+        chunksize: Calls per chunk. If None, adapted to the number of remaining calls and the time that they take.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class TaskBatch:
         self.deaths: Counter[int] = Counter()
 
     def wanted(self) -> bool:
-        """Return whether calls wait to be sent."""
+        """Return whether any calls wait to be sent."""
         begin = self._begin
         self._begin = None
         if begin is not None and not begin():
@@ -61,11 +62,11 @@ class TaskBatch:
 
     @property
     def short(self) -> bool:
-        """Return whether a chunk is known to be soon over."""
+        """Return whether chunks are known to end soon."""
         return self.seconds is not None and self.seconds * (self._chunksize or 1) <= LONGEST_S
 
     def take(self, workers: int) -> Range:
-        """Return the next chunk: half of a worker's share of what remains, within bounds of time.
+        """Return the next chunk: half of a worker's share of the remaining calls, within the time bounds.
 
         After Polychronopoulos and Kuck, *Guided self-scheduling* (1987).
         """
@@ -81,7 +82,7 @@ class TaskBatch:
         return start, middle
 
     def drop(self) -> None:
-        """Forget the calls that wait to be sent, and those that will be put back."""
+        """Drop the calls that wait to be sent, and those that are put back later."""
         self.todo = deque(maxlen=0)
 
 
@@ -98,7 +99,7 @@ def results(
                     part = arrived.get(timeout=None if until is None else max(0.0, until - clock.now()))
                 except queue.Empty:
                     if until is not None and clock.now() < until:
-                        # A debugger holds the ranks, and the queue's own clock goes on.
+                        # While a debugger holds the ranks, the queue's own clock keeps running.
                         continue
                     raise TimeoutError(f"{done} of {size} results arrived in time") from None
                 parts[part[0]] = part

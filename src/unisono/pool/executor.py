@@ -1,4 +1,4 @@
-"""Executor of the standard library's kind, whose workers are ranks."""
+"""Executor in the style of `concurrent.futures`, whose workers are ranks."""
 
 from __future__ import annotations
 
@@ -41,40 +41,41 @@ _Initialize = Callable[[], object] | None
 
 
 class Pool(Executor):
-    """Executor of `concurrent.futures` whose workers are ranks: processes of its own, or those of a communicator.
+    """`concurrent.futures` executor whose workers are ranks: new processes, or the ranks of a communicator.
 
-    `Pool(4)` starts 4 processes on this host, or on an engine, which end with the pool; pickles carry tasks and
-    results, and functions are sent as `launch` sends them.
+    `Pool(4)` starts 4 processes, on this host or on an engine, which end with the pool. Tasks and results are pickled,
+    and functions are sent as in `launch`.
 
-    `Pool(comm)` is collective: rank 0 gets the pool, and the other ranks run its tasks; a single rank runs them
-    itself, in a thread. In a `with` statement the other ranks get None, after the pool has been shut down on rank 0;
-    without one, their `shutdown` serves until then.
+    `Pool(comm)` is collective: rank 0 gets the pool, and the other ranks run its tasks; a single rank runs them itself,
+    in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down, and then get None;
+    without one, their `shutdown` does this.
 
-    An idle worker takes the next tasks. A worker runs one task at a time, in its main thread. If it dies, others run
-    what it had not finished; the result of each task arrives once. A task that runs twice because its worker died
-    has its side effects twice. A pool that is dropped, or open when its process ends without an error, does all that it
-    has accepted, and ends.
+    An idle worker takes the next tasks, and runs them one at a time in its main thread. If it dies, others run the
+    tasks that it had not finished. The result of each task arrives once, but a task that runs again has its side
+    effects twice. A pool that is garbage-collected, or open when its process ends without an error, runs all tasks that
+    it has accepted, and ends.
 
     Args:
-        workers: A communicator, or the number of processes to start; one for each core if None.
+        workers: A communicator, or the number of processes to start; if None, one per core.
         backend: Transport to the processes: "shm", "gloo", or "thread" for threads of this process. "auto" is "shm"
-            where there is any.
-        initializer: Called once on each worker, before its first task. A worker on which it fails gets no task.
-        initargs: Its arguments.
-        retries: How many times a task runs again after its worker was lost; then the task fails with `PeerLostError`,
-            because it may have ended the workers.
-        trusted: Of a communicator: whether ranks exchange pickles, which run what their sender likes. If False,
-            functions must be exposed (`unisono.rpc.expose`), and arguments and results be plain values, as for
+            where it is available.
+        initializer: Function called once on each worker, before its first task. A worker on which it fails gets no
+            tasks.
+        initargs: Arguments of `initializer`.
+        retries: How many times a task is run again after its worker is lost; then it fails with `PeerLostError`,
+            because the task itself may have killed the workers.
+        trusted: For a communicator: whether ranks exchange pickles, which can run any code of the sender's. If False,
+            functions must be exposed (`unisono.rpc.expose`), and arguments and results must be plain values, as in
             `unisono.rpc`. The same on all ranks.
-        on: Engine or executor whose workers run the tasks, as for `launch`; with a number of workers. "auto" is then
+        on: Engine or executor whose workers run the tasks, as for `launch`, if `workers` is a number. "auto" is then
             "tcp", or "gloo" without a native core.
 
     Raises:
-        ValueError: A number of workers or retries that makes no sense, or a backend whose ranks a pool cannot start.
-        CommTimeoutError: The engine has not started all workers in 300 s.
-        TypeError: `workers` is neither a number nor a communicator, or `initializer` is no function.
+        ValueError: The number of workers or retries is invalid, or a pool cannot start ranks on this backend.
+        CommTimeoutError: The engine did not start all workers within 300 s.
+        TypeError: `workers` is neither a number nor a communicator, or `initializer` is not callable.
 
-    Cost: about 1 s to start processes, 0.1 ms to exchange a chunk of tasks. Arguments and results are copied, also
+    Cost: about 1 s to start processes, 0.1 ms to exchange a chunk of tasks. Arguments and results are copied, even
     between threads.
 
     Example:
@@ -125,19 +126,19 @@ class Pool(Executor):
             close_at_exit(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Have a worker run `fn(*args, **kwargs)`, and return the future of its result.
+        """Run `fn(*args, **kwargs)` on a worker, and return the future of its result.
 
         Args:
-            fn: A function that workers can import, or any other one, which is sent by value (if it is not, with
-                `trusted=False`, exposed).
-            args: Its positional arguments. They have been copied when this returns.
-            kwargs: Its keyword arguments.
+            fn: Function to run. It is sent by value if workers cannot import it; with `trusted=False` it must be
+                exposed.
+            args: Positional arguments. They are copied before this returns.
+            kwargs: Keyword arguments.
 
-        Returns: The future. `cancel()` works until a worker takes the task. `result()` raises what the function raised:
-            of the same class where that is known here, with the worker's traceback in its text.
+        Returns: The future. `cancel()` works until a worker takes the task. `result()` raises the function's error: of
+            the same class if this process knows it, with the worker's traceback in its text.
 
         Raises:
-            RuntimeError: The pool was shut down.
+            RuntimeError: The pool has been shut down.
             BrokenPoolError: No worker is left.
             TypeError: The function or an argument cannot be sent.
         """
@@ -157,20 +158,20 @@ class Pool(Executor):
         chunksize: int | None = None,
         unordered: bool = False,
     ) -> Iterator[T]:
-        """Return an iterator over `fn(*items)` for the items of all iterables, as `zip` joins them.
+        """Return an iterator over `fn(*items)` for the items of all iterables, combined as by `zip`.
 
         Args:
             fn: As for `submit`.
-            iterables: They are read immediately. Leave items that can change unchanged until the end.
-            timeout: Time from now (seconds or a `timedelta`) after which waiting for a result raises `TimeoutError`;
-                no limit if None.
-            chunksize: Number of calls that are sent together. None adapts it to the time that calls take and to how
-                many remain, so that all workers end at about the same time; calls that wait behind longer ones than
-                expected go to others.
-            unordered: Yield results as they arrive, instead of in the order of the items.
+            iterables: Iterables, which are read immediately. Don't modify mutable items until the end.
+            timeout: Time from now, in seconds or as a `timedelta`, after which waiting for a result raises
+                `TimeoutError`; no limit if None.
+            chunksize: Number of calls to send together. If None, it is adapted to the time that calls take and to how
+                many remain, so that all workers end at about the same time; calls stuck behind unexpectedly long ones
+                are moved to other workers.
+            unordered: Whether to yield results as they arrive, instead of in the order of the items.
 
-        Returns: The iterator. It raises what a call raised, after the results before it; calls that have not been sent
-            then never run.
+        Returns: The iterator. It yields the results before a failed call, and then raises the call's error; calls that
+            have not been sent by then never run.
 
         Raises:
             RuntimeError, BrokenPoolError: As `submit`.
@@ -191,9 +192,9 @@ class Pool(Executor):
 
         Args:
             fn, timeout, chunksize, unordered: As for `map`.
-            items: The arguments of each call.
+            items: Arguments of each call.
 
-        Returns: The iterator, as of `map`.
+        Returns: The iterator, as from `map`.
 
         Raises:
             RuntimeError, BrokenPoolError, ValueError: As `map`.
@@ -208,7 +209,7 @@ class Pool(Executor):
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler = self._tasks()
         calls = [tuple(item) for item in items]
-        # Calls that were expected to be short, and are not, go back, for others to take.
+        # Calls that take longer than expected are put back for other workers.
         codec = self._rank.codec
         limit_s = LONGEST_S if chunksize is None else math.inf
         arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()
@@ -224,17 +225,17 @@ class Pool(Executor):
         return results(arrived, len(calls), until, unordered, partial(scheduler.drop, batch))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks, and end the workers when those that were accepted are done. Idempotent.
+        """Accept no more tasks, and end the workers when all accepted tasks are done. Idempotent.
 
-        On other ranks of a communicator than 0, run tasks until rank 0 has called this.
+        On the other ranks of a communicator, run tasks until rank 0 has called this.
 
         Args:
-            wait: Return when the workers have ended; else immediately.
-            cancel_futures: Cancel the tasks that no worker has taken.
+            wait: Whether to return only when the workers have ended.
+            cancel_futures: Whether to cancel the tasks that no worker has taken.
 
         Raises:
-            PeerLostError: On another rank than 0: rank 0 was lost.
-            RuntimeError: A future's callback is to wait for what waits for it. The pool ends nevertheless.
+            PeerLostError: Rank 0 was lost (on the other ranks).
+            RuntimeError: A future's callback called this with `wait`, which would deadlock. The pool ends nevertheless.
         """
         if self._scheduler is None:
             first = not self._served
@@ -263,10 +264,10 @@ class Pool(Executor):
             self.shutdown(wait=False)
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Complete the tasks that were accepted, as executors do, unless an error ends the process.
+        """Complete the accepted tasks, as executors do, unless the process ends with an error.
 
         Args:
-            error: That error, or None.
+            error: The error, or None.
         """
         if self._scheduler is not None and error is None:
             self.shutdown()
@@ -284,7 +285,7 @@ class Pool(Executor):
                 agent.rpc_async(rank, self._rank.stop)
             agent.shutdown()
         except CommError:
-            # A worker was lost meanwhile.
+            # A worker was lost in the meantime.
             agent.close()
         if self._own is not None:
             self._own.close()
@@ -299,7 +300,7 @@ def _begin(future: Future[Any]) -> Callable[[], bool]:
 
 
 def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: BaseException | None) -> None:
-    """End the future of a task."""
+    """Complete the future of a task."""
     if error is None:
         future.set_result(values[0])
     elif type(error) is CancelledError and future.cancel():
@@ -309,15 +310,15 @@ def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: Base
 
 
 class OwnRanks:
-    """Workers of this pool alone, which end with it.
+    """Workers that only this pool uses, and that end with it.
 
     Args:
         size: Number of workers.
-        backend: A transport's name.
+        backend: Name of a transport.
         initialize: Called on each worker before its first task.
 
     Attributes:
-        rank: Part of rank 0.
+        rank: Rank 0's part.
     """
 
     def __init__(self, size: int, backend: str, initialize: _Initialize, on: Executor | Engine | None) -> None:
@@ -366,11 +367,11 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # Once the pool has begun, nothing reads it: whatever ends a worker is an error of its tasks.
+            # Once the pool has begun, nothing reads it: a worker's end becomes an error of its tasks.
             self._begun.put(error)
 
     def _be(self, comm: Communicator, initialize: _Initialize) -> None:
-        """Be any rank, in a thread."""
+        """Act as a rank, in a thread."""
         rank = Worker(comm, True, initialize)
         if comm.rank:
             return rank.serve()
@@ -378,13 +379,13 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the processes, and outlive them."""
+        """Start the processes, and return after they have ended."""
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
 
     def _lead(self, meeting: _Meeting) -> None:
-        """Be rank 0 of the processes."""
+        """Act as rank 0 of the processes."""
         with _join(0, *meeting) as comm:
             self._be(comm, None)
 
@@ -412,6 +413,6 @@ def _join(rank: int, address: tuple[str, int], secret: bytes, size: int, backend
 
 
 def _serve(comm: Communicator, meeting: _Meeting, initialize: _Initialize) -> None:
-    """Be a worker, in a process."""
+    """Act as a worker, in a process."""
     with _join(comm.rank + 1, *meeting) as whole:
         Worker(whole, True, initialize).serve()

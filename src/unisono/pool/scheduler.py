@@ -1,4 +1,4 @@
-"""Assignment of tasks to idle workers, and of a lost worker's tasks to others."""
+"""Assignment of tasks to idle workers, and reassignment of a lost worker's tasks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NO_LIMIT_S = 1e9
 
 
 class BrokenPoolError(PeerLostError, BrokenExecutor):
-    """Error of tasks that a pool cannot run because it has lost all its workers, or none could be initialized.
+    """A pool cannot run tasks: all its workers were lost, or none could be initialized.
 
     Args:
-        message, group, call, rank, size, operation, peer, nbytes, waited_s: As of `CommError`.
+        message, group, call, rank, size, operation, peer, nbytes, waited_s: As in `CommError`.
 
     Example:
         >>> from concurrent.futures import BrokenExecutor
@@ -36,12 +36,12 @@ class BrokenPoolError(PeerLostError, BrokenExecutor):
 
 
 class CallScheduler:
-    """Queue of batches, and the workers that are idle. Methods are thread-safe.
+    """Queue of batches, and the idle workers. Thread-safe.
 
     Args:
-        rank: Part of rank 0.
+        rank: Rank 0's part.
         workers: Ranks that run tasks.
-        retries: Number of times that a call runs again after its worker was lost.
+        retries: Number of times that a call is run again after its worker is lost.
     """
 
     def __init__(self, rank: Worker, workers: Sequence[int], retries: int) -> None:
@@ -67,7 +67,7 @@ class CallScheduler:
                 future.add_done_callback(partial(self._started, worker))
 
     def add(self, batch: TaskBatch) -> None:
-        """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError."""
+        """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError without workers."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("cannot give tasks to a pool that was shut down")
@@ -78,21 +78,21 @@ class CallScheduler:
 
     @property
     def ends_here(self) -> bool:
-        """Return whether this thread is handling the end of calls, such as by running callbacks of a future."""
+        """Return whether this thread is completing calls, for example running callbacks of a future."""
         return getattr(self._here, "ends", False)
 
     def close(self) -> None:
         """Accept no more batches."""
-        # Without the lock: the garbage collector may call this anywhere.
+        # Without the lock, because the garbage collector may call this anywhere.
         self._closed = True
 
     def drop(self, batch: TaskBatch) -> None:
-        """Forget the calls of a batch that have not been sent."""
+        """Drop the calls of a batch that have not been sent."""
         with self._lock:
             batch.drop()
 
     def cancel(self) -> None:
-        """Forget all calls that have not been sent; they end with `CancelledError`."""
+        """Drop all calls that have not been sent; they fail with `CancelledError`."""
         self._end_queue(CancelledError)
 
     def wait(self) -> None:
@@ -165,7 +165,7 @@ class CallScheduler:
             return None
 
     def _ready(self, batch: TaskBatch) -> int | None:
-        """Return a worker that is idle, else one that is about to end a chunk of this batch."""
+        """Return an idle worker, or else one that is about to finish a chunk of this batch."""
         living = [(worker, sent) for worker, sent in self._sent.items() if worker in self._living]
         idle = (worker for worker, sent in living if not sent)
         soon = (worker for worker, sent in living if len(sent) == 1 and sent[0][0] is batch)
@@ -175,7 +175,7 @@ class CallScheduler:
         try:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
         except CommError as lost:
-            # It has not begun there.
+            # The call has not begun there.
             self._took(worker, batch, chunk)
             self._lose(worker, lost)
             self._put_back(batch, chunk)
@@ -188,7 +188,7 @@ class CallScheduler:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
     def _took(self, worker: int, batch: TaskBatch, chunk: Range) -> None:
-        """Note that a worker is done with a chunk."""
+        """Record that a worker has finished a chunk."""
         with self._lock:
             self._sent[worker].remove((batch, chunk))
 
@@ -207,7 +207,7 @@ class CallScheduler:
             self._quiet.notify_all()
 
     def _answered(self, worker: int, batch: TaskBatch, chunk: Range, future: Any) -> None:
-        """Handle the answer of a worker: give it the next chunk first."""
+        """Handle a worker's answer, after giving it the next chunk."""
         start, stop = chunk
         try:
             content, left, seconds, failed = future.value()
@@ -217,7 +217,7 @@ class CallScheduler:
             values = self._rank.codec.loads(content)
         except PeerLostError as lost:
             self._lose(worker, lost)
-            # A lost worker keeps what was sent to it: it ran the first chunk only.
+            # A lost worker can only have run the first of the chunks that were sent to it.
             self._retry(batch, chunk, self._sent[worker][0] == (batch, chunk), lost)
         except Exception as error:
             error.add_note(f"while reading the results of {batch.name} from rank {worker}")
@@ -226,12 +226,12 @@ class CallScheduler:
             batch.deliver(start, values, None if failed is None else rebuilt(failed, worker))
 
     def _retry(self, batch: TaskBatch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
-        """Have the calls of a lost worker run again, but those that have ended too many workers."""
+        """Queue the calls of a lost worker again, except those that have lost too many workers."""
         start, stop = chunk
         batch.deaths.update(range(start, stop if ran else start))
         deaths = batch.deaths[start]
         if deaths <= self._retries:
-            # One by one: a call that ends its worker harms no other one.
+            # One by one, so that a call that kills its worker affects no other call.
             return self._put_back(batch, *((index, index + 1) for index in range(start, stop)))
         calls = f"call {start}" if stop - start == 1 else f"one of the calls {start} to {stop - 1}"
         error = PeerLostError(
@@ -243,7 +243,7 @@ class CallScheduler:
         batch.deliver(start, (), error)
 
     def _put_back(self, batch: TaskBatch, *chunks: Range) -> None:
-        """Queue calls that were sent, but have not run, before all others."""
+        """Queue calls that were sent but have not run, ahead of all others."""
         with self._lock:
             batch.todo.extendleft(chunk for chunk in reversed(chunks) if chunk[0] < chunk[1])
             if batch.todo and batch not in self._queue:

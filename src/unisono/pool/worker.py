@@ -1,4 +1,4 @@
-"""One rank's part in a pool: its agent, the thread that runs tasks one after the other, and their bytes."""
+"""One rank's part in a pool: its agent, the thread that runs tasks in turn, and their encoding."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from unisono.serialization.functions import dumps
 __all__ = ["Chunk", "ChunkCodec", "PickleCodec", "Report", "Worker"]
 
 Report = tuple[bytes, int, float, Any]
-"""Results up to the first error, number of calls that did not run, seconds of those that did, and the error."""
+"""Results before the first error, number of calls that did not run, seconds that the others took, and the error."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Calls of one function: each has its own positional arguments, and all have the same keyword arguments.
+    """Calls of one function, with separate positional arguments and common keyword arguments.
 
-    After `limit_s` seconds a worker gives back those that it has not begun.
+    After `limit_s` seconds, a worker returns those that it has not begun.
     """
 
     fn: Callable[..., Any]
@@ -44,7 +44,7 @@ class Chunk:
 
 
 class ChunkCodec:
-    """Chunks, and lists of results, as bytes: values without pickle, and functions that are exposed, by name."""
+    """Encodes chunks and lists of results without pickle; functions must be exposed, and are sent by name."""
 
     dumps: Callable[[list[Any]], bytes] = staticmethod(serialization.encode)
     loads: Callable[[bytes], Any] = staticmethod(serialization.decode)
@@ -54,20 +54,20 @@ class ChunkCodec:
         return self.dumps([name_of(chunk.fn), list(chunk.args), chunk.kwargs, chunk.limit_s])
 
     def unpack(self, content: bytes) -> Chunk:
-        """Return the chunk of these bytes. Raises NotExposedError."""
+        """Return the chunk encoded in these bytes. Raises NotExposedError."""
         name, *rest = self.loads(content)
         return Chunk(ExportTable(trusted=False).function(name), *rest)
 
 
 class PickleCodec(ChunkCodec):
-    """Pickles, with functions and classes as `launch` sends them: by name where workers can import them."""
+    """Pickles chunks; functions and classes are sent as in `launch`: by name if workers can import them."""
 
     dumps: Callable[[list[Any]], bytes] = staticmethod(dumps)
     loads: Callable[[bytes], Any] = staticmethod(pickle.loads)
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, Any], bool] = {}
-        # The registry of modules that cloudpickle sends by value is one of the process.
+        # Cloudpickle's registry of modules to send by value is global to the process.
         self._lock = threading.Lock()
 
     def pack(self, chunk: Chunk) -> bytes:
@@ -75,7 +75,7 @@ class PickleCodec(ChunkCodec):
         names = getattr(chunk.fn, "__module__", None), getattr(chunk.fn, "__qualname__", None)
         with self._lock:
             if names not in self._found:
-                # Workers have imported the main module as it was when they started.
+                # Workers imported the main module when they started, so what it has defined since is unknown to them.
                 self._found[names] = importable(chunk.fn)
             try:
                 return dump(chunk, self._found[names])
@@ -86,7 +86,7 @@ class PickleCodec(ChunkCodec):
                 ) from error
 
     def unpack(self, content: bytes) -> Chunk:
-        """Return the chunk of these bytes."""
+        """Return the chunk encoded in these bytes."""
         chunk: Chunk = pickle.loads(content)
         return chunk
 
@@ -94,17 +94,17 @@ class PickleCodec(ChunkCodec):
 class Worker:
     """One rank of a pool. Collective.
 
-    All tasks of a rank run in one thread, which also runs the initializer: what this sets for its thread, such as
-    `torch.set_grad_enabled`, holds for the tasks.
+    All tasks of a rank run in the thread that ran the initializer, so its thread-local settings, such as
+    `torch.set_grad_enabled`, apply to the tasks.
 
     Args:
-        comm: Communicator of the ranks; rank 0 gives tasks.
+        comm: Communicator of the ranks; rank 0 distributes the tasks.
         trusted: Whether tasks and results are pickled.
         initialize: Called before the first task.
 
     Attributes:
-        agent, codec, trusted: For calls between the ranks, and for their contents.
-        start, run, stop: Functions that rank 0 calls on a worker.
+        agent, codec, trusted: Agent and codec for calls between the ranks, and the argument.
+        start, run, stop: Functions that rank 0 calls remotely on a worker.
     """
 
     def __init__(self, comm: Communicator, trusted: bool, initialize: Callable[[], object] | None) -> None:
@@ -118,14 +118,16 @@ class Worker:
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
         self.agent: Agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
-        # Calls of the program itself are not for this agent.
+        # The program's own calls must not reach this agent.
         unregister(self.agent)
         self.agent.when_lost.append(self._lose)
         if 0 in self.agent.box.lost:
             self._lose(0)
 
     def _calls(self) -> tuple[Callable[[bool], Any], Callable[[bytes], Any], Callable[[], None]]:
-        """Return what this rank exposes: functions of its own, since ranks may be threads of one process."""
+        """Return the functions that this rank exposes: separate ones per rank, since ranks may be threads of one
+        process.
+        """
 
         @async_execution
         def start(trusted: bool) -> Any:
@@ -151,7 +153,7 @@ class Worker:
             self._jobs.put(PeerLostError(f"rank 0, which gives this pool its tasks, was lost: {lost}", peer=peer))
 
     def loop(self) -> None:
-        """Run jobs until rank 0 stops this rank. Raises PeerLostError if it is lost."""
+        """Run jobs until rank 0 stops this rank. Raises PeerLostError if rank 0 is lost."""
         while (job := self._jobs.get()) is not None:
             if isinstance(job, PeerLostError):
                 raise job
@@ -159,7 +161,7 @@ class Worker:
             future.set_result(do())
 
     def serve(self) -> None:
-        """Run jobs until the pool is shut down on rank 0, and end."""
+        """Run jobs until rank 0 shuts the pool down, and end."""
         try:
             self.loop()
         except BaseException as error:
@@ -168,7 +170,7 @@ class Worker:
         self.agent.shutdown()
 
     def _begin(self, trusted: bool) -> Any:
-        """Run the initializer; return its error as `packed`, or None."""
+        """Run the initializer; return its error as from `packed`, or None."""
         try:
             if trusted != self.trusted:
                 raise ValueError("ranks passed different values of trusted= to Pool")
@@ -179,7 +181,7 @@ class Worker:
         return None
 
     def _run(self, content: bytes) -> Report:
-        """Run a chunk of calls, until its time is over. Results that follow an error are dropped."""
+        """Run a chunk of calls until its time is over. Results after an error are dropped."""
         values: list[Any] = []
         failed = None
         try:
@@ -195,7 +197,8 @@ class Worker:
             try:
                 value = fn(*args, **kwargs)
             except BaseException as error:
-                # Also one such as asyncio's CancelledError must not end this rank, and then the next one.
+                # BaseException, because asyncio's CancelledError, for example, must not end this rank, and after a
+                # retry the next one.
                 failed = failed or packed(error)
             else:
                 if failed is None:
@@ -211,7 +214,7 @@ class Worker:
             return content, left, seconds, packed(refused)
 
     def _sendable(self, values: list[Any], error: Exception) -> tuple[bytes, TypeError]:
-        """Return the results before the first one that cannot be sent, and the error of that one."""
+        """Return the results before the first one that cannot be sent, and the error for that one."""
         for at, value in enumerate(values):
             try:
                 self.codec.dumps([value])

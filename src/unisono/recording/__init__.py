@@ -1,4 +1,4 @@
-"""Record what a rank receives, and run it again alone, without its peers."""
+"""Record what a rank receives, and replay the rank alone, without its peers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ T = TypeVar("T")
 
 
 def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) -> Recording:
-    """Record what this rank receives from now on, so that `replay` can run it again alone.
+    """Record what this rank receives from now on, so that `replay` can rerun it alone.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Call it right after `init`, before a checkpoint is loaded: a replay runs the program from its beginning, and loads
-    the same checkpoint again. Ranks need not all record. Kept are the results of collectives, received messages, from
-    which rank a receive from any rank was, what a work answered to `is_completed` and when its future completed,
-    replies of the control plane, errors, the states of the global random generators now, and a digest of all that this
+    Call it right after `init`, before loading a checkpoint: a replay runs the program from its beginning, and loads the
+    same checkpoint again. Not all ranks need to record. Recorded are the results of collectives, received messages, the
+    sender of each receive from any rank, the answers of `is_completed`, the order in which futures complete, replies of
+    the control plane, errors, the current states of the global random generators, and a digest of everything that this
     rank sends.
 
     Args:
-        folder: Where to; each rank writes a file of its own, which must not exist. No other rank reads it.
-        comm: The communicator; communicators that are made of it from now on are recorded too.
-        steps: Ends the recording after so many steps of optimizers in this thread; None for no end but `close`, the
-            communicator's end and that of the process.
+        folder: Folder in which each rank writes its own file, which must not exist. Other ranks don't read it.
+        comm: The communicator. Communicators that are derived from it from now on are also recorded.
+        steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends with `close`,
+            the communicator or the process.
 
     Returns: The recording; a context manager that ends it. In a replay it does nothing.
 
     Raises:
-        ValueError: The communicator has made calls, or communicators were made of it; `steps` is not positive.
-        TypeError: `comm` is no communicator.
+        ValueError: The communicator has made calls, or communicators were derived from it; `steps` is not positive.
+        TypeError: `comm` is not a communicator.
         FileExistsError: The folder holds a recording of this rank.
 
-    Cost: writing the bytes that this rank receives, and hashing those that it sends. Calls take no fast path.
+    Cost: writing the bytes that this rank receives, and hashing those that it sends. Calls don't use the fast path.
 
     Example:
         >>> import tempfile
@@ -71,24 +71,24 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
 def replay(
     folder: str | Path, rank: int, program: Callable[..., T], args: Sequence[Any] = (), **kwargs: Any
 ) -> T | None:
-    """Run `program(comm, *args, **kwargs)` as one recorded rank, alone in this process, and return its result.
+    """Run `program(comm, *args, **kwargs)` as a recorded rank, alone in this process, and return its result.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    The program calls `record` where it called it then, which begins the replay: from there on it receives what it
-    received then. A script is replayed by `unisono replay`.
+    The program calls `record` at the same place as in the recording, which begins the replay: from there on it receives
+    the recorded data. To replay a script, use `unisono replay`.
 
     Args:
-        folder: As of `record`.
-        rank: The rank's number in the first group of the job.
+        folder: Folder of the recording.
+        rank: Number of the rank in the job's first group.
         program, args, kwargs: As for `launch`.
 
-    Returns: What the program returns; None if the recording ends before the program does.
+    Returns: The program's result; None if the recording ends before the program does.
 
     Raises:
-        MismatchError: The first call that is not as recorded: another operation, tensor or peer, or other bytes sent.
+        MismatchError: A call differs from the recording in operation, tensor, peer or sent bytes.
         FileNotFoundError: The rank was not recorded.
-        ValueError: The file is not one of a recording, or the program has not called `record`.
+        ValueError: The file is not a recording, or the program has not called `record`.
 
     Example: see `record`.
     """

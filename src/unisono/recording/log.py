@@ -1,4 +1,4 @@
-"""File of what one rank received and sent: entries under keys, each with the bytes of tensors."""
+"""File of what a rank received and sent: entries under keys, each with tensors' bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Log", "LogEntry", "LogWriter", "error_from", "path_of", "words_of"]
 _Key = tuple[Any, ...]
 
 _SIZES = struct.Struct("<QQQ")
-"""Before each entry: the bytes of its key and value, those of its tensors, and a hash of both."""
+"""Header of an entry: number of bytes of its key and value, number of bytes of its tensors, and a hash of both."""
 _MAGIC = b"unisono record 1\n"
 
 
@@ -33,10 +33,10 @@ def path_of(folder: str | Path, rank: int) -> Path:
 
 
 class LogWriter:
-    """File that a rank appends to. What has been put survives the end of the process. Safe from any thread.
+    """File that a rank appends to. Entries survive any end of the process. Thread-safe.
 
     Args:
-        path: A file that does not exist.
+        path: File to create; it must not exist.
 
     Attributes:
         nbytes: Bytes written.
@@ -51,7 +51,7 @@ class LogWriter:
         self.closed: bool = False
 
     def put(self, key: _Key, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Append an entry: a value that `unisono.serialization` supports, and the bytes of tensors."""
+        """Append an entry: a value that `unisono.serialization` supports, and tensors' bytes."""
         if self.closed:
             return
         head = encode((key, value))
@@ -81,21 +81,21 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class LogEntry(NamedTuple):
-    """One entry of a file.
+    """An entry of a file.
 
     Attributes:
-        value: As it was put.
-        body: The bytes of its tensors, one after the other.
+        value: The value.
+        body: The bytes of its tensors, concatenated.
     """
 
     value: Any
     body: memoryview
 
     def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill tensors with the bytes.
+        """Copy the bytes to tensors.
 
         Raises:
-            ValueError: They have other sizes.
+            ValueError: The sizes differ.
         """
         if sum(tensor.nbytes for tensor in tensors) != len(self.body):
             raise ValueError(f"{len(self.body)} bytes were recorded for {sum(t.nbytes for t in tensors)}")
@@ -108,13 +108,13 @@ class LogEntry(NamedTuple):
 
 
 class Log:
-    """Entries of a file. One that was being written when its process ended is left out.
+    """Entries of a file, without an incomplete one at the end.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: It is not the file of a recording.
+        ValueError: The file is not a recording.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,20 +154,20 @@ class Log:
             return entries[0] if entries else None
 
     def holds(self, *beginnings: _Key) -> bool:
-        """Return whether entries are left under keys that begin so."""
+        """Return whether entries are left under keys with this prefix."""
         with self._lock:
             return any(left and key[: len(each)] == each for key, left in self._entries.items() for each in beginnings)
 
 
 def words_of(error: BaseException) -> tuple[Any, ...]:
-    """Return what `error_from` makes an error of the same kind and text from."""
+    """Return a description of an error, from which `error_from` makes one of the same kind and text."""
     if isinstance(error, CommError):
         return type(error).__name__, error.message, error.peer, error.nbytes, error.waited_s
     return type(error).__name__, str(error), None, None, None
 
 
 def error_from(words: Sequence[Any]) -> Exception:
-    """Return the error that `words_of` described; a `CommError` if it was none of this library's or of an argument."""
+    """Return the error that `words_of` described; a `CommError` for kinds unknown here."""
     name, message, peer, nbytes, waited_s = words
     if name in ("TypeError", "ValueError"):
         return TypeError(message) if name == "TypeError" else ValueError(message)

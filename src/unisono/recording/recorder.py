@@ -1,4 +1,4 @@
-"""Recording of one rank: what it received, and digests of what it sent."""
+"""Recording of a rank: what it received, and digests of what it sent."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ REPLIES: dict[str, int | None] = {
     "measured": 2,
     "stop_verdict": 1,
 }
-"""Methods of the control plane that reply, and how many of their arguments tell one question from another."""
+"""Methods of the control plane that reply, and how many of their arguments identify a request."""
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Variables by which a script finds its rank."""
+"""Environment variables from which a script gets its rank."""
 
 _FORWARDED = ("set", "join", "leave", "boundaries", "request_stop", "watch", "hold", "share", "close")
 
 
 class Recording(Closing):
-    """Recording in progress of one rank, as `un.record` returns it; a context manager that ends it."""
+    """Recording of a rank in progress, as returned by `un.record`; a context manager that ends it."""
 
     def __init__(
         self, log: LogWriter | None, steps: int | None = None, after: Callable[[], None] = lambda: None
@@ -75,11 +75,11 @@ class Recording(Closing):
 
     @property
     def nbytes(self) -> int:
-        """Bytes written up to now; 0 in a replay."""
+        """Bytes written so far; 0 in a replay."""
         return 0 if self._log is None else self._log.nbytes
 
     def close(self) -> None:
-        """End the recording; the communicator works on. Idempotent."""
+        """End the recording; the communicator remains usable. Idempotent."""
         if self._log is None or self._log.closed:
             return
         _steps.forget(self)
@@ -88,8 +88,8 @@ class Recording(Closing):
         self._after()
 
     def stepped(self) -> None:
-        """Count a step of an optimizer of this process; the last one ends the recording."""
-        # Ranks that are threads share the hook.
+        """Count an optimizer step; the last one ends the recording."""
+        # If ranks are threads, they share the hook.
         if get_ident() == self._owner and self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -97,11 +97,11 @@ class Recording(Closing):
 
 
 class _Steps:
-    """Counter of the steps of all optimizers of this process, for recordings that end after some of them.
+    """Counter of optimizer steps in this process, for recordings that end after a number of them.
 
-    One hook serves all recordings and stays registered. Torch iterates over its hooks while it calls them, and where
-    ranks are threads, several threads do so at a time: a hook that was removed when a recording ends, by itself or by
-    another rank, would end the step with "OrderedDict mutated during iteration".
+    One hook serves all recordings and remains registered. Torch iterates over its hooks while it calls them, and where
+    ranks are threads, several threads do so at a time: removing a hook when a recording ends, from the hook itself or
+    on another rank, would fail the step with "OrderedDict mutated during iteration".
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ _steps = _Steps()
 
 
 def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recording:
-    """Begin to record a rank; see `un.record`."""
+    """Begin recording a rank; see `un.record`."""
     engine = engine_of(comm)
     group = engine.group
     path = path_of(folder, group.members[group.rank])
@@ -179,7 +179,9 @@ def random_states() -> dict[str, Any]:
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return what a rank asked for, and digests of what it sends: equal whatever carries the call out."""
+    """Return a description of a call and digests of what it sends, which don't depend on the implementation of the
+    call.
+    """
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {
@@ -190,11 +192,11 @@ def described(call: Call) -> dict[str, Any]:
 
 
 class Recorded(Wrapper):
-    """Transport of a rank that is recorded: it forwards each call whole, so the results are those of the inner one.
+    """Transport of a recorded rank. It forwards each call whole, so the results are the inner transport's.
 
     Args:
         inner: The transport.
-        log: Where to.
+        log: File to write to.
     """
 
     def __init__(self, inner: Transport, log: LogWriter) -> None:
@@ -231,16 +233,16 @@ class Recorded(Wrapper):
         self._log.put(("call", self._name, number), described(call))
         key = "result", self._name, number
         try:
-            # Its messages are those of the inner transport: the call as a whole is recorded.
+            # The call is recorded as a whole; its messages pass through the inner transport.
             work = self.inner.run(call)
         except Exception as error:
-            # Of any kind: a replay raises it again.
+            # Errors of any kind, because a replay raises them again.
             self._log.put(key, words_of(error))
             raise
         return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
 
     def _noting(self, key: tuple[Any, ...]) -> Callable[[BaseException], BaseException]:
-        """Return a function that records the first error it is passed, and returns each."""
+        """Return a function that records the first error that it is passed, and returns every one."""
         noted = Event()
 
         def note(error: BaseException) -> BaseException:
@@ -277,7 +279,7 @@ class Recorded(Wrapper):
             self._log.put(("match", self._name, tag), peer)
         return found
 
-    # -- what the program sees of time ---------------------------------------------------------
+    # -- timing that the program can observe ---------------------------------------------------------
     def returned(self, work: Work) -> Work:
         self._works += 1
         return _RecordedWork(self.inner.returned(work), self._log, self._name, self._works, self._settling)
@@ -288,7 +290,7 @@ class Recorded(Wrapper):
 
 
 class _Settling:
-    """Completes the futures of a communicator's works one after the other, in the order that is recorded."""
+    """Completes the futures of a communicator's works one at a time, in the order that is recorded."""
 
     def __init__(self, log: LogWriter, group: str) -> None:
         self._log = log
@@ -298,7 +300,7 @@ class _Settling:
         self._busy = False
 
     def settle(self, number: int, action: Callable[[], None]) -> None:
-        """Complete the future of the work of this number, now, or in the thread that completes another one now."""
+        """Complete the future of the work with this number, here or in the thread that is completing another one."""
         with self._lock:
             self._waiting.append((number, action))
             if self._busy:
@@ -315,7 +317,7 @@ class _Settling:
 
 
 class _RecordedWork(Work):
-    """Work whose answers are recorded: those that depend on when it is asked."""
+    """Work whose time-dependent answers are recorded."""
 
     def __init__(self, inner: Work, log: LogWriter, group: str, number: int, settling: _Settling) -> None:
         self._inner = inner
@@ -329,7 +331,7 @@ class _RecordedWork(Work):
         self._log.put((what, self._group, self._number), value)
 
     def _put_asked(self) -> None:
-        """Record how often the work was not completed when it was asked."""
+        """Record how often `is_completed` returned False."""
         if self._asked:
             self._put("unfinished", self._asked)
             self._asked = 0
@@ -345,7 +347,7 @@ class _RecordedWork(Work):
         try:
             wait(timeout)
         except Exception as error:
-            # Of any kind: a replay raises it again.
+            # Errors of any kind, because a replay raises them again.
             self._put("wait", words_of(error))
             raise
 
@@ -368,7 +370,7 @@ class _RecordedWork(Work):
             try:
                 inner.value()
             except Exception as error:
-                # Whatever the work raised is the future's; torch annotates it as a result.
+                # The future gets whatever the work raised; torch annotates it as a result.
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)
@@ -389,7 +391,7 @@ class _RecordedWork(Work):
 
 
 def key_of(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the key of a question to the control plane."""
+    """Return the key of a request to the control plane."""
     told = [getattr(argument, "name", argument) for argument in arguments[: REPLIES[name]]]
     return ("control", name, *(tuple(each) if isinstance(each, list) else each for each in told))
 

@@ -1,4 +1,4 @@
-"""RankReplay of one rank, alone: its peers are a file of what they sent it."""
+"""Replay of one rank, alone: a file of what its peers sent takes their place."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _LATER_S = 0.2
 
 
 class RecordingEndError(SystemExit):
-    """The program has made its last recorded call; a `SystemExit` with status 0, which ends a script quietly."""
+    """The program has made its last recorded call. A `SystemExit` with status 0, which ends a script quietly."""
 
 
 class RankReplay:
-    """State of one replay: the log, whether it has begun, and what was found.
+    """State of a replay: the log, whether it has begun, and the findings.
 
     Args:
-        folder: As passed to `un.record`.
-        rank: The rank's number in the first group of the job.
+        folder: Folder that was passed to `un.record`.
+        rank: Number of the rank in the job's first group.
 
     Attributes:
         begun: Whether the program has called `un.record`.
-        calls, messages: Numbers of collectives and messages that were as recorded.
-        difference: The first call that was not; None if there was none.
+        calls, messages: Number of collectives and messages that matched the recording.
+        difference: Description of the first call that did not; None if all did.
     """
 
     def __init__(self, folder: str | Path, rank: int) -> None:
@@ -70,7 +70,7 @@ class RankReplay:
         self.ended: bool = False
 
     def report(self) -> dict[str, Any]:
-        """Return what was found, for JSON."""
+        """Return the findings, for JSON."""
         return {
             "rank": self.header["members"][self.header["rank"]],
             "begun": self.begun,
@@ -81,13 +81,13 @@ class RankReplay:
         }
 
     def differs(self, text: str) -> NoReturn:
-        """Raise the error of a call that is not as recorded."""
+        """Raise the error for a call that differs from the recording."""
         if self.difference is None:
             self.difference = text
         raise MismatchError(f"this replay differs from the recording: {text}")
 
     def missing(self, group: Group, what: str) -> NoReturn:
-        """Raise what follows the last entry: the failure that ended the group then, the end, or a difference."""
+        """Raise the error for a call after the last entry: the recorded failure, the end, or a difference."""
         if not self.log.holds(("call", group.name), ("send", group.name)):
             abort = self.log.peek(("abort", group.name))
             if abort is not None:
@@ -98,12 +98,12 @@ class RankReplay:
         self.differs(f"{what} was not recorded, or had not ended when the recorded process did")
 
     def require_begun(self) -> None:
-        """Raise for a call before `un.record`."""
+        """Raise an error for a call before `un.record`."""
         if not self.begun:
             raise CommError("a call before un.record was not recorded. The recorded program had made none there")
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the rank, alone."""
+        """Return the communicator of the rank, which has no peers."""
         header = self.header
         backend, device, timeout_s, chunk_bytes, deterministic = header["options"]
         options = Options(backend, device, timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic)
@@ -112,7 +112,7 @@ class RankReplay:
         return Communicator(transport, _Control(self), options, check="auto" if header["checked"] else "off")
 
     def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
-        """Return what a program returns on the rank; None if the recording ends before."""
+        """Return the program's result on the rank; None if the recording ends first."""
         try:
             with without_torch_groups(), self.communicator() as comm:
                 result = program(comm, *args, **kwargs)
@@ -125,7 +125,7 @@ class RankReplay:
     def results(
         self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int
     ) -> list[T | None]:
-        """Return, as `launch` does, the results of all ranks: of the one that is replayed, and None for the others."""
+        """Return the results of all ranks, as `launch` does; None for all but the replayed one."""
         rank = self.header["members"][self.header["rank"]]
         if rank >= nprocs:
             raise ValueError(f"rank {rank} was recorded, and launch starts {nprocs} ranks")
@@ -134,11 +134,11 @@ class RankReplay:
         return found
 
     def begin(self) -> None:
-        """Continue from where the recording began."""
+        """Begin the replay, where the recording began."""
         if self.begun:
             raise ValueError("un.record was called twice in a replay")
         self.begun = True
-        # Sums of rounded numbers depend on it.
+        # The rounding of sums depends on it.
         torch.set_num_threads(self.header["threads"])
         states = self.header["random"]
         random.setstate(_tuples(states["python"]))
@@ -152,7 +152,7 @@ class RankReplay:
 
 
 def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
-    """Stand in for `dist.init_process_group`, which would wait for ranks that never come."""
+    """Replacement of `dist.init_process_group`, which would wait for ranks that never join."""
     raise UnavailableError(
         "a replay has no other ranks that could join a group of torch.distributed, and calls of such groups are not "
         "recorded. It answers un.init and un.launch: use their communicator, or pass what the program does after "
@@ -161,7 +161,7 @@ def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
 
 
 def without_torch_groups() -> AbstractContextManager[Any]:
-    """Return a context in which torch makes no process groups."""
+    """Return a context in which torch cannot make process groups."""
     return mock.patch.object(dist, "init_process_group", _refuse_groups, create=True)
 
 
@@ -170,7 +170,7 @@ def _tuples(value: Any) -> Any:
 
 
 class ReplayTransport(Transport):
-    """Transport without peers: results and messages are those of the recording; a call that differs is an error."""
+    """Transport without peers: results and messages are taken from the recording; a call that differs is an error."""
 
     checks = True
 
@@ -225,7 +225,7 @@ class ReplayTransport(Transport):
             if isinstance(message, Recv):
                 entry = self._arrival(message)
                 if entry is None:
-                    # Of a message that did not arrive, only what waits for it is recorded.
+                    # For a message that did not arrive, only the wait is recorded.
                     return _Unanswered(replay, self.group, f"the message from rank {message.peer}")
                 arrivals.append((entry, message.tensor))
             else:
@@ -267,7 +267,7 @@ class ReplayTransport(Transport):
         self.replay.log.take(key)
         return True
 
-    # -- what the program sees of time ---------------------------------------------------------
+    # -- timing that the program can observe ---------------------------------------------------------
     def returned(self, work: Work) -> Work:
         if not self.replay.begun:
             return work
@@ -282,7 +282,7 @@ class ReplayTransport(Transport):
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    """Return in which way a call is not as recorded; empty if it is."""
+    """Return how a call differs from the recording; empty if it does not."""
     then = expected["site"]
     now = found["site"]
     where = f"at {now}" if then == now else f"at {now} (recorded at {then})"
@@ -298,7 +298,7 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 class _Unanswered(Work):
-    """Work that had not ended when the recording did, or was never waited for."""
+    """Work that was still running when the recording ended, or was never waited for."""
 
     def __init__(self, replay: RankReplay, group: Group, what: str) -> None:
         self.replay = replay
@@ -319,7 +319,7 @@ class _Unanswered(Work):
 
 
 class _Futures:
-    """Futures of works, which complete in the order of the recording."""
+    """Futures of works, which complete in the recorded order."""
 
     def __init__(self, replay: RankReplay, group: str) -> None:
         self._log = replay.log
@@ -329,10 +329,10 @@ class _Futures:
         self._lock = threading.RLock()
 
     def ask(self, number: int, settle: Callable[[], None]) -> None:
-        """Call `settle` as soon as it is the turn of the work of this number.
+        """Call `settle` as soon as it is the turn of the work with this number.
 
-        The program adds its callback to a future when it has it. So a future that is asked for completes now, and those
-        that it has held up only when the program has had the time to do that.
+        The program adds its callbacks after it gets a future. So the requested future completes now, but the ones that
+        it held up complete later, when the program has had time to add theirs.
         """
         with self._lock:
             self._asked.setdefault(number, []).append(settle)
@@ -356,7 +356,7 @@ class _Futures:
 
 
 class _ReplayedWork(Work):
-    """Work that answers as it did in the recording."""
+    """Work that gives the recorded answers."""
 
     def __init__(self, inner: Work, replay: RankReplay, group: str, number: int, futures: _Futures) -> None:
         self._inner = inner
@@ -394,7 +394,7 @@ class _ReplayedWork(Work):
             try:
                 self.wait()
             except Exception as error:
-                # Whatever the work raised is the future's; torch annotates it as a result.
+                # The future gets whatever the work raised; torch annotates it as a result.
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)
@@ -413,7 +413,7 @@ class _ReplayedWork(Work):
 
 
 class _Control(ControlPlane):
-    """Handle to a control plane without peers: replies are those of the recording, else as if ranks were alike."""
+    """Handle to a control plane without peers: replies are the recorded ones, or as if all ranks were alike."""
 
     def __init__(self, replay: RankReplay) -> None:
         self.replay = replay
@@ -481,7 +481,7 @@ class _Control(ControlPlane):
         def here() -> list[Any] | None:
             if topic != "introduction" or self.replay.begun:
                 return None
-            # The ranks and their hosts, of the communicator that was recorded.
+            # The ranks and hosts of the recorded communicator.
             hosts = enumerate(self.replay.header["hosts"])
             names = {rank: f"host {number}" for number, ranks in hosts for rank in ranks}
             return [(names[rank], *value[1:]) for rank in range(group.size)]
@@ -503,12 +503,12 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not tell when the request arrived. The first boundary finds the verdict, if there was one.
+        # The recording does not contain when the request arrived. The first boundary gets the verdict, if there is one.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 
     def request_stop(self, group: Group | None, reason: str) -> int:
-        """Request nothing: the verdict is that of the recording."""
+        """Do nothing: the verdict is taken from the recording."""
         return 0
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
@@ -516,7 +516,7 @@ class _Control(ControlPlane):
 
     # -- activity ------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        # Never made anew once the replay has begun: it may write to a checkpoint that is in use.
+        # Not made again once the replay has begun, because it may write to a checkpoint that is in use.
         otherwise = (lambda: self.replay.missing(group, what)) if self.replay.begun else make
         return self._reply("measured", [group, what], otherwise)
 
@@ -527,7 +527,7 @@ class _Control(ControlPlane):
         return self._reply("query", [group], dict)
 
     def hold(self, reason: str | None) -> None:
-        """Hold nothing: there are no other ranks, and any debugger works."""
+        """Do nothing: there are no other ranks to hold."""
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._shared:
@@ -540,7 +540,7 @@ class _Control(ControlPlane):
 
 
 def begin(comm: Communicator) -> bool:
-    """Begin a replay at this point, if the communicator is one of a replay; return whether it is."""
+    """Begin the replay here, if the communicator belongs to one; return whether it does."""
     transport = engine_of(comm).transport
     if not isinstance(transport, ReplayTransport):
         return False

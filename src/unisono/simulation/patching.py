@@ -1,4 +1,4 @@
-"""Replacements of Python's clocks, locks, queues and threads for the threads of a simulation.
+"""Replacements of Python's clocks, locks, queues and threads for a simulation's threads.
 
 Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, loops of asyncio
 and code built on them work in virtual time. Every replacement first checks whether a task calls it; other threads
@@ -30,7 +30,7 @@ EPOCH_S = 1_767_225_600
 
 
 def interposed() -> SharedContext:
-    """Context in which tasks see virtual clocks, locks and threads."""
+    """Return a context in which tasks see virtual clocks, locks and threads."""
     return _interposed
 
 
@@ -65,7 +65,7 @@ def _clocks() -> list[Replacement]:
         nanoseconds = _reader(getattr(time, f"{name}_ns"), base_ns, integer=True)
         found += [(time, name, seconds), (time, f"{name}_ns", nanoseconds)]
         if name == "monotonic":
-            # Names under which these modules have imported it.
+            # Names under which these modules have imported the clock.
             found += [(owner, alias, seconds) for owner, alias in ((threading, "_time"), (queue, "time"))]
     return [patch for patch in found if hasattr(patch[0], patch[1])]
 
@@ -87,9 +87,9 @@ def _locks() -> list[Replacement]:
     real_lock = threading.Lock
     real_rlock = threading.RLock
     real_is_set = threading.Event.is_set
-    python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # not in the annotations of what it is
+    python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # annotations don't say what it is
     real_queue = queue.SimpleQueue
-    # Not in the annotations of what it is.
+    # Its annotations don't declare this.
     python_queue = queue._PySimpleQueue  # type: ignore[attr-defined]
 
     def lock() -> Any:
@@ -131,14 +131,14 @@ def _threads() -> list[Replacement]:
         parent = here()
         if parent is None:
             return real_start(thread)
-        # Not its own name: those of unnamed threads count all threads of the process.
+        # The default names count all threads of the process, so they would not be reproducible.
         parent.children += 1
         task = SimulatedTask(parent.scheduler, f"{parent.name}.{parent.children}", parent.rank, False)
         task.thread = thread
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
         with unpatched():
-            # It was created by a task, and really notifies the parent that it has started.
+            # A task created it, and it really notifies the parent that it has started.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
         parent.scheduler.admit(task)
@@ -175,7 +175,7 @@ def _task_of(thread: threading.Thread) -> SimulatedTask | None:
 
 # -- torch -----------------------------------------------------------------------------------------
 def _futures() -> list[Replacement]:
-    """Patch torch futures, which wait inside of C++, where no other task could run."""
+    """Patch torch futures, which wait inside C++, where no other task could run."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -194,11 +194,11 @@ def _futures() -> list[Replacement]:
 
 # -- asyncio ---------------------------------------------------------------------------------------
 def _loops() -> list[Replacement]:
-    """Patch asyncio loops, which wait in a selector for the next timer or for a write by another thread."""
+    """Patch asyncio loops, which wait in a selector for the next timer or another thread's write."""
     kind = selectors.DefaultSelector
     loops = BaseSelectorEventLoop
     real_select = kind.select
-    # Not in the annotations of what it is.
+    # Its annotations don't declare this.
     real_write = loops._write_to_self  # type: ignore[attr-defined]
     waiting: dict[Any, SimulatedTask] = {}
 
@@ -210,7 +210,7 @@ def _loops() -> list[Replacement]:
         if found or (timeout is not None and timeout <= 0):
             task.scheduler.poll()
             return found
-        # Other sources, such as sockets, are outside of the simulation.
+        # Other sources, such as sockets, are outside the simulation.
         waiting[selector] = task
         task.hasty += 1
         try:
@@ -231,7 +231,10 @@ def _loops() -> list[Replacement]:
 
 
 class VirtualLock:
-    """Replacement of `threading.Lock`. Threads outside of simulations wait in real time, so it may outlive one."""
+    """Replacement of `threading.Lock`.
+
+    Threads outside simulations wait in real time, so it may outlive a simulation.
+    """
 
     __slots__ = ("_lock", "_tasks")
 
@@ -265,7 +268,7 @@ class VirtualLock:
     def release(self) -> None:
         self._lock.release()
         if self._tasks:
-            # A lock guarantees no order among its waiters.
+            # A lock does not guarantee an order among its waiters.
             scheduler = self._tasks[0].scheduler
             scheduler.wake(self._tasks.pop(scheduler.choose(len(self._tasks))))
 

@@ -22,25 +22,25 @@ from unisono.errors import CommTimeoutError, DeadlockError
 __all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
 
 _Wait = Callable[[], str]
-"""Description of what is waited for; built only on request."""
+"""Description of a wait, built only on request."""
 
 
 class SimulatedTask:
     """A thread that runs only while it holds the baton.
 
     Attributes:
-        scheduler: Its scheduler.
-        name: For the trace.
-        rank: Rank of the process that it would belong to; None if it belongs to no rank.
+        scheduler: Scheduler of the task.
+        name: Name in the trace.
+        rank: Rank that it belongs to, if any.
         main: Whether it runs a rank's program; the simulation is over when none is left.
         ident: Thread identifier, once it has run.
-        gate: Opened to pass it the baton. A real lock.
+        gate: Real lock, opened to pass the task the baton.
         blocked: Whether it waits for a wake-up or a time.
-        woken: Whether its last wait ended by a wake-up rather than at its time.
-        number: Number of its current wait, so that the end of an earlier wait is not mistaken for the end of this one.
-        pending: Exception to raise where it waits.
-        waits: What it waits for, innermost last.
-        hasty: How many of these end at their time, however long that is.
+        woken: Whether its last wait ended with a wake-up rather than at its time.
+        number: Number of its current wait, so that the end of an earlier wait is not mistaken for its end.
+        pending: Exception to raise at its current or next wait.
+        waits: Descriptions of its waits, innermost last.
+        hasty: How many of these waits end at their time, however late.
         polls: Number of polls since it last yielded.
         children: Number of threads it has started.
         joiners: Tasks that wait for its end.
@@ -72,13 +72,13 @@ _here = _Here()
 
 
 def here() -> SimulatedTask | None:
-    """Return the task of this thread; None outside of simulations."""
+    """Return the task of this thread; None outside simulations."""
     return _here.task
 
 
 @contextmanager
 def _as_task(task: SimulatedTask | None) -> Iterator[None]:
-    """Context in which this thread is the given task."""
+    """Return a context in which this thread is the given task."""
     before = _here.task
     _here.task = task
     try:
@@ -89,18 +89,18 @@ def _as_task(task: SimulatedTask | None) -> Iterator[None]:
 
 @contextmanager
 def unpatched() -> Iterator[None]:
-    """Context in which this thread is outside its simulation: clocks, locks and waits are real."""
+    """Return a context in which this thread is outside its simulation: clocks, locks and waits are real."""
     with _as_task(None):
         yield
 
 
 @contextmanager
 def waiting(describe: _Wait, *, hasty: bool = False) -> Iterator[None]:
-    """Describe the waits in this context; does nothing outside of simulations.
+    """Return a context whose waits have a description. It has no effect outside simulations.
 
     Args:
-        describe: Returns the description.
-        hasty: Whether they end at their time; no deadlock is reported before that.
+        describe: Function that returns the description.
+        hasty: Whether the waits end at their time; no deadlock is reported before that.
     """
     task = here()
     if task is None:
@@ -128,12 +128,12 @@ def nanoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _TimedEvent:
-    """Something scheduled at a virtual time.
+    """Event at a virtual time.
 
     Attributes:
-        fire: Runs it.
-        live: Returns whether it is still due to happen.
-        patient: Whether it is only the end of a wait with the default patience.
+        fire: Function that runs the event.
+        live: Function that returns whether the event is still due.
+        patient: Whether it only ends a wait with the default patience.
     """
 
     fire: _Action
@@ -179,17 +179,17 @@ _AWAY_S = 1e-4
 
 
 class EndedError(BaseException):
-    """Raised in threads that outlive their simulation, so that none leaks."""
+    """Raised in threads that outlive their simulation, to end them."""
 
 
 class TaskScheduler:
-    """Runs tasks one at a time. When a task blocks or yields, the seed decides which one runs next.
+    """Runs tasks one at a time. When a task blocks or yields, the seed decides which task runs next.
 
-    Time stands still while any task can run; then it jumps to the next event. So a run takes no longer
-    than its computation, and depends only on the seed.
+    Time is frozen while any task can run; then it jumps to the next event. So a run takes no longer than its
+    computation, and depends only on the seed.
 
-    It is a deadlock when only waits of (nearly) the default patience are left to end: then all ranks get
-    `DeadlockError` immediately. Shorter waits, and those marked hasty, end at their time.
+    If all remaining waits have (nearly) the default patience, it is a deadlock, and all ranks get `DeadlockError`
+    immediately. Shorter waits, and waits marked hasty, end at their time.
 
     Args:
         seed: Seed of all choices.
@@ -199,7 +199,7 @@ class TaskScheduler:
 
     Attributes:
         now: Virtual time, in nanoseconds.
-        trace: _TimedEvent log, one line per event.
+        trace: Log with one line per event.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class TaskScheduler:
         self._stuck_s = stuck_s
         self._preempt = preempt
         self._tasks: list[SimulatedTask] = []
-        # Those that have not ended, in order, by rank.
+        # Tasks that have not ended, in order, by rank.
         self._alive: defaultdict[int | None, dict[SimulatedTask, None]] = defaultdict(dict)
         self._ready: list[SimulatedTask] = []
         self._calendar = _Calendar(self._random)
@@ -232,7 +232,7 @@ class TaskScheduler:
 
     # -- for the driver of the simulation --------------------------------------------------------------
     def start(self, run: _Action, name: str, rank: int | None, *, main: bool = False) -> SimulatedTask:
-        """Start a new task on a thread of its own, which is ready to run."""
+        """Start a new task, ready to run, on a new thread."""
         task = SimulatedTask(self, name, rank, main)
         thread = threading.Thread(target=self.live, args=(task, run), name=name, daemon=True)
         task.thread = thread
@@ -241,7 +241,7 @@ class TaskScheduler:
         return task
 
     def admit(self, task: SimulatedTask) -> None:
-        """Add a task with a thread that is about to call `live`."""
+        """Add a task whose thread is about to call `live`."""
         self._tasks.append(task)
         self._alive[task.rank][task] = None
         self._ready.append(task)
@@ -249,7 +249,7 @@ class TaskScheduler:
         self._left += task.main
 
     def run(self) -> None:
-        """Run until the last rank's program has ended. No thread is left when this returns or raises.
+        """Run until the last rank's program has ended. No threads are left when this returns or raises.
 
         Raises:
             CommTimeoutError: A task is stuck: it computes without end, or waits in real time.
@@ -282,7 +282,7 @@ class TaskScheduler:
         return task.woken
 
     def _timeout(self, task: SimulatedTask, patient: bool) -> _TimedEvent:
-        """Return the end of a task's patience in its present wait."""
+        """Return the end of a task's patience in its current wait."""
         number = task.number
 
         def expire() -> None:
@@ -292,7 +292,7 @@ class TaskScheduler:
         return _TimedEvent(expire, lambda: task.blocked and task.number == number, patient)
 
     def wake(self, task: SimulatedTask) -> None:
-        """Wake a task; no effect if it does not wait."""
+        """Wake a task; no effect if it is not waiting."""
         if task.blocked:
             task.blocked = False
             task.woken = True
@@ -312,9 +312,9 @@ class TaskScheduler:
             self._switch_to(task)
 
     def before_lock(self) -> None:
-        """Yield, by chance, before a lock is acquired: state that was read before may change now."""
+        """Yield at random before a lock is acquired, so that state that was read before may change."""
         if self._preempt and not self._over and self._random.random() < self._preempt:
-            # Like a preemption by the operating system: messages may arrive meanwhile.
+            # Like preemption by the operating system: messages may arrive meanwhile.
             self.sleep(self._random.choice((0.0, _AWAY_S * self._random.random())))
 
     def sleep(self, seconds: float) -> None:
@@ -335,7 +335,7 @@ class TaskScheduler:
                 self.sleep(_POLL_NS / _NS)
 
     def at(self, when: int, action: _Action) -> None:
-        """Run an action when the clock reads `when`; on a separate thread, so it may wait for locks."""
+        """Run an action when the clock reads `when`, on a separate thread, so that it may wait for locks."""
 
         def fire() -> None:
             self._due.append(action)
@@ -350,11 +350,11 @@ class TaskScheduler:
         self.trace.append(f"{self.now / _NS:.9f} {name}: {text}")
 
     def choose(self, among: int) -> int:
-        """Return a number below `among`, by the seed."""
+        """Return a seeded random integer below `among`."""
         return self._random.randrange(among) if among > 1 else 0
 
     def chance(self) -> float:
-        """Return a number from 0 to 1, by the seed."""
+        """Return a seeded random number from 0 to 1."""
         return self._random.random()
 
     def of_rank(self, rank: int) -> list[SimulatedTask]:
@@ -414,7 +414,7 @@ class TaskScheduler:
         return None
 
     def _advance(self) -> None:
-        """Advance time until a task can run: none can now."""
+        """Advance time until a task can run."""
         found = self._calendar.next()
         if found is None:
             self._break_deadlock()
@@ -447,7 +447,7 @@ class TaskScheduler:
 
     # -- the end -----------------------------------------------------------------------------------
     def _end(self) -> None:
-        """End every remaining thread, at its wait."""
+        """End every remaining thread at its wait."""
         self._over = True
         if self._running is not None and not self._driver.acquire(timeout=_LEAVE_S):
             return
@@ -470,19 +470,19 @@ _TORCH = f"{os.sep}torch{os.sep}"
 
 
 def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float) -> tuple[str, dict[int, str]]:
-    """Return a sentence that names each rank, and the operation of each rank, where known.
+    """Return a sentence that names each rank and its operation, where known.
 
-    Ranks that wait alike are named together, and the sentence is short however many ranks there are.
+    Ranks in the same wait are named together, so the sentence is short however many ranks there are.
 
     Args:
-        ranks: For each rank, its tasks that have not ended.
+        ranks: Unfinished tasks of each rank.
         now_s: Virtual time, in seconds.
     """
     frames = thread_frames()
     operations: dict[int, str] = {}
     alike: dict[str, list[int]] = {}
     for rank, tasks in sorted(ranks.items()):
-        # The others, if any, wait for collectives that the program has started.
+        # Any other tasks wait for collectives that the program has started.
         for main in [task for task in tasks if task.main]:
             operation, site = _operation_of(frames.get(main.ident or 0))
             if operation is not None:
@@ -498,7 +498,7 @@ def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float)
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """Return a text that names some ranks, the first few of them if there are many.
+    """Return a text that names ranks, only the first few if there are many.
 
     Example:
         >>> name_ranks({3}), name_ranks({2, 1}), name_ranks(range(500))
@@ -509,7 +509,7 @@ def name_ranks(ranks: Collection[int]) -> str:
 
 
 def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError:
-    """Return the error of a simulation whose running task neither ends nor blocks, with the stack of the task."""
+    """Return the error for a running task that neither ends nor blocks, with its stack."""
     frame = thread_frames().get(task.ident or 0) if task is not None else None
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
     name = task.name if task is not None else "a task"

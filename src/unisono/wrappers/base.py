@@ -1,4 +1,4 @@
-"""Base class of all wrappers: a transport that forwards everything to another one."""
+"""Base class of all wrappers: a transport that forwards every call to another one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Transport):
-    """Forwards everything, except native collectives, which would bypass a wrapper that intercepts `post`.
+    """Forwards every call except native collectives, which would bypass a wrapper that intercepts `post`.
 
-    A wrapper that handles these itself declares so by setting `native` to that of the inner transport.
-    A subclass overrides the methods it changes, and `wrap_child`, which applies it to sub-groups.
+    A wrapper that handles these sets `native` to the inner transport's. A subclass overrides the methods that it
+    changes, and `wrap_child`, which applies it to subgroups.
 
     Args:
         inner: The transport to wrap.
@@ -34,7 +34,7 @@ class Wrapper(Transport):
 
     @abstractmethod
     def wrap_child(self, inner: Transport) -> Self:
-        """Return a wrapper with the same settings around the transport of another group.
+        """Return a wrapper with the same settings around another group's transport.
 
         Args:
             inner: Result of the inner transport's `split` or `reconfigure`.

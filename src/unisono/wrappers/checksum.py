@@ -19,7 +19,7 @@ from unisono.wrappers.delay_queue import Stream
 
 __all__ = ["Checksummed", "Frame"]
 
-# Magic number, message number in its stream, length, hash of the bytes; then the hash of all these.
+# Magic number, message number in its stream, length, hash of the bytes, and a hash of all of these.
 _HEADER = struct.Struct("<8sQQQ")
 _HEADER_HASH = struct.Struct("<Q")
 _MAGIC = b"unisono\x01"
@@ -29,18 +29,18 @@ _HEADER_BYTES = _HEADER.size + _HEADER_HASH.size
 class Checksummed(Wrapper):
     """Prefixes every message with a header: its number, its length and a hash (XXH3, 64 bits) of its bytes.
 
-    The receiver compares. A flipped bit, or a lost, duplicated or reordered message raises `CorruptedError`, which
-    names the sender (`peer`), the tag and the message's number. It is raised by the wait, before the data is used.
-    All ranks use this wrapper, or none. It protects against accidents, not against attackers: there is no key.
-    Native collectives are hidden, so that collectives are sent as messages, too.
+    The receiver checks it: for a flipped bit, or a lost, duplicated or reordered message, the wait raises
+    `CorruptedError`, which names the sender (`peer`), the tag and the message's number, before the data is used. Either
+    all ranks use this wrapper or none does. It protects against accidents, not against attackers: there is no key.
+    Native collectives are hidden, so that collectives are also sent as messages.
 
-    A receive with a length or dtype that differs from the send still raises `MismatchError`, in terms of bytes.
+    A receive whose length or dtype differs from the send's still raises `MismatchError`, in terms of bytes.
 
     Args:
         inner: The transport to check.
 
-    Cost: 40 more bytes per message; a copy and a hash of its bytes on either side (about 0.2 ns per byte; GPU
-    data is copied to the CPU for the hash). A change goes undetected with a probability of 2**-64.
+    Cost: 40 more bytes per message; a copy and a hash of its bytes on each side (about 0.2 ns per byte; GPU data is
+    copied to the CPU for the hash). A change goes undetected with probability 2**-64.
 
     Example:
         >>> from unisono.testing import Checksummed, Faulty
@@ -103,7 +103,7 @@ class Frame:
         self.packed[:_HEADER_BYTES].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def unpack(self) -> None:
-        """Copy the content to its destination; `CorruptedError` if it differs from what was sent."""
+        """Copy the content to its destination; raise `CorruptedError` if it differs from what was sent."""
         data = bytes(self.packed[:_HEADER_BYTES].tolist())
         header = data[: _HEADER.size]
         header_hash = _HEADER_HASH.unpack(data[_HEADER.size :])[0]

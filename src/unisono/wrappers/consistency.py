@@ -1,4 +1,4 @@
-"""Comparison of the collectives of all ranks, before any data moves or while it moves; and of what arrives."""
+"""Comparison of all ranks' collectives, before or while data moves, and optionally of the data that arrives."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger("unisono")
 
 _DIGEST = struct.Struct("<Q")
 _BEFORE = frozenset(name for name, collective in COLLECTIVES.items() if collective.returns or not collective.moves)
-"""Calls that ranks always compare before they run: barriers, and those whose lengths the library reads."""
+"""Calls that are always compared before they run: barriers, and calls whose lengths the library reads."""
 _CONNECT_S = 5.0
-"""Seconds in which the ranks of a group connect; a firewall answers nothing."""
+"""Seconds for the ranks of a group to connect; a firewall may drop packets without an answer."""
 
 
 class Comparer(Protocol):
@@ -43,37 +43,35 @@ class Comparer(Protocol):
         """Notify ranks that wait for this one."""
 
     def end(self, cause: BaseException) -> None:
-        """End every wait with an error, from any thread."""
+        """End every wait with an error. Callable from any thread."""
 
     def close(self) -> None:
         """Close the connections."""
 
 
 Connect = Callable[[Group, ControlPlane, Options], Comparer]
-"""Makes a `Comparer`. Collective."""
+"""Function that makes a `Comparer`. Collective."""
 
 
 class Checked(Wrapper):
     """Starts every collective with an exchange of fingerprints: `MismatchError` on all ranks if they differ.
 
-    If the transport `compares_later`, only the first call waits for that exchange, and calls that must be known to be
-    the same on all ranks: barriers, calls by messages, and those whose result the library itself reads. All others are
-    compared by a thread while they run.
+    If the transport `compares_later`, only some calls wait for that exchange: the first one, barriers, calls made of
+    messages, and calls whose result the library itself reads. A thread compares all others while they run.
 
-    Cost: about 25 us per collective on one host, and log2 p short messages, over connections that ranks make in their
-    first collective; a round trip to the control plane if they cannot be made. None per message. With `full`, which
-    also compares shapes, a round trip to the control plane after it, with hashes of the inputs and outputs:
-    `CorruptedError` on all ranks if they differ. The hash of a sum cannot be known beforehand; ranks compare that they
-    all hold the same one. A message costs one request to the control plane where it is sent, and two where it is
-    received.
+    Cost: about 25 us per collective on one host, for log2 p short messages over connections made in the first
+    collective, or a round trip to the control plane if these cannot be made; nothing per message. `full` also compares
+    shapes, and after each collective the hashes of inputs and outputs, with another round trip to the control plane:
+    `CorruptedError` on all ranks if they differ. The hash of a sum cannot be known beforehand, so ranks only check that
+    they all hold the same sum. A message then costs the sender one request to the control plane, and the receiver two.
 
     Args:
         inner: The transport to check.
-        control: This rank's handle to the control plane.
-        options: For the timeout, and the address of this host.
-        connect: Makes connections over which the calls of a group are compared. Without it, over the control plane.
-        full: Whether to compare contents too.
-        report: Reports what a comparison beside a call finds. Without it, all calls wait.
+        control: Handle to the control plane.
+        options: Options, for the timeout and the address of this host.
+        connect: Makes the connections over which a group's calls are compared; if None, the control plane is used.
+        full: Whether to compare contents as well.
+        report: Reports the error of a comparison that runs beside its call. If None, all calls wait.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Checked(Wrapper):
     def compare(self, call: Call, deadline: float) -> None:
         if self._later is not None:
             if call.steps is None and call.fingerprint.operation not in _BEFORE:
-                # The transport compares nothing itself, or it would not be compared for here.
+                # The transport does not compare calls itself, or this method would not be called.
                 self._later.add(call.fingerprint, deadline)
                 return
             self._later.settle()
@@ -112,7 +110,7 @@ class Checked(Wrapper):
             self._comparer.compare(call.fingerprint, deadline, shapes=self.full)
         else:
             self._compare_by_control_plane(call.fingerprint, deadline)
-            # All ranks are known to be here.
+            # All ranks are known to be in this call.
             self._comparer = self._connected()
             self._connect = None
             if self._comparer is not None and self._report is not None:
@@ -143,7 +141,7 @@ class Checked(Wrapper):
         compare_in_full(self._control, self.group, topic, fingerprint, left, shapes=self.full)
 
     def _connected(self) -> Comparer | None:
-        """Return what compares later calls; None, on all ranks, if not all ranks can be connected."""
+        """Return the comparer for later calls; None, on all ranks, if not all ranks can be connected."""
         if self._connect is None:
             return None
         comparer: Comparer | None = None
@@ -160,7 +158,7 @@ class Checked(Wrapper):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         work = super().run(call, over)
         collective = FAMILIES[call.name]
-        # The hash of a sum cannot be known beforehand: it is compared where all ranks hold the sum.
+        # The hash of a sum cannot be known beforehand, so it is compared only if all ranks hold the sum.
         if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
             return work
         return ChainedWork(work, lambda: self._compare_results(call, collective))
@@ -193,10 +191,10 @@ class Checked(Wrapper):
         return ChainedWork(super().post(batch), lambda: self._compare_messages(received))
 
     def _key(self, message: Message) -> str:
-        """Return the key of a message's hash, which its sender and its receiver know without a message."""
+        """Return the key of a message's hash, which sender and receiver can compute separately."""
         receives = isinstance(message, Recv)
         source, target = (message.peer, self.rank) if receives else (self.rank, message.peer)
-        # Of messages to oneself, both ends are counted here.
+        # For messages to itself, this rank counts both ends.
         stream = receives, source, target, message.tag
         self._counted[stream] += 1
         number = self._counted[stream]
@@ -238,7 +236,7 @@ class Checked(Wrapper):
 
 
 def _topic(fingerprint: Fingerprint) -> str:
-    # The operation is not part of it, because differing calls must be compared.
+    # The operation is not part of the key, because calls that differ in it must be compared.
     return f"call {fingerprint.call}"
 
 

@@ -1,4 +1,4 @@
-"""Simulation of slower links: a delay for each message, and a limit on bytes per second."""
+"""Simulation of slower links: a delay for each message, and a bandwidth limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Delayed", "LinkModel"]
 
 
 class LinkModel:
-    """Send times of messages over slow links, by the postal model of a network.
+    """Send times of messages over slow links, after the postal model of a network.
 
     Args:
         latency_s: Delay of each message, in seconds.
@@ -30,7 +30,7 @@ class LinkModel:
         self._free_at: dict[int, float] = {}
 
     def due(self, send: Send, longer_s: float = 0.0) -> float:
-        """Return the send time on the library's clock; the link is busy until then, less the latency."""
+        """Return the send time on the library's clock. The link is busy until that time minus the latency."""
         start = max(clock.now(), self._free_at.get(send.peer, 0.0))
         if self._bytes_per_s is not None:
             start += send.tensor.nbytes / self._bytes_per_s
@@ -41,14 +41,14 @@ class LinkModel:
 class Delayed(Wrapper):
     """Delays each message that this rank sends, and limits its bandwidth. No message is lost or reordered.
 
-    Use it to test a program on another network, or with one slow rank. Native collectives are hidden, so that
-    collectives are composed of messages, which are delayed. On simulated ranks, time is virtual.
+    Use it to test a program on a slower network, or with one slow rank. Native collectives are hidden, so that
+    collectives consist of messages, which are delayed. On simulated ranks, time is virtual.
 
     Args:
         inner: The transport to slow down.
         latency_s: Delay of each message, in seconds.
         bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
-        jitter: Random increase of each latency, as a maximum fraction of it.
+        jitter: Maximum random increase of each latency, as a fraction of it.
         seed: Seed of the jitter.
 
     Raises:
@@ -91,7 +91,7 @@ class Delayed(Wrapper):
         return Delayed(inner, self._latency_s, bytes_per_s=self._bytes_per_s, jitter=self._jitter, seed=self._seed)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        # Receives first: they must not queue behind late sends.
+        # Receives first, because they must not queue behind late sends.
         posted = self.inner.post([message for message in batch if not isinstance(message, Send)])
         late = [DelayedSend(message, self._due(message)) for message in batch if isinstance(message, Send)]
         return WorkGroup([posted, self._late.post(late)]) if late else posted

@@ -21,12 +21,12 @@ Stream = tuple[int, int]
 
 @dataclass(slots=True)
 class DelayedSend:
-    """A message that is sent later.
+    """A message to send later.
 
     Attributes:
         send: The message.
         due: Send time, on the library's clock.
-        swap: Whether the next message of its stream is sent first, if it is posted before that time.
+        swap: Whether the next message of the stream, if it is posted before `due`, is sent first.
     """
 
     send: Send
@@ -35,9 +35,9 @@ class DelayedSend:
 
 
 class DelayQueue:
-    """Sends messages when they are due, in posting order for each rank and tag.
+    """Sends messages when they are due, in posting order per rank and tag.
 
-    One thread for each stream that has a message waiting; none when idle for 5 s.
+    Has one thread per stream with waiting messages; an idle thread ends after 5 s.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -48,12 +48,12 @@ class DelayQueue:
         self._cause: BaseException | None = None
 
     def queued(self, stream: Stream) -> bool:
-        """Return whether a message of this stream has not been sent yet."""
+        """Return whether messages of this stream are still waiting."""
         with self._changed:
             return stream in self._streams
 
     def post(self, messages: Sequence[DelayedSend]) -> Work:
-        """Send each message when it is due. The work ends when all are received, each within the inner timeout."""
+        """Send each message when it is due. The work completes when all are received, each within the inner timeout."""
         work = CountdownWork(threading.TIMEOUT_MAX, [held.send for held in messages])
         for held in messages:
             stream = (held.send.peer, held.send.tag)
@@ -86,7 +86,7 @@ class DelayQueue:
                     return
 
     def _next(self, stream: Stream) -> tuple[DelayedSend, CountdownWork]:
-        """Return the message to send now, which stays at the head of its stream."""
+        """Return the message to send now, which remains at the head of its stream."""
         with self._changed:
             waiting = self._streams[stream]
             while True:

@@ -1,4 +1,4 @@
-"""Fault injection: lost, late, duplicated, swapped or corrupted messages; ranks that die, freeze or are slow."""
+"""Fault injection: lost, late, duplicated, reordered or corrupted messages, and ranks that die, freeze or are slow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class KilledError(Exception):
-    """Raised in a rank that `Faulty` has killed, where ranks are threads: a process would be gone.
+    """Raised in a rank that `Faulty` has killed, if ranks are threads; a process would be gone.
 
     Example:
         >>> def program(comm):
@@ -69,28 +69,26 @@ class _Faults:
 
 
 class Faulty(Wrapper):
-    """Injects faults: corrupts messages at random, and kills, freezes or slows ranks. Reproducible by its seed.
+    """Injects faults: damages messages at random, and kills, freezes or slows ranks, reproducibly from a seed.
 
-    The fault of a message depends on the seed, the group, both ranks, the tag, and the message's number among
-    these: so a run can be repeated, whatever the timing. Native collectives are hidden; collectives composed
-    of messages are affected through these. Only sends are affected: wrap it in `Checksummed` (outside, so that
-    it sees the damage) to detect the faults.
+    A message's fault depends only on the seed, the group, both ranks, the tag, and the message's number among these, so
+    a run can be repeated whatever its timing. Native collectives are hidden, so that faults reach collectives through
+    their messages. Only sends are affected; to detect the damage, wrap it in `Checksummed`.
 
     Args:
         inner: The transport to inject faults into.
         seed: Seed of all random choices.
         drop: Probability that a message is lost. Its sender sees success.
-        delay: Probability that a message is sent late. Later ones of the same tag to the same rank queue behind it.
+        delay: Probability that a message is sent late. Later messages with its tag to its rank queue behind it.
         duplicate: Probability that a message arrives twice.
-        reorder: Probability that a message is overtaken by the next one of its tag to its rank, if that is sent
-            within `delay_s`.
+        reorder: Probability that the next message with its tag to its rank overtakes it, if sent within `delay_s`.
         corrupt: Probability that one bit of a message changes in flight.
         delay_s: Delay of late messages, in seconds.
         on_ranks: Ranks that are killed, freeze or are slow.
 
     Raises:
-        ValueError: A probability outside 0 to 1, or a negative duration.
-        TypeError: An argument is no number, or `ranks` no sequence of ranks.
+        ValueError: A probability is outside 0 to 1, or the duration is negative.
+        TypeError: An argument is not a number, or `on_ranks` not a `RankFaults`.
 
     Example:
         >>> def program(comm):
@@ -174,7 +172,7 @@ class Faulty(Wrapper):
         # Receives first: they must not queue behind late sends.
         posted = self.inner.post(prompt)
         if again:
-            # No rank waits for the duplicates.
+            # Nobody waits for the duplicates.
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
@@ -207,14 +205,14 @@ class Faulty(Wrapper):
 
 
 def check_faults(faults: Mapping[str, Any], size: int) -> None:
-    """Check the arguments of `Faulty`, but for the seed, before ranks exist.
+    """Check the arguments of `Faulty`, except the seed, before ranks exist.
 
     Args:
         faults: The arguments, by name.
         size: Number of ranks.
 
     Raises:
-        ValueError, TypeError: An argument that does not exist or is invalid, or a rank that does not exist.
+        ValueError, TypeError: An argument is unknown or invalid, or a rank does not exist.
     """
     parameters = signature(Faulty).parameters.items()
     defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not Parameter.empty}
@@ -234,7 +232,7 @@ def _of_rank(faults: RankFaults, rank: int) -> RankFaults:
 
 @dataclass(frozen=True, slots=True)
 class _FaultDecision:
-    """Decision about one message; `where` is the position of the bit that changes, as a fraction of its length."""
+    """Fault of one message; `where` is the position of the bit that changes, as a fraction of its length."""
 
     dropped: bool
     delayed: bool

@@ -1,4 +1,4 @@
-"""Comparison of calls in a thread beside the one that makes them."""
+"""Comparison of calls in a separate thread."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from unisono.errors import MismatchError
 __all__ = ["LaterComparison", "Report"]
 
 Report = Callable[[BaseException, Fingerprint], None]
-"""Reports the error of a comparison to the group; called in the thread that compares."""
+"""Reports the error of a comparison to the group. Called in the comparing thread."""
 
 _AHEAD = 64
-"""Calls that may be made before they are compared.
+"""Maximum number of calls that have not been compared yet.
 
-A device's queue of launches has about a thousand places, and a launch into a full queue blocks its thread: the rank
-must not get that far ahead of one that does not come.
+A device's launch queue has about a thousand entries, and a launch into a full queue blocks its thread, so a rank must
+not get that far ahead of one that never arrives.
 """
 
 
 class LaterComparison:
-    """Compares calls in their order, each while it runs. The calling thread waits only if it gets far ahead.
+    """Compares calls in order while they run. The calling thread waits only if it gets far ahead.
 
     Args:
-        compare: Compares one call, until a deadline, as `Comparer.compare`.
-        report: Called with the first error. Nothing is compared after it.
-        name: Of the thread.
+        compare: Compares one call until a deadline, as `Comparer.compare` does.
+        report: Called with the first error, after which no more calls are compared.
+        name: Name of the thread.
     """
 
     def __init__(self, compare: Callable[[Fingerprint, float], None], report: Report, name: str) -> None:
@@ -37,27 +37,27 @@ class LaterComparison:
         self._report = report
         self._worker = SerialWorker(name)
         self._added = 0
-        # Written by the worker alone. A reader that misses its last change waits in `settle` for nothing.
+        # Written only by the worker. A reader that misses its last change enters `settle` in vain.
         self._compared = 0
         self._failed = False
         self._ended = False
 
     def add(self, fingerprint: Fingerprint, deadline: float) -> None:
-        """Let a call be compared. Call it before the call itself, whose launch may wait for the other ranks."""
+        """Queue a call for comparison. Call this before the call itself, whose launch may wait for the other ranks."""
         if self._added - self._compared >= _AHEAD:
             self.settle()
         self._added += 1
         self._worker.run(partial(self._compare_one, fingerprint, deadline))
 
     def settle(self) -> None:
-        """Return when every call that was added has been compared, or a comparison has failed."""
+        """Return when every added call has been compared, or a comparison has failed."""
         if self._compared < self._added and not self._ended:
             settled = threading.Event()
             self._worker.run(settled.set)
             settled.wait()
 
     def end(self) -> None:
-        """Let the thread end after the last comparison. Call `settle` before."""
+        """End the thread after the last comparison. Call `settle` first."""
         self._ended = True
         self._worker.end()
 

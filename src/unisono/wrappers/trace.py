@@ -1,4 +1,4 @@
-"""Recording of every collective and message of a transport as an event."""
+"""Recording of a transport's collectives and messages as events."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Traced", "observed", "traced", "waits_of"]
 
 
 class Traced(Wrapper):
-    """Reports each message and collective to `sink` as it ends; forwards everything, native collectives too.
+    """Reports each message and collective to `sink` when it ends. Forwards everything, including native collectives.
 
     Args:
         inner: The transport to record.
         sink: Called with each event, in the thread that completes it.
-        called_s: When the program made the call, if the wrapper is of a single call.
-        posted: The messages of that call, as counted since the group was made.
+        called_s: Time at which the program made the call, if the wrapper is for a single call.
+        posted: Messages of that call, numbered since the group was made.
 
     Example:
         >>> events = []
@@ -71,7 +71,7 @@ class Traced(Wrapper):
         return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, details, start))
 
     def _message(self, place: int, message: Message) -> dict[str, Any]:
-        """Return a message's peer and tag, and its identity, which sender and receiver know without a message."""
+        """Return a message's peer and tag, and its identity, which sender and receiver can compute separately."""
         peer = message.peer
         tag = message.tag
         kind = "send" if isinstance(message, Send) else "recv"
@@ -104,7 +104,7 @@ def _detail(fingerprint: Fingerprint) -> dict[str, Any]:
 
 
 def traced(transport: Transport, posted: Sequence[PendingMessage] = ()) -> Transport:
-    """Return the transport for one call, traced if a recording is open in this context."""
+    """Return the transport for a call, traced if a recording is open in this context."""
     sink = SINK.get()
     return transport if sink is None else Traced(transport, sink, time.perf_counter(), posted)
 
@@ -115,14 +115,14 @@ _UNOBSERVED = nullcontext()
 def observed(
     transport: Transport, call: Call, *, starts: bool = False
 ) -> tuple[Transport, AbstractContextManager[None]]:
-    """Return the transport of a collective, and a context in which the program waits for it.
+    """Return the transport for a collective, and the context in which the program waits for it.
 
-    They record, if anyone observes now: a recording that is open in this context, or torch's profiler.
+    They record for the recording that is open in this context, and for torch's profiler, if there are any.
 
     Args:
-        transport: The communicator's.
+        transport: Transport of the communicator.
         call: The call.
-        starts: Whether it only starts the call.
+        starts: Whether the program only starts the call.
     """
     if not observed_now():
         return transport, _UNOBSERVED
@@ -133,7 +133,7 @@ def observed(
 
 
 def waits_of(work: Work, name: str, group: Group) -> Work:
-    """Return a work whose waits are recorded, if someone observes now.
+    """Return a work whose waits are recorded, if a recording or a profiler is active.
 
     Args:
         work: The work.

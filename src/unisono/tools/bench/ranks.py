@@ -104,7 +104,7 @@ def _one_thread() -> Iterator[None]:
 
 
 _OWN = ""
-"""No peer's name."""
+"""Name of unisono among the candidates; not a peer's name."""
 
 
 def measure(comm: Communicator, settings: Settings, folder: Path, report: Callable[[Result], None]) -> list[Result]:

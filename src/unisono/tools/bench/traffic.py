@@ -18,7 +18,7 @@ _ONLY_WRITE = {"copy_", "fill_", "zero_"}
 
 @dataclass(slots=True)
 class MemoryTraffic:
-    """Bytes that torch operations moved.
+    """Bytes moved by torch operations.
 
     Attributes:
         read, written: Bytes of operands. A byte that two operations read counts twice.

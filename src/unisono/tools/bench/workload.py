@@ -190,7 +190,7 @@ class Pattern:
 
 
 def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
-    """Return a rank's input: whole numbers, so small that every dtype holds every result exactly. None is 0."""
+    """Return a rank's input: integers other than 0, small enough that every dtype holds every result exactly."""
     if dtype is torch.bool:
         above = 2
         scale = 1
@@ -198,7 +198,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
         above = 3
         scale = 1
     else:
-        # Makes an average whole, too.
+        # Keeps averages integral as well.
         scale = ranks if op is ReduceOp.AVG else 1
         above = max(3, 127 // (ranks * scale))
     chance = torch.Generator().manual_seed(rank)

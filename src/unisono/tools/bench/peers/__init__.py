@@ -1,4 +1,4 @@
-"""Peers: other implementations of a collective, one file each, measured beside unisono in the same run."""
+"""Peers: other implementations of a collective, one file each, measured alongside unisono in the same run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Peer(ABC):
 
     @abstractmethod
     def __init__(self, comm: Communicator, folder: Path) -> None:
-        """Connect to the other ranks: over `comm`, or by an empty folder that all of them see."""
+        """Connect to the other ranks: over `comm`, or through an empty folder that all of them see."""
 
     @abstractmethod
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:

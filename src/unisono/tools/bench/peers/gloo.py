@@ -1,4 +1,4 @@
-"""Torch's gloo as it comes: a bare ProcessGroupGloo on the loopback device, with nothing of unisono around it."""
+"""Plain torch gloo: a bare ProcessGroupGloo on the loopback device, without unisono around it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _REFUSED = (torch.int16, torch.bool)
 
 
 class Gloo(Peer):
-    """One group of all ranks, of two threads, as torch makes it.
+    """One group of all ranks, with two threads, as torch makes it.
 
     Attributes:
-        device: Where gloo listens, as its `create_device` takes it.
+        device: Device on which gloo listens, as for its `create_device`.
         group: The ProcessGroupGloo, for operations that are not collectives.
     """
 

@@ -1,4 +1,4 @@
-"""The transport's own collective, for a schedule to be measured against."""
+"""The transport's own collective, as a reference for schedules."""
 
 from __future__ import annotations
 

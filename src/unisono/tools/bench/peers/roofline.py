@@ -15,7 +15,7 @@ __all__ = ["PEER", "Roofline"]
 
 
 class Roofline(Peer):
-    """Copies each message, S bytes, to memory of this rank's own: traffic 2S a rank, the least of an all_reduce."""
+    """Copies each message, S bytes, to this rank's memory: 2S bytes of traffic, the least for an all_reduce."""
 
     verified = False
 

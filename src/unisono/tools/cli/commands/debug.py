@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Show the prompt until the ranks are let go."""
+    """Show the prompt until the ranks are continued."""
     from unisono.debugger import attach
     from unisono.debugger.prompt import Prompt
 
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         else:
             with refusing(ValueError):
                 prompt = Prompt(session, given.rank)
-            # An interrupt leaves the ranks held, as the end of the input does.
+            # An interrupt leaves the ranks held, like the end of the input.
             with suppress(KeyboardInterrupt):
                 prompt.cmdloop()
     return 0

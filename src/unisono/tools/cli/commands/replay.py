@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the script, and print whether it did the same."""
+    """Run the script, and print whether it matched the recording."""
     if not given.module and not Path(given.script).exists():
         raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
     from unisono.diagnostics.tracebacks import format_error

@@ -136,7 +136,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace, hosts: list[tuple[str, int]]) -> None:
-    """Refuse what cannot be."""
+    """Refuse options that contradict each other."""
     if given.ranks is None and not given.hosts:
         raise UsageError("pass -n, the number of ranks, or --hosts")
     if given.ranks is not None and given.ranks < 1:
@@ -167,7 +167,7 @@ def _hosts(given: argparse.Namespace) -> list[tuple[str, int]]:
         return [("127.0.0.1", count)]
     found = []
     for text in filter(None, map(str.strip, given.hosts.split(","))):
-        # An address of IPv6 has colons of its own, unless it is in brackets.
+        # An IPv6 address itself contains colons, unless it is in brackets.
         match = _HOST.fullmatch(text)
         if match is None:
             raise UsageError(f"--hosts takes names or addresses, such as a,b:4 or [fd77::1]:4, not {text!r}")

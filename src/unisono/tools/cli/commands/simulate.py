@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Simulate, and print and write what is asked for."""
+    """Simulate, and print and write the requested outputs."""
     from unisono.tools.bench.report import check_plot
     from unisono.tools.bench.settings import parse_sizes
 

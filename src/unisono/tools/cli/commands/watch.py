@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Become the command."""
+    """Replace this process with the command."""
     if given.timeout is not None and not given.timeout > 0:
         raise UsageError(f"--timeout takes a positive number of seconds, not {given.timeout:g}")
     settings = {"UNISONO_WATCH": given.check}

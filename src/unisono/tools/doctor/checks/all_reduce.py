@@ -45,7 +45,7 @@ def _launched(target: Target, limit_s: float) -> list[Finding]:
         for name, obstacle in wanted.items()
         if obstacle is None
     }
-    # What was not asked for is reported by its own check only.
+    # Backends that were not requested are reported only by their own checks.
     remarks = [
         info(f"{name}: not tried, {obstacle}")
         for name, obstacle in wanted.items()

@@ -44,7 +44,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def ranks_here(target: Target) -> int | None:
-    """Return the number of ranks on this host, asked for or started by a launcher; None if it is unknown."""
+    """Return the number of ranks on this host, requested or started by a launcher; None if unknown."""
     launch = launched()
     return next((count for count in (target.ranks, launch.local_size, launch.size) if count is not None), None)
 

@@ -1,4 +1,4 @@
-"""One collective call of one rank, and the parts of it that ranks compare before any data moves."""
+"""A collective call of a rank, and the parts of it that ranks compare before any data moves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 NATIVE = "native"
-"""Algorithm name of a call that the transport carries out with its native collective."""
+"""Algorithm name of a call that the transport's native collective performs."""
 
 NOTHING_SENT = "Nothing was sent"
 """Ends the text of a mismatch that was found before the call."""
@@ -41,13 +41,13 @@ MAY_BE_WRONG = "Its result, and all that follows from it, may be wrong"
 
 
 class Agreed(NamedTuple):
-    """A value that all ranks should have in common.
+    """A value that should be equal on all ranks.
 
     Attributes:
-        name: As passed to `agree`.
+        name: Name passed to `agree`.
         digest: Hash of all parts.
         parts: Path, digest and description of each part.
-        site: Where `agree` was called.
+        site: Line that called `agree`.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Fingerprint(NamedTuple):
     Attributes:
         call: Number of the call among the group's collectives.
         operation: Name of the method of `Communicator`.
-        counts: Numbers of elements, where ranks must agree on them.
+        counts: Numbers of elements, if ranks must agree on them.
         adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
-        agreed: In an "agree": names and digests of the values that all ranks should have in common.
-        sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
-            what rank a sends to b must be what b receives from a.
+        agreed: In an "agree": names and digests of the values that should be equal on all ranks.
+        sends, receives: Elements for and from each rank, if they differ by rank (all_to_all): the number that rank a
+            sends to b must be the number that b receives from a.
         parts: The values of `agreed`.
     """
 
@@ -90,7 +90,7 @@ class Fingerprint(NamedTuple):
     site: Place = None
 
     def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
-        """The values that must be equal on all ranks; on request the shape too, if ranks' tensors are alike."""
+        """The values that must be equal on all ranks; on request with the shape, if ranks' tensors are alike."""
         values = self[: len(_COMPARED)]
         return (*values, self.shape if len(self.counts) == 1 else None) if shapes else values
 
@@ -99,7 +99,7 @@ class Fingerprint(NamedTuple):
         return (*self[:-1], site_text(self.site))
 
     def __str__(self) -> str:
-        """The call's arguments in words."""
+        """The call's arguments as text."""
         root = None if self.root is None else f"root {self.root}"
         shape = None if self.shape is None else str(self.shape)
         return ", ".join(filter(None, (self.op, self.dtype, shape, root)))
@@ -109,17 +109,17 @@ _COMPARED = Fingerprint._fields[: Fingerprint._fields.index("sends")]
 
 
 class Steps(Protocol):
-    """Carries out a call with messages."""
+    """Performs a call with messages."""
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Return when this rank's part of the call is done; raise if it is not by the deadline."""
+        """Return when this rank's part of the call is done; raise an error after the deadline."""
 
 
 class Call(NamedTuple):
-    """One collective call of one rank, as transports, wrappers and recorders see it.
+    """A collective call of a rank, as transports, wrappers and recorders see it.
 
-    Made once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. What
-    `inputs` and `outputs` hold:
+    Made once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. Contents of
+    `inputs` and `outputs`:
 
     | name | inputs | outputs |
     |---|---|---|
@@ -139,15 +139,15 @@ class Call(NamedTuple):
         op: The reduce operation, never `avg`.
         average: Whether the sum will be divided once all data has arrived; only compared between ranks.
         root: Root of a rooted operation.
-        packed: The tensor of which the one-a-rank side is consecutive slices, if it is.
-        lengths: Elements of each rank's part, where the parts of a gather or scatter differ; else empty.
+        packed: The tensor whose consecutive slices are the one-per-rank side, if there is one.
+        lengths: Elements of each rank's part, if the parts of a gather or scatter differ; otherwise empty.
         fingerprint: Description for comparison between ranks and for reports.
-        steps: The chosen algorithm, which carries the call out with messages; None where the transport itself does.
+        steps: The chosen algorithm, which performs the call with messages; None if the transport does it itself.
         staging: Copies between the caller's tensors and these; None for a part of another call.
-        timeout: Seconds for all of it.
-        checked: Whether ranks compare it before it writes to memory: not with `check="off"`.
-        inference: Whether it was made in inference mode.
-        agreed: Pending `agree` values that ranks compare first; None if there are none.
+        timeout: Seconds for the whole call.
+        checked: Whether ranks compare the call before it writes to memory; False with `check="off"`.
+        inference: Whether the call was made in inference mode.
+        agreed: Pending `agree` values that ranks compare first, if any.
     """
 
     name: str
@@ -181,7 +181,7 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
     """Return a description of the mismatch that quotes every side; empty if all fingerprints match.
 
     Args:
-        prints: Fingerprints of all ranks of a group, in order; or of some of its ranks, by rank.
+        prints: Fingerprints of all ranks of a group, in order, or of some ranks, by rank.
         shapes: Whether shapes must be equal as well.
     """
     sides = prints if isinstance(prints, Mapping) else dict(enumerate(prints))
@@ -231,7 +231,7 @@ def disagreement(prints: Mapping[int, Fingerprint]) -> str:
         paths = sorted({path for table in tables.values() for path in table})
         path, *later = (path for path in paths if len({str(table.get(path)) for table in tables.values()}) > 1)
         for inner in later:
-            # An element that some ranks lack says more than the length of its container.
+            # A missing element is more informative than the length of its container.
             kinds = {table[path][1].partition(" of ")[0] for table in tables.values() if path in table}
             if inner.startswith(path) and len(kinds) == 1:
                 path = inner

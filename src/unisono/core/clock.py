@@ -19,10 +19,10 @@ _python = time.monotonic
 """Bound here because a simulation replaces `time.monotonic` for programs."""
 
 now: Callable[[], float] = _python
-"""The time in seconds. Call it through the module, `clock.now()`: `stop` and `virtual` put other functions here.
+"""The time in seconds. Call it through the module, `clock.now()`, because `stop` and `virtual` replace it.
 
-A call of one microsecond reads the clock twice, and the C function takes half as long as a Python one that first checks
-whether the clock is stopped.
+A one-microsecond call reads the clock twice, and this C function takes half as long as a Python function that first
+checks whether the clock is stopped.
 """
 
 _virtual: Callable[[], float] | None = None
@@ -40,7 +40,7 @@ _give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(ti
 
 
 def real() -> float:
-    """Return the time for threads that are in no simulation."""
+    """Return the time for threads outside simulations."""
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]
@@ -63,7 +63,7 @@ def go() -> tuple[float, float | None]:
 
 @contextmanager
 def virtual(read: Callable[[], float]) -> Iterator[None]:
-    """Context in which `read` gives the time; it calls `real` in threads outside simulations."""
+    """Return a context in which `read` gives the time; it calls `real` in threads outside simulations."""
     _choose(read)
     try:
         yield
@@ -111,9 +111,9 @@ def poll_until(
 
     Args:
         done: The condition.
-        deadline: On this clock; False is returned then.
-        look: Called before each pause, and occasionally while spinning; may raise.
-        spins: Number of polls without a pause, unless the deadline passes before.
+        deadline: Deadline on this clock, after which False is returned.
+        look: Called before each pause, and occasionally while spinning; may raise an error.
+        spins: Number of polls without a pause, unless the deadline passes first.
     """
     for number in range(1, spins + 1):
         if done():

@@ -1,4 +1,4 @@
-"""Activity of a rank: its last calls, their lines in the program, the peers that it waits for, and its stack."""
+"""Activity of a rank: its last calls, their lines in the program, the peers that it is waiting for, and its stack."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _DEADLOCK_S = 0.5
 _TAGS = 256
 
 ALL_RANKS = -1
-"""The peer of a call that no collective counts, such as a split: it is posted by each rank, and waits for each."""
+"""Peer of calls, such as a split, that all ranks make but that have no number among the collectives."""
 
 PendingMessage = tuple[str, int, int, int]
-"""A message that is waited for: "send" or "recv", the peer, the tag, and which one of these it is, from 1.
+"""A message that is waited for: "send" or "recv", the peer, the tag, and its sequence number, from 1.
 
-Tags that are equal modulo 256 are counted together, on every rank: a program may use each tag once.
+Tags are counted modulo 256, on every rank, because a program may use every tag only once.
 """
 
 
 Place = str | tuple[CodeType, int] | None
-"""A line of the program: as text, or as the code and the instruction, from which the text is made when needed."""
+"""A line of the program, as text or as code and instruction, from which the text is made on request."""
 
 Record = tuple[str, int | None, object, Place, float, float]
-"""A call: what `format_call` takes, the monotonic time at which it was made, and `Activity.outside_s` then."""
+"""A call: the arguments of `format_call`, the monotonic time of the call, and `Activity.outside_s` at that time."""
 
 
 def format_call(name: str, number: int | None, detail: object, place: Place) -> str:
@@ -74,9 +74,9 @@ def format_call(name: str, number: int | None, detail: object, place: Place) -> 
 
     Args:
         name: Name of the operation.
-        number: Its number among the group's collectives, if it is one.
-        detail: Further details; their text is made only where it is shown.
-        place: The line that made it.
+        number: Number among the group's collectives, if it is one.
+        detail: Further details, formatted only when shown.
+        place: Line that made the call.
 
     Example:
         >>> format_call("all_reduce", 7, "sum", "train.py:12")
@@ -90,25 +90,25 @@ def format_call(name: str, number: int | None, detail: object, place: Place) -> 
 
 
 class Activity:
-    """Recent activity of one communicator of this rank. Any thread may read it.
+    """Recent activity of a communicator on this rank. Readable from any thread.
 
     Recording a call costs a fraction of a microsecond; everything else is computed on request.
 
     Attributes:
-        owner: The thread that makes the calls.
+        owner: Thread that makes the calls.
         calls: Number of collectives called.
         messages: Number of batches of messages posted; `calls` counts collectives.
         posted: Number of messages of each kind.
         inside: Whether this rank is in a call.
-        since: Monotonic time at which the last call began, or ended if the rank is in none.
-        outside_s: Seconds that this rank has spent outside of calls, up to the last one.
-        now: The current call, if any.
-        awaited: The messages that the current call waits for.
+        since: Monotonic time at which the current call began or the last one ended.
+        outside_s: Seconds that this rank has spent outside calls, up to the last call.
+        now: Current call, if any.
+        awaited: Messages that the current call waits for.
         timed_out: Whether the last wait timed out.
-        in_background: Whether the call runs in a thread of the library, while the owner may do other things.
-        keep: Adds a collective to the latest ones.
-        keep_message: Adds a batch of messages, of which fewer are kept.
-        record: EventRecorder of the events that must survive this process, if any.
+        in_background: Whether the call runs in a thread of the library, so that the owner may do other work.
+        keep: Function that adds a collective to `latest`.
+        keep_message: Function that adds a batch of messages, of which fewer are kept.
+        record: Recorder of the events that must survive this process, if any.
     """
 
     def __init__(self, group: Group) -> None:
@@ -133,12 +133,12 @@ class Activity:
 
     @property
     def latest(self) -> list[Record]:
-        """The last calls, the newest at the end."""
+        """The last calls, the newest last."""
         return sorted([*self._collectives, *self._messages], key=itemgetter(4))
 
     # -- reports of the engine -----------------------------------------------------------------
     def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
-        """Record a call, as of `format_call`."""
+        """Record a call, given as for `format_call`."""
         now = clock.now()
         outside_s = self.outside_s if self.inside else self.outside_s + now - self.since
         record = name, number, detail, place, now, outside_s
@@ -157,7 +157,7 @@ class Activity:
         place: Place,
         awaited: tuple[PendingMessage, ...] = (),
     ) -> Record:
-        """Mark a call, as of `format_call`, as running, or waited for; return its record."""
+        """Mark a call, given as for `format_call`, as running or waited for; return its record."""
         now = clock.now()
         self.outside_s = outside_s = self.outside_s + now - self.since
         self.now = (name, number, detail, place, now, outside_s)
@@ -177,7 +177,7 @@ class Activity:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
 
     def fail(self, *, timed_out: bool) -> None:
-        """Mark the communicator as failed. Reports tell of it even if the program lets go of the communicator."""
+        """Mark the communicator as failed. Reports include it even after the program has dropped the communicator."""
         self.timed_out = timed_out
         _LAST_FAILED.append(self)
 
@@ -194,27 +194,27 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Mark a call as running that waits for all ranks, and that has no number among the collectives."""
+        """Mark a call as running that waits for all ranks but has no number among the collectives."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
         finally:
             self.leave()
 
-    # -- what others want to know --------------------------------------------------------------
+    # -- for reports --------------------------------------------------------------
     def last(self, count: int = _SHOWN) -> list[str]:
-        """The last calls, the newest at the end."""
+        """The last calls, the newest last."""
         return [format_call(*noted[:4]) for noted in self.latest[-count:]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as plain values."""
-        # A rank that has just timed out counts as waiting: peers that query at the same time are in the same deadlock.
-        # An error of the program may come from a wait outside of its calls.
+        # A rank that has just timed out counts as waiting, because peers that query at the same time are in the same
+        # deadlock. The program's error may also be raised in a wait outside its calls.
         now = self.now
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
-        # A quick call is counted when it is done.
+        # A fast-path call is counted when it is done.
         come = now[1] if inside and now is not None else None
         return {
             "group": self.group.name,
@@ -235,7 +235,7 @@ class Activity:
 
 
 _LAST_FAILED: deque[Activity] = deque(maxlen=_FEW)
-"""Kept alive: a rank whose communicator has failed and is gone has still made calls."""
+"""Kept alive, so that reports still show the calls of a failed communicator that the program has dropped."""
 
 
 class EventRecorder(Protocol):
@@ -247,24 +247,24 @@ class EventRecorder(Protocol):
 
 
 class ActivityRegistry:
-    """The activities of one rank, and where it keeps them."""
+    """The activities of a rank."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: weakref.WeakSet[Activity] = weakref.WeakSet()
 
     def add(self, activity: Activity) -> None:
-        """Include an activity in reports for as long as the object exists."""
+        """Include an activity in reports as long as the object exists."""
         with self._lock:
             self._known.add(activity)
 
     def open(self) -> list[Activity]:
-        """Return those of open communicators, the last used at the end."""
+        """Return the activities of open communicators, the last used at the end."""
         with self._lock:
             return sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
 
     def report(self) -> dict[str, Any]:
-        """Return this rank's activity: its communicators, last used at the end, and the stack of their thread."""
+        """Return this rank's activity: its communicators, the last used at the end, and their thread's stack."""
         known = self.open()
         owner = known[-1].owner if known else threading.main_thread().ident
         groups = [activity.to_dict() for activity in known]
@@ -272,7 +272,7 @@ class ActivityRegistry:
 
 
 def _position(thread: int) -> dict[str, Any]:
-    """Return the place of a thread now, which runs on meanwhile."""
+    """Return the current place of a thread, which keeps running meanwhile."""
     frame = thread_frames().get(thread)
     at = users_frame(frame)
     return {
@@ -283,16 +283,17 @@ def _position(thread: int) -> dict[str, Any]:
     }
 
 
-# Of the process, as the collector's switch is.
+# Global to the process, like the collector's switch.
 _frames_lock = threading.Lock()
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Return the frame of each thread, by the thread's identifier. Threads run on: a frame's callers stay the same.
+    """Return each thread's frame, by its identifier. Threads keep running, but a frame's callers remain the same.
 
-    CPython 3.11 makes frames as they are asked for: these under a lock that the start of a thread takes too, and a
-    caller's from where its thread keeps it. If a collection runs meanwhile, and a finalizer lets that thread run on,
-    all threads deadlock, or the caller is read from where it was. So none may run until all frames are made.
+    CPython 3.11 creates frame objects on request: these under a lock that starting a thread also takes, and a caller's
+    from its thread's memory. If a collection runs meanwhile, and a finalizer lets that thread continue, all threads
+    deadlock, or the caller is read from memory that has been reused. So collection is off until all frames have been
+    made.
     """
     with _frames_lock:
         collects = gc.isenabled()
@@ -306,36 +307,36 @@ def thread_frames() -> dict[int, FrameType]:
         finally:
             if collects:
                 gc.enable()
-    # Of this thread, the caller's own: this function is none of what it does.
+    # Skip this function's own frame.
     frames[threading.get_ident()] = sys._getframe(1)
     return frames
 
 
 def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:
-    """The innermost frames of some files, the newest at the end."""
+    """The innermost frames from some files, the newest last."""
     shown = (each for each in with_callers(frame) if is_shown(each.f_code.co_filename))
     lines = [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in islice(shown, _FRAMES)]
     return lines[::-1]
 
 
 def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, what has called it, and so on; nothing for None."""
+    """Yield a frame, its caller, and so on; nothing for None."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-# Torch is found without being loaded: processes that only speak to the control plane need none.
+# Find torch without loading it: processes that only talk to the control plane don't need it.
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
-# With the modules through which Python calls functions: of context managers, decorators and threads.
+# Including the modules through which Python calls functions: context managers, decorators and threads.
 NOT_THE_USERS = (*_OTHERS, threading.__file__, contextlib.__file__, functools.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def callers_place() -> Place:
-    """The nearest caller outside the library and torch, as a pair that costs little and keeps nothing alive."""
+    """The nearest caller outside the library and torch, as a cheap pair that keeps nothing alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
@@ -343,7 +344,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """`callers_place`, and the user's line that led to it: the same unless installed packages lie between."""
+    """`callers_place`, and the user's line that led to it: the same unless installed packages are in between."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
@@ -357,7 +358,7 @@ def call_site() -> str | None:
 
 
 def site_of(frame: FrameType | None) -> str | None:
-    """As `call_site`, of a frame and what called it."""
+    """As `call_site`, for a frame and its callers."""
     found = _nearest(frame)
     return None if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
 
@@ -368,29 +369,29 @@ def _nearest(frame: FrameType | None) -> FrameType | None:
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of what the user writes: outside of Python's own library, too, and of installed ones."""
+    """The innermost frame of the user's code, which excludes Python's library and installed packages."""
     inner = _nearest(frame)
     names = ((each, each.f_code.co_filename) for each in with_callers(inner))
     return next((each for each, name in names if not (name.startswith(NOT_THE_USERS) or is_installed(name))), inner)
 
 
 def is_internal(filename: str) -> bool:
-    """Return whether a file of source is this library's."""
+    """Return whether a source file belongs to this library."""
     return filename.startswith(_OURS)
 
 
 def is_installed(filename: str) -> bool:
-    """Return whether a file of source is of Python's own library, or of an installed one."""
+    """Return whether a source file belongs to Python's library or to an installed package."""
     return filename.startswith((_LIBRARY, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file of source is what the user writes: neither internal nor installed."""
+    """Return whether a source file is the user's: neither internal nor installed."""
     return not filename.startswith(NOT_THE_USERS) and not is_installed(filename)
 
 
 def _without_columns(code: CodeType) -> CodeType:
-    """Return the code with its first line as that of all instructions, and no columns to be underlined in it."""
+    """Return the code with all instructions on its first line, and without columns to underline."""
     units = len(code.co_code) // 2
     # Entries of up to 8 instructions, each without columns (13) and in the line of the one before.
     entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
@@ -401,13 +402,13 @@ _CALL = _without_columns((lambda job: job()).__code__)
 
 
 def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that does a job as if the line did that has called for it, whatever thread runs it, and when.
+    """Return a function that does a job as if called on the user's line, whatever thread runs it, and when.
 
-    The function's frame has the file and line of the user's one, so that reports and tracebacks name these.
+    The function's frame has the file and line of the user's frame, so that reports and tracebacks name these.
 
     Args:
-        frame: What the user's line has called.
-        job: What to do.
+        frame: Frame that the user's line has called.
+        job: The job.
 
     Example:
         >>> called_at(sys._getframe(), call_site)() == call_site()

@@ -14,16 +14,16 @@ class ForkUnsafeResource(Protocol):
     """An object with descriptors that a forked child must not keep open."""
 
     def invalidate_after_fork(self) -> None:
-        """Close every descriptor, and touch nothing that the parent still uses."""
+        """Close every descriptor, without touching anything that the parent still uses."""
         ...
 
 
-# One set for the process, because a fork copies every descriptor; weak, so that it keeps none of them open.
+# One set for the process, because a fork copies every descriptor; weak, so that it keeps no descriptors open.
 _holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 
 def invalidate_after_fork(holder: ForkUnsafeResource) -> None:
-    """Register a resource to be released in forked children; else a killed rank seems alive while its children are."""
+    """Register a resource to release in forked children; otherwise a killed rank seems alive until they end."""
     _holders.add(holder)
 
 

@@ -1,8 +1,8 @@
-"""Frames: how everything but tensors travels on connections between processes, whoever speaks.
+"""Frames: the format of everything except tensors on connections between processes.
 
-A frame is a head (length of the content, kind, number, hash) and the content. The hash covers the frame's place in the
-stream, its kind, number and content. With keys it proves who sent them; without, where the kernel knows the peer, it
-still finds what other programs have written between the frames.
+A frame is a head (length of the content, kind, number, hash) and the content. The hash covers the frame's position in
+the stream, kind, number and content. With keys it authenticates the sender; without, where the kernel authenticates the
+peer, it still detects bytes that other programs have written between the frames.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 MAX_FRAME_BYTES = 64 << 20
 READ_BYTES = 1 << 16
-"""Most bytes to read in one call."""
+"""Maximum number of bytes to read in one call."""
 
 _HEAD = struct.Struct("<IBi16s")
 _HASHED = struct.Struct("<QBi")
@@ -39,18 +39,18 @@ HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
-    """What a frame carries. Whoever reads names the kinds that may come, and any other ends the stream."""
+    """Kind of a frame. A reader names the kinds that it accepts; any other ends the stream."""
 
     OUT = 1
-    """What rank `number` has written to standard output; -1 is the process that forks ranks."""
+    """Standard output of rank `number`; -1 is the process that forks ranks."""
     ERR = 2
-    """The same of standard error. Both have the numbers of the streams."""
+    """Standard error of rank `number`. Both kinds have the number of their stream."""
     REQUEST = 3
     """A request to the control plane: a value of `unisono.serialization`."""
     REPLY = 4
     """The answer to a request: a value of `unisono.serialization`."""
     NEWS = 5
-    """What the control plane reports unasked: JSON."""
+    """An unsolicited report of the control plane: JSON."""
     ADDRESS = 6
     """Address and secret of a control plane: a value of `unisono.serialization`."""
     HELLO = 7
@@ -60,27 +60,27 @@ class Kind(IntEnum):
     ANSWER = 9
     """The answer to a debugger: JSON."""
     ORDER = 10
-    """What to start: JSON."""
+    """Description of the program to start: JSON."""
     SIGNAL = 11
     """A signal for all ranks: its number."""
     STARTED = 12
-    """That rank `number` has started, and its process, as JSON; or, without, that all ranks have."""
+    """Start of rank `number`, with its process as JSON; or, without content, the start of all ranks."""
     ENDED = 13
-    """How rank `number` has ended: JSON."""
+    """End of rank `number`: JSON."""
     STATUSES = 14
     """The exit statuses of all ranks, the last frame: JSON."""
     MAIL = 15
-    """A message of a mailbox: see `unisono.core.mail`. Its bodies follow as they are, in no frame."""
+    """A message of a mailbox: see `unisono.core.mail`. Its bodies follow unframed."""
     CALL = 16
-    """A call on a process group of torch's, to be compared: see `unisono.control.watched_calls`."""
+    """A call on a torch process group, to be compared: see `unisono.control.watched_calls`."""
 
 
 class Frame(NamedTuple):
-    """One frame.
+    """A frame.
 
     Attributes:
-        kind: What it carries.
-        number: Of the kind's choice: a rank, a signal; else 0.
+        kind: Kind of the content.
+        number: Number whose meaning depends on the kind, such as a rank or a signal; otherwise 0.
         content: The bytes.
     """
 
@@ -92,7 +92,7 @@ class Frame(NamedTuple):
         """Return the content, which is JSON.
 
         Raises:
-            ValueError: It is not.
+            ValueError: It is not JSON.
         """
         try:
             return json.loads(self.content)
@@ -101,17 +101,18 @@ class Frame(NamedTuple):
 
 
 class InvalidFrameError(ValueError):
-    """Bytes that the peer did not encode, or not at this position in the stream."""
+    """The peer did not encode these bytes, or not at this position in the stream."""
 
 
 class FrameChannel:
-    """Encoder of outgoing and verifier of incoming frames of one connection, in order.
+    """Encoder of a connection's outgoing frames, and verifier of its incoming frames, in order.
 
     One thread at a time may encode, and one decode.
 
     Args:
         send_key, receive_key: Keys of the hashes in each direction; empty if nobody else can write there.
-        most_bytes: Most bytes of a frame's content. A longer frame is refused at its head, before memory is taken.
+        most_bytes: Maximum size of a frame's content. A larger frame is refused at its head, before memory is
+            allocated.
     """
 
     def __init__(self, send_key: bytes = b"", receive_key: bytes = b"", most_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -133,21 +134,21 @@ class FrameChannel:
         return _HEAD.pack(len(content), kind, number, mac) + content
 
     def encode_json(self, kind: Kind, value: object, number: int = 0) -> bytes:
-        """Return the frame to send next, whose content is a value as JSON."""
+        """Return the frame to send next, with a value as JSON as its content."""
         return self.encode(kind, json.dumps(value).encode(), number)
 
     def feed(self, data: bytes | bytearray) -> None:
-        """Take bytes that have arrived."""
+        """Append bytes that have arrived."""
         self._arrived += data
 
     def next(self, *kinds: Kind) -> Frame | None:
-        """Return the next frame; None if it has not arrived whole.
+        """Return the next frame; None if it has not arrived completely.
 
         Args:
-            kinds: Those that may come.
+            kinds: Accepted kinds.
 
         Raises:
-            InvalidFrameError: The frame is too long, of another kind, or not authentic. No frame can follow.
+            InvalidFrameError: The frame is too long, of another kind, or not authentic. No frames can follow.
         """
         if len(self._arrived) < _HEAD.size:
             return None
@@ -164,11 +165,11 @@ class FrameChannel:
             raise InvalidFrameError("a frame is not authentic")
         self._decoded += 1
         del self._arrived[:end]
-        # Cheaper than to look the member up.
+        # Cheaper than looking up the member.
         return Frame(kinds[kinds.index(kind)], number, content)
 
     def take(self, into: memoryview) -> int:
-        """Move bytes that follow the last frame, and are in none. Return their number."""
+        """Move unframed bytes that follow the last frame. Return their number."""
         step = min(len(into), len(self._arrived))
         into[:step] = self._arrived[:step]
         del self._arrived[:step]
@@ -179,7 +180,7 @@ class FrameChannel:
 
         Raises:
             ConnectionError: The connection has ended.
-            InvalidFrameError: As `next` does.
+            InvalidFrameError: As for `next`.
         """
         try:
             data = peer.recv(READ_BYTES)
@@ -194,12 +195,12 @@ class FrameChannel:
         """Wait for the next frame; return None at the end of the stream.
 
         Args:
-            read: Waits for bytes, and returns none at the end: see `within`.
-            kinds: Those that may come.
+            read: Function that waits for bytes, and returns none at the end: see `within`.
+            kinds: Accepted kinds.
 
         Raises:
             ConnectionError: The stream ends within a frame.
-            InvalidFrameError: As `next` does.
+            InvalidFrameError: As for `next`.
         """
         while (frame := self.next(*kinds)) is None:
             data = read()
@@ -211,7 +212,7 @@ class FrameChannel:
         return frame
 
     def frames(self, read: Callable[[], bytes], *kinds: Kind) -> Iterator[Frame]:
-        """Yield frames until the stream ends. Arguments and errors are those of `receive`."""
+        """Yield frames until the stream ends. Arguments and errors as for `receive`."""
         return iter(lambda: self.receive(read, *kinds), None)
 
 
@@ -222,9 +223,9 @@ def _mac(key: bytes, place: int, kind: int, number: int, content: bytes) -> byte
 
 
 def within(peer: socket.socket, seconds: float) -> Callable[[], bytes]:
-    """Return a function that reads from a blocking socket, and raises `TimeoutError` when the time is up.
+    """Return a function that reads from a blocking socket, and raises `TimeoutError` after a deadline.
 
-    The time is for all that is read, so that a peer cannot extend it by sending a little now and then.
+    The deadline covers all reads, so that a peer cannot extend it by trickling bytes.
     """
     deadline = clock.now() + seconds
 

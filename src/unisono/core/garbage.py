@@ -1,4 +1,4 @@
-"""Garbage collection that is off for a while."""
+"""Suspension of garbage collection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["no_collection"]
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Turn off the collection of garbage in cycles, if it is on.
+    """Turn off the cyclic garbage collector if it is on.
 
     Example:
         >>> import gc

@@ -16,9 +16,9 @@ class Group:
     """One rank's view of a group.
 
     Attributes:
-        name: Unique among all groups of a job, the same on every member.
-        rank: This process's (or thread's) place in it.
-        members: For each rank here, its rank in the first group of the job.
+        name: Name that is unique within the job and the same on every member.
+        rank: Rank of this process (or thread) in the group.
+        members: For each rank of this group, its rank in the job's first group.
         size: Number of ranks.
 
     Example:
@@ -41,10 +41,10 @@ class Group:
 
     @property
     def text(self) -> str:
-        """The group in words, for errors: by its ranks in the job, and how it was made.
+        """Description of the group for errors: its ranks in the job, and how it was made.
 
-        Its name is made of numbers that a program never sees: of a job, and of calls of `split`, `dup` and `subgroup`,
-        which count together, or of `rebuild`.
+        The name is not suitable: it consists of numbers that programs never see, of the job and of its calls of
+        `split`, `dup`, `subgroup` or `rebuild`.
 
         Example:
             >>> Group.world(2, 4, "world1").text, Group("world1/2.0", 1, (0, 2)).text
@@ -60,5 +60,5 @@ class Group:
         return f"{ranks} ({how} of {'a part of ' if made[1:] else ''}{root})"
 
     def child(self, name: str, ranks: Sequence[int]) -> Group:
-        """Return the subgroup of these ranks, in the order of the list; it must contain this rank."""
+        """Return the subgroup of these ranks, in list order; it must contain this rank."""
         return Group(f"{self.name}/{name}", list(ranks).index(self.rank), tuple(self.members[r] for r in ranks))

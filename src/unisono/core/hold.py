@@ -1,4 +1,4 @@
-"""Ranks that a debugger holds: they wait at their next call, and the library's clock stands still."""
+"""Ranks held by a debugger: they wait at their next call, and the library's clock is stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HOLD", "Hold"]
 
 
 class _Holdable(Protocol):
-    """The part of an engine that is held."""
+    """The part of an engine that holding it needs."""
 
     owner: int | None
     activity: Activity
@@ -29,11 +29,11 @@ class _Holdable(Protocol):
 
 
 class Hold:
-    """The hold of this process. Its locks are bare ones, which work in simulations, too.
+    """The hold of this process. Its locks are bare locks, which also work in simulations.
 
     Attributes:
         held: Whether the ranks are held.
-        on_go: Called before the ranks go on, by whichever thread lets them.
+        on_go: Called before the ranks continue, in the thread that continues them.
     """
 
     def __init__(self) -> None:
@@ -47,20 +47,20 @@ class Hold:
         self._lock = _thread.allocate_lock()
 
     def add(self, engine: _Holdable) -> None:
-        """Include an engine, for as long as the object exists."""
+        """Include an engine as long as the object exists."""
         self._engines.add(engine)
 
     def engines_of(self, thread: int) -> list[Any]:
-        """Return the open engines that a thread owns, held ones too, that of the largest group first."""
-        # Numbers of threads are used again: one that has ended may have left its engines.
+        """Return the open engines that a thread owns, including held ones, the largest group's first."""
+        # Thread identifiers are reused, so a thread that has ended may have left its engines.
         usable = [engine for engine in list(self._engines) if not engine.closed]
         found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
-        """Hold the engines of these activities. Without them, nothing but threads that call `wait`: a simulation.
+        """Hold the engines of these activities; if None, only threads that call `wait` (simulated ranks).
 
-        Ranks that wait in a call go on to wait, without a deadline that passes.
+        Ranks that are waiting in a call keep waiting, with their deadlines suspended.
         """
         with self._lock:
             if activities is not None:
@@ -72,7 +72,7 @@ class Hold:
             self.held = True
 
     def go(self) -> None:
-        """Let all ranks go on."""
+        """Continue all ranks."""
         for observe in self.on_go:
             observe()
         with self._lock:
@@ -87,7 +87,7 @@ class Hold:
             gate.release()
 
     def step(self, thread: int) -> bool:
-        """Let a thread that waits here run to its next line; return whether there is one."""
+        """Let a held thread run to its next line; return whether the thread is held."""
         with self._lock:
             gate = self._gates.pop(thread, None)
             if gate is None:
@@ -104,11 +104,11 @@ class Hold:
         return any(each is engine for each in list(self._held))
 
     def waits(self, thread: int) -> bool:
-        """Return whether a thread is held, so that it may step."""
+        """Return whether a thread is held, so that it can step."""
         return thread in self._gates
 
     def wait(self) -> None:
-        """Wait until the ranks are let go, or this thread is to run to its next line."""
+        """Wait until the ranks are continued, or this thread has to run to its next line."""
         here = _thread.get_ident()
         gate = _thread.allocate_lock()
         with self._lock:
@@ -130,11 +130,11 @@ class Hold:
 
 
 HOLD = Hold()
-"""The one of this process, whose clock is one, too."""
+"""Global, like the clock of the process."""
 
 
 def _set_core(stands: tuple[float, float | None]) -> None:
-    """Pass the state of the clock to the native core, whose loops look at deadlines without Python."""
+    """Pass the clock's state to the native core, whose loops check deadlines without Python."""
     stood_s, stopped_at = stands
     core = native()
     if core is not None:

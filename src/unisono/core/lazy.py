@@ -1,4 +1,4 @@
-"""Packages whose names load when they are first used, so that a program loads what it uses."""
+"""Packages whose names load on first use, so that a program loads only what it uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def load_on_use(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str],
     """Return the functions `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: Its `__name__`.
-        homes: For each module, the names that it has for the package, with spaces between.
+        package: `__name__` of the package.
+        homes: For each module, the package's names that it defines, separated by spaces.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""Hooks that follow what a model loads: by torch, from a checkpoint that is read into place, or from another rank."""
+"""Hooks on the loading of a model: through torch, from a checkpoint that is read in place, or from another rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _Follow = Callable[[str, torch.nn.Module], None]
 
 
 class LoadHook:
-    """Hook after a module's `load_state_dict` that does nothing on copies of the module, pickled ones too.
+    """Hook after a module's `load_state_dict` that does nothing on copies of the module, including pickled ones.
 
     Args:
         name: Name of the module in the model.
-        call: Method to call with that and the module. It is held weakly: a model keeps nobody alive that follows it.
+        call: Method to call with the name and the module. It is held weakly, so that a model does not keep its
+            followers alive.
     """
 
     def __init__(self, name: str = "", call: _Follow | None = None) -> None:
@@ -35,12 +36,12 @@ class LoadHook:
 
 
 def follow_loads(model: object, follower: Any, call: _Follow) -> None:
-    """Call a method after each module of a model, loaded as a whole or by itself, has got other values for its tensors.
+    """Call a method whenever a module of a model, loaded as a whole or by itself, gets new values for its tensors.
 
     Args:
-        model: The model; of anything but a module, and of one that is scripted, nothing is known.
-        follower: An object. Hooks end when it does.
-        call: A method of it; called with the name of the module in the model, and the module.
+        model: The model. Anything but a module, and a scripted module, cannot be followed.
+        follower: Object whose lifetime limits the hooks'.
+        call: Method of `follower`, called with the name of the module in the model, and the module.
 
     Example:
         >>> class Names(list):
@@ -53,17 +54,17 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
         ['0']
     """
     for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-        # One that is scripted takes no hooks.
+        # A scripted module does not accept hooks.
         if not isinstance(module, torch.jit.ScriptModule):
             handle = module.register_load_state_dict_post_hook(LoadHook(name, call))
             finalize(follower, handle.remove)
 
 
 def announce_load(model: object) -> None:
-    """Let those that follow a model know that its tensors were written without its `load_state_dict`.
+    """Notify a model's followers that its tensors were written without its `load_state_dict`.
 
     Args:
-        model: A module; of anything else nothing is known.
+        model: A module; anything else has no followers.
     """
     for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         for hook in tuple(module._load_state_dict_post_hooks.values()):

@@ -1,6 +1,6 @@
-"""Messages of a mailbox as bytes: the same ones on every carrier.
+"""Messages of a mailbox as bytes, in the same format on every transport.
 
-Lengths of the head and the number of bodies; the length of each body; the head. The bodies follow apart.
+Length of the head and number of bodies; length of each body; the head. The bodies follow separately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_BODIES = 1 << 16
 
 
 def pack(head: bytes, bodies: Sequence[torch.Tensor]) -> bytes:
-    """Return what is sent before the bodies.
+    """Return the bytes to send before the bodies.
 
     Raises:
         ValueError: The head is too long, or there are too many bodies.
@@ -36,15 +36,15 @@ def pack(head: bytes, bodies: Sequence[torch.Tensor]) -> bytes:
 
 
 def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | None, int]:
-    """Return a message whose bodies are new memory, to be filled next; and how many bytes come before these.
+    """Return a message whose bodies are new memory, still to be filled; and the number of bytes before the bodies.
 
     Args:
-        peer: The sender.
-        data: The bytes that have arrived, from the beginning of the message. If not all that come before the bodies
-            have, there is no message yet.
+        peer: Rank of the sender.
+        data: Bytes that have arrived, from the beginning of the message. If the bodies' sizes or the head are
+            incomplete, no message is returned.
 
     Raises:
-        ValueError: No rank sends such a message, or there is no memory for it.
+        ValueError: The message is invalid, or there is not enough memory for it.
     """
     try:
         length, count = _HEADER.unpack_from(data)
@@ -56,7 +56,7 @@ def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | N
     end = begin + length
     if len(data) < end:
         return None, end
-    # The usual message has none.
+    # Most messages have no bodies.
     bodies = _allocate(struct.unpack_from(f"<{count}Q", data, _HEADER.size)) if count else ()
     return Envelope(peer, bytes(data[begin:end]), bodies), end
 
@@ -64,6 +64,6 @@ def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | N
 def _allocate(lengths: tuple[int, ...]) -> list[torch.Tensor]:
     try:
         return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
-    # More than an int64 holds is a TypeError or a RuntimeError, by the version of torch.
+    # A size beyond int64 is a TypeError or a RuntimeError, depending on the version of torch.
     except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
         raise ValueError(f"no memory for the bodies of a message, {sum(lengths)} bytes") from error

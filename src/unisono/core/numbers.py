@@ -1,6 +1,6 @@
-"""What the native core has too, and works without it: a test compares these with the core's own.
+"""Values that the native core also has, for use without it; a test compares them with the core's.
 
-All other numbers and layouts that both languages know are read from the core.
+All other numbers and layouts that both languages use are read from the core.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Registry of a package's modules by name. A new file adds a new name; no list needs an update.
+    """Registry of a package's modules by name. A new file adds a name; no list needs updating.
 
     Args:
-        kind: Name of an entry in messages ("transport").
-        package: The package that holds the entries as modules.
-        attribute: Attribute of the module that is the entry; the module itself if None.
-        aliases: Names that map to another module of the package.
-        group: The entry-point group of other packages; the package's name if None.
+        kind: Noun for an entry in messages ("transport").
+        package: Package whose modules are the entries.
+        attribute: Name of the module attribute that is the entry; the module itself if None.
+        aliases: Further names for modules of the package.
+        group: Entry-point group for other packages; the package's name if None.
         helpers: Modules of the package that are not entries.
 
     Example:
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         del self._registered[name]
 
     def names(self) -> list[str]:
-        """Every known name, sorted; imports nothing but the package itself."""
+        """All known names, sorted. Imports only the package itself."""
         return sorted({*self._modules, *self._aliases, *self._foreign, *self._registered})
 
     def __contains__(self, name: object) -> bool:
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
         raise ValueError(unknown_name(self.kind, name, self.names()))
 
     def summary(self, name: str) -> str:
-        """Return the first line of an entry's docstring; of a file of the package, without importing it."""
+        """Return the first line of an entry's docstring. Files of the package are not imported for it."""
         if name in self._modules and name not in self._registered:
             spec = importlib.util.find_spec(f"{self._package}.{name}")
             assert spec is not None
@@ -108,10 +108,10 @@ class Registry(Generic[T]):
 
 
 def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
-    """Return the message of an unknown name: with all known ones, and the nearest of them if there is one.
+    """Return the message for an unknown name, with all known names and the nearest one, if any.
 
     Args:
-        kind: What is named ("transport").
+        kind: Noun for the entry ("transport").
         name: The unknown name.
         known: All known names.
 
@@ -132,5 +132,5 @@ def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def entry_points_of(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group that installed packages declare, by their names."""
+    """Return the entry points that installed packages declare in a group, by name."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -1,4 +1,4 @@
-"""Context that many share: entered once, however many use it, and left when the last of them leaves."""
+"""Shared context: entered with its first user, and left with the last one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 __all__ = ["Replacement", "SharedContext", "replaced"]
 
 Replacement = tuple[Any, str, Any]
-"""Where an attribute is, its name, and its value for the time of a context."""
+"""Object, name of its attribute, and the attribute's value within a context."""
 
 
 class SharedContext:
-    """Context that is entered by the first of its users, in whatever thread, and left by the last one.
+    """Context that its first user enters, in any thread, and its last user leaves.
 
     Args:
-        make: Returns the context, each time that it is to be entered.
+        make: Function that returns a new context each time it is entered.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
@@ -42,13 +42,13 @@ class SharedContext:
                 self._inside.close()
 
     def renew_lock(self) -> None:
-        """Release it in a process that was forked: the thread that held it may not exist there."""
+        """Release the lock in a forked process, where the thread that held it may not exist."""
         self._lock = threading.Lock()
 
 
 @contextmanager
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Context in which attributes have other values; what others have set meanwhile is left alone."""
+    """Return a context in which attributes have other values. Values that others set meanwhile are kept."""
     before = [(owner, name, value, getattr(owner, name)) for owner, name, value in replacements]
     try:
         for owner, name, value, _ in before:
@@ -56,6 +56,6 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
         yield
     finally:
         for owner, name, value, old in before:
-            # A context that began before this one may have ended first, and have restored what it found.
+            # A context that began before this one may have ended first, and restored an earlier value.
             if getattr(owner, name) is value:
                 setattr(owner, name, old)

@@ -1,4 +1,4 @@
-"""Conversion of a call's tensors to memory that a transport can use, and of the results back."""
+"""Conversion of a call's tensors to memory that a transport can use, and back."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ __all__ = [
 
 
 ACCELERATORS = frozenset({"cuda", "xpu", torch.device("privateuseone").type}) - {"privateuseone"}
-"""Device types with streams and pinned memory: torch's own, and the one that a plug-in of torch has named."""
+"""Device types with streams and pinned memory: torch's own, and one that a torch plug-in has registered."""
 
 _NO_STREAMS = nullcontext()
 
 
 class Staging:
-    """Conversion of the tensors of a call to one-dimensional contiguous ones, and of the results back.
+    """Conversion of a call's tensors to one-dimensional contiguous ones, and back.
 
-    Tensors on accelerators that are staged in CPU memory are copied through pinned memory, on streams of the
-    communicator: the copies follow what the caller had queued at the call, and are done when the call ends. A call
-    waits for its own copies only, never for the whole device: once for all inputs, and once for all results. The
-    caller's stream may hold much later work by the time when another thread carries out the call, so the call has
-    streams of its own, which wait for the moment of the call.
+    Accelerator tensors that are staged in CPU memory are copied through pinned memory, on streams of the communicator:
+    the copies follow the work that the caller had queued at the call, and are done when the call ends. A call waits
+    only for its own copies, never for the whole device: once for all inputs, and once for all results. The copies need
+    dedicated streams, which wait for the point of the call in the caller's stream, because that stream may hold much
+    later work by the time another thread performs the call.
 
     Args:
-        away: Device types with tensors that are staged in CPU memory.
-        streams: Streams of the communicator, by device; those that are missing are added.
+        away: Device types whose tensors are staged in CPU memory.
+        streams: Streams of the communicator, by device; missing ones are added.
 
     Attributes:
         before: Functions to run before any data moves, when all inputs have been copied.
@@ -64,19 +64,19 @@ class Staging:
 
     # -- tensors -------------------------------------------------------------------------------
     def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
-        """Return flat memory with the tensor's elements if `read`, to be copied to the tensor if `write`.
+        """Return flat memory, filled from the tensor if `read`, and copied back to it later if `write`.
 
-        It is the tensor's own where possible.
+        It is the tensor's own memory if possible.
         """
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        # One of inference mode can be written to in that mode alone.
+        # An inference tensor can only be written to in inference mode.
         plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
         if plain and tensor.device.type not in self._away:
-            # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
+            # Unlike view(-1), this has stride 1 even for a single element, without which its bytes cannot be viewed.
             flat = tensor.as_strided((tensor.numel(),), (1,))
             if write and not tensor.is_inference():
-                # Few transports write by torch's functions, which autograd hears of.
+                # Most transports don't write through torch, so autograd has to be notified.
                 self.after.append(partial(increment_version, flat))
             return flat
         flat = self.scratch(tensor.numel(), tensor)
@@ -90,29 +90,29 @@ class Staging:
         return flat
 
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
+        """Return uninitialised flat memory of a tensor's dtype that the transport can use."""
         if like.device.type in self._away:
-            # Pinned memory is what an accelerator copies to and from at full speed, and without the host.
+            # An accelerator copies to and from pinned memory at full speed, and without the host.
             pinned = like.device.type in ACCELERATORS
             self._pinned.append(torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned))
             return self._pinned[-1]
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def write_back(self, buffer: list[Any], tensor: torch.Tensor) -> None:
-        """Return the result to a list of numbers, of which the tensor is a copy. Call after `flat`."""
+        """Write the result back to the list of numbers that the tensor is a copy of. Call after `flat`."""
         self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is only read, before anything moves."""
+        """Copy a tensor that is only read, before any data moves."""
         if tensor.device.type in self._away:
             self.follow([tensor])
         self._copies.append((target, tensor.detach()))
 
     # -- the call ------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Copy the inputs, and run the functions that come before any data moves."""
+        """Copy the inputs, and run the functions in `before`."""
         for target, tensor in self._copies:
-            # Torch conjugates and negates in the host's memory, where a copy may arrive later.
+            # Torch conjugates and negates in host memory, where an asynchronous copy may not have arrived yet.
             target.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         if self._copies:
             self._synchronize()
@@ -120,14 +120,14 @@ class Staging:
             action()
 
     def end(self) -> None:
-        """Run the functions that come when all data has arrived, each once; return when the results are in place."""
+        """Run the functions in `after`, each once, and return when the results are in place."""
         while self.after:
             self.after.pop(0)()
         if self._events:
             self._synchronize()
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the call's work on these tensors wait for what is queued now on the current streams of their devices."""
+        """Make the call's work on these tensors wait for the work queued so far on their devices' current streams."""
         for tensor in tensors:
             device = tensor.device
             if device.type in ACCELERATORS and device not in self._events:
@@ -147,13 +147,14 @@ class Staging:
                 yield
         except RuntimeError as error:
             if not isinstance(error, CommError):
-                # A kernel has failed. Torch ends a process that frees pinned memory then, before it can say so.
+                # A kernel has failed. If pinned memory is freed now, torch aborts the process before the error is
+                # reported.
                 for pinned in self._pinned:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pinned))
             raise
 
     def _synchronize(self) -> None:
-        """Wait until the call's work on accelerators is done."""
+        """Wait until the call's accelerator work is done."""
         for stream in self._streams():
             stream.synchronize()
 
@@ -162,19 +163,19 @@ class Staging:
 
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    """Return this thread's current stream of each device that has streams."""
+    """Return this thread's current stream for each device that has streams."""
     return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type in ACCELERATORS]
 
 
 def wait_for(streams: Iterable[torch.Stream]) -> None:
-    """Let later work on the current streams of their devices wait for what is queued on these streams now."""
+    """Make later work on the devices' current streams wait for the work queued so far on these streams."""
     for stream in streams:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
 @contextmanager
 def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
-    """Make these streams current in this thread, and restore the previous ones and the current device at the end."""
+    """Make these streams current in this thread; restore the previous ones and the current device at the end."""
     # A stream object is a context manager of one thread at a time, so it is not entered itself.
     own = list(streams)
     if not own:
@@ -201,7 +202,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 class BufferGuard(Staging):
-    """Staging that moves copies made at the call, and detects changes of the caller's own tensors meanwhile.
+    """Staging that sends copies made at the call, and detects changes to the caller's tensors meanwhile.
 
     Cost: a copy and two hashes of every tensor.
 

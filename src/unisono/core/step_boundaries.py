@@ -1,4 +1,4 @@
-"""A rank's count of its steps, so that all ranks can stop at the same one."""
+"""A rank's step count, so that all ranks can stop at the same step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 __all__ = ["STOPPED_SAVED", "STOPPED_UNSAVED", "StepBoundaries"]
 
 STOPPED_SAVED = 75
-"""Exit status of a rank that was stopped, and can be resumed from a checkpoint of that step (EX_TEMPFAIL)."""
+"""Exit status of a stopped rank that can resume from a checkpoint of that step (EX_TEMPFAIL)."""
 STOPPED_UNSAVED = 74
-"""Exit status of a rank that was stopped without a checkpoint of that step (EX_IOERR)."""
+"""Exit status of a stopped rank without a checkpoint of that step (EX_IOERR)."""
 
 
 class StepBoundaries:
@@ -22,15 +22,16 @@ class StepBoundaries:
     | held | the training thread arrives at a boundary, and gets the verdict | decided |
 
     Nothing is sent while running. `hold` sets `requested` and only then reads `passed`; the training thread counts a
-    boundary and only then reads `requested`. So each boundary is either in the number that `hold` returns, or waits for
-    the verdict. In the opposite order of either, a boundary could be passed that the verdict does not know of.
+    boundary and only then reads `requested`. So each boundary is either included in the number that `hold` returns, or
+    waits for the verdict. If either order were reversed, a boundary could be passed without the verdict taking it into
+    account.
 
     Attributes:
         passed: Number of boundaries at which this rank has arrived.
-        requested: Reason of the request; None while it is running.
-        stops_at: The verdict: number of the boundary at which all ranks stop; None before.
-        saved_at: Number of boundaries passed at the latest complete save, or load; None before.
-        followers: Called with each communicator that takes the place of this one.
+        requested: Reason of the request; None while running.
+        stops_at: The verdict, the number of the boundary at which all ranks stop; None before.
+        saved_at: Number of boundaries passed at the latest complete save or load; None before.
+        followers: Functions to call with each communicator that replaces this one.
     """
 
     __slots__ = ("followers", "passed", "requested", "saved_at", "stops_at")
@@ -49,26 +50,26 @@ class StepBoundaries:
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank has arrived at the boundary at which all stop."""
+        """Whether this rank has arrived at the boundary at which all ranks stop."""
         return self.stops_at is not None and self.passed >= self.stops_at
 
     @property
     def reason(self) -> str | None:
-        """Reason of the request at which this rank has stopped; None before it has."""
+        """Reason of the request for which this rank has stopped; None before."""
         return self.requested if self.stopped else None
 
     @property
     def saved(self) -> bool:
-        """Whether the step at which all stop is saved: the latest save was made after it, the last step there is."""
+        """Whether the step at which all ranks stop, the last step that there is, has been saved."""
         return self.stopped and self.saved_at is not None and self.saved_at + 1 >= (self.stops_at or 0)
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """Boundaries passed, and the verdict, for `catch_up` on another rank."""
+        """Number of boundaries passed, and the verdict, for `catch_up` on another rank."""
         return self.passed, self.stops_at
 
     def catch_up(self, counts: Sequence[Sequence[int | None]]) -> None:
-        """Continue with the count of the rank that has passed most: ranks have run loops of different lengths.
+        """Continue with the highest count of all ranks, whose loops may have had different lengths.
 
         Args:
             counts: `counts` of each rank, by rank.
@@ -77,10 +78,10 @@ class StepBoundaries:
         self.stops_at = next((verdict for _, verdict in counts if verdict is not None), None)
 
     def end(self, comm: Any, successor: StepBoundaries) -> None:
-        """Pass a request and the followers on to the communicator that takes the place of this one, and its boundaries.
+        """Transfer the request and the followers to the communicator that replaces this one, and to its boundaries.
 
-        It is already the latest: a request that arrives too late to be seen here is made to it. The ranks that are left
-        have not stopped yet, and newcomers know of no request.
+        The new communicator is already the latest, so a request that arrives too late here is made to it. The remaining
+        ranks have not stopped yet, and newcomers don't know of a request.
         """
         successor.followers = self.followers
         for follow in self.followers:
@@ -89,6 +90,6 @@ class StepBoundaries:
             comm.request_stop(self.requested)
 
     def hold(self, reason: str) -> int:
-        """Let the next boundary wait for the verdict. Return the number of boundaries passed before."""
+        """Make the next boundary wait for the verdict. Return the number of boundaries passed before."""
         self.requested = reason
         return self.passed

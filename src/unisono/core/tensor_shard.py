@@ -1,4 +1,4 @@
-"""Shards of tensors: each rank holds a range of the elements, and a checkpoint holds the whole tensor."""
+"""Shards of tensors: each rank holds a range of elements, and a checkpoint holds the whole tensor."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["TensorShard"]
 
 
 class TensorShard:
-    """Range of the elements of a tensor whose other elements are on other ranks.
+    """Range of elements of a tensor whose other elements are on other ranks.
 
-    In a state for `save`, the shards that ranks have at one place form one tensor; the checkpoint equals
-    that of the whole tensor. `load` reads this rank's range into `local`, from any checkpoint that has the tensor.
+    In a state for `save`, the ranks' shards under one key form one tensor, as if the whole tensor had been saved.
+    `load` reads this rank's range into `local`, from any checkpoint with the tensor.
 
     Args:
-        local: 1-d tensor with the elements from `start` on of the flattened tensor (in contiguous order). May be empty.
-        start: Index of its first element in the flattened tensor.
+        local: 1-d tensor with the elements of the flattened (contiguous) tensor from `start` on. May be empty.
+        start: Index of the first element in the flattened tensor.
         shape: Shape of the whole tensor.
-        replica: Number of this copy of the elements, where several ranks have the same ones: copy 0 is saved.
+        replica: Number of this copy, if several ranks have the same elements; copy 0 is saved.
 
     Raises:
         TypeError: `local` is not a tensor.
-        ValueError: `local` is not 1-d, or its range is not inside a tensor of this shape.
+        ValueError: `local` is not 1-d, or its range is outside a tensor of this shape.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Checks of the tensors that may be sent or written to, and conversion to one-dimensional contiguous ones."""
+"""Checks of tensors to send or write to, and conversion to one-dimensional contiguous tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x
 def as_flat(
     tensor: object, name: str, index: int | None = None, *, written: bool = False, devices: frozenset[str] = _CPU
 ) -> torch.Tensor | None:
-    """Return a tensor with contiguous elements in memory of one of these devices: the given one, or a contiguous copy.
+    """Return a contiguous tensor in memory of one of these devices: the given one, or a copy.
 
     None for a tensor that needs the general path, such as one on another device or a subclass; `copy_back` writes a
     copy back to its source. Raises as `check_tensor`.
@@ -57,11 +57,11 @@ def as_flat(
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
         return None
     try:
-        # The CPU is asked for in a tenth of the time of a device's type.
+        # This check for the CPU takes a tenth of the time of reading the device's type.
         here = tensor.is_cpu if devices is _CPU else tensor.device.type in devices
         plain = here and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg())
     except RuntimeError:
-        # A layout that knows no strides.
+        # A layout without strides.
         return None
     if tensor.dtype in _ODD and (tensor.is_conj() or tensor.is_quantized):
         plain = False
@@ -82,7 +82,7 @@ def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
-    """Return the tensor, or that of a buffer; an error if it cannot be sent, or received into, without harm.
+    """Return the tensor, or a buffer's; raise an error if it cannot safely be sent, or received into.
 
     Raises:
         TypeError, ValueError: As `as_tensor`, or for a tensor that cannot be sent.
@@ -118,24 +118,24 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
-    """Return whether autograd follows a tensor back to another, or would after a write.
+    """Return whether the tensor has an autograd history, or would have one after a write.
 
-    Torch calls a view that was made without gradients a leaf, until it is written: which is so on some ranks only.
+    Torch calls a view that was made without gradients a leaf until it is written, which only some ranks do.
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one that `vmap` or another transform of `torch.func` has wrapped.
+    """Return whether `vmap` or another transform of `torch.func` has wrapped a tensor.
 
-    False in a region that is being compiled: Dynamo cannot trace the question.
+    False while a region is being compiled, because Dynamo cannot trace the check.
     """
     return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-    """Raise `ValueError` if a written tensor shares any element with another of these."""
+    """Raise `ValueError` if a written tensor shares elements with another of these."""
     spans = sorted(
         (
             (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), index, index < len(written), name, t)
@@ -153,7 +153,7 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Write a result to its tensor, regardless of the mode in which that tensor was created.
+    """Write a result to its tensor, whatever the mode in which that tensor was created.
 
     On an accelerator the copy is queued on the current stream, and reads a result in pinned memory later.
     """
@@ -163,9 +163,9 @@ def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a contiguous tensor on the CPU, which has to outlive the view.
+    """View of the bytes of a contiguous CPU tensor, which has to outlive it.
 
-    A slice of it costs a tenth of a slice of the tensor.
+    Slicing it costs a tenth of slicing the tensor.
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -184,7 +184,7 @@ def is_non_overlapping(tensor: torch.Tensor) -> bool:
         if size == 1:
             continue
         if stride < reach:
-            # Strides that interleave may still be injective: only counting tells.
+            # Interleaving strides may still be injective; only counting can show it.
             return stride > 0 and _places(tensor, 0).unique().numel() == tensor.numel()
         reach += (size - 1) * stride
     return True
@@ -204,13 +204,13 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class SupportsDLPack(Protocol):
-    """An array of any library that exports DLPack capsules."""
+    """Array of any library that exports DLPack capsules."""
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
 
 
 class SupportsArrayInterface(Protocol):
-    """An array of any library that describes its memory as NumPy's array interface does."""
+    """Array of any library with NumPy's array interface."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
@@ -219,10 +219,10 @@ class SupportsArrayInterface(Protocol):
 Buffer: TypeAlias = (
     torch.Tensor | SupportsBuffer | SupportsDLPack | SupportsArrayInterface | complex | Sequence[complex]
 )
-"""Everything that a call accepts as a tensor."""
+"""Types that a call accepts as a tensor."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""Dtypes of Python's numbers, which hold these without loss; `bool` stands before `int`, whose subclass it is."""
+"""Lossless dtypes of Python's numbers; `bool` precedes `int`, because it is a subclass."""
 _MEMORY: dict[tuple[str, ...], tuple[torch.dtype, ...]] = {
     ("?",): (torch.bool,),
     ("b", "h", "i", "l", "q", "n"): (torch.int8, torch.int16, torch.int32, torch.int64),
@@ -230,7 +230,7 @@ _MEMORY: dict[tuple[str, ...], tuple[torch.dtype, ...]] = {
     ("e", "f", "d"): (torch.float16, torch.float32, torch.float64),
     ("Zf", "Zd", "F", "D"): (torch.complex64, torch.complex128),
 }
-"""Formats of the buffer protocol, and the dtypes that they stand for, by their width."""
+"""Dtypes for the formats of the buffer protocol, by width."""
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -239,7 +239,7 @@ _NO_DTYPE = "{} has dtype {}, which torch does not have; convert it first, as by
 
 
 class _DLTensor(ctypes.Structure):
-    """Tensor of a DLPack capsule; all that a capsule of the first version of the protocol has at its beginning."""
+    """Tensor of a DLPack capsule; a capsule of the protocol's first version begins with it."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -265,18 +265,18 @@ class _Versioned(ctypes.Structure):
 
 
 def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
-    """Return a tensor on the memory of a buffer, and keep that memory alive as long as the tensor.
+    """Return a tensor on a buffer's memory, which it keeps alive.
 
-    Copies what has no memory that torch can use: numbers, lists of numbers, read-only memory without DLPack, and
-    arrays with negative strides. The caller returns results to a list.
+    Copies if torch cannot use the memory: numbers, lists of numbers, read-only memory without DLPack, and arrays with
+    negative strides. The caller writes results back to a list.
 
     Args:
-        buffer: As listed by `Buffer`, but no tensor.
+        buffer: Any type in `Buffer` except a tensor.
         name: Name of the argument, for errors.
         written: Whether the buffer receives a result.
 
     Raises:
-        TypeError: It is no buffer, a single number that would be written, or of a dtype that torch does not have.
+        TypeError: It is not a buffer, is a single number that would be written, or has a dtype that torch lacks.
         ValueError: It is read-only and would be written, or its strides cannot be used.
     """
     numpy = sys.modules.get("numpy")
@@ -338,9 +338,9 @@ def _of_array(array: np.ndarray[Any, Any], name: str, *, written: bool) -> torch
             raise ValueError(f"{name} has strides {array.strides}, which torch cannot write; pass a contiguous array")
         array = array.copy()
     try:
-        # Types of C that are equal on this machine have one string.
+        # C types that are equal on this machine have the same string.
         plain = array.view(array.dtype.str)
-        # Torch warns of read-only memory that it gets in another way.
+        # Through any other protocol, torch warns about read-only memory.
         return torch.from_numpy(plain) if array.flags.writeable else torch.from_dlpack(plain)
     except BufferError:
         return torch.from_numpy(array.copy())
@@ -352,7 +352,7 @@ def _of_dlpack(buffer: Any, name: str, *, written: bool) -> torch.Tensor:
     try:
         read_only, negative = _capsule_traits(buffer)
         if negative:
-            # Torch ends the process.
+            # Torch would abort the process.
             raise ValueError(f"{name} has a negative stride, which torch cannot use; pass a contiguous array")
         if written and read_only:
             raise ValueError(_READ_ONLY.format(name))
@@ -372,7 +372,7 @@ def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
         tensor = whole.tensor
         read_only = bool(whole.flags & 1)
     except ValueError:
-        # The first version has no flags.
+        # The first version of the protocol has no flags.
         tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
         read_only = False
     return read_only, bool(tensor.strides) and any(tensor.strides[i] < 0 for i in range(tensor.ndim))
@@ -404,10 +404,10 @@ def _dtype_of_format(view: memoryview) -> torch.dtype | None:
 
 
 HALVES = (torch.float16, torch.bfloat16, torch.complex32)
-"""Averages of these divide before they sum, so that the sum does not overflow."""
+"""Dtypes whose averages are divided before the sum, so that it does not overflow."""
 
 _known: set[tuple[ReduceOp, torch.dtype]] = set()
-"""Dtypes that an operation was found to reduce."""
+"""Dtypes that an operation is known to reduce."""
 
 COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -436,7 +436,7 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place, by the faster multiplication where the bits are the same. Complex numbers by their parts."""
+    """Divide in place, with the faster multiplication where the bits are the same; complex numbers as pairs."""
     total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)
@@ -468,7 +468,7 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
             f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
         )
     try:
-        # A mode set by the user must not decide for the whole process; nor must a failure, for any reason.
+        # Neither a mode set by the user nor a failure of any kind may decide for the whole process.
         with _disable_current_modes(), torch.DisableTorchFunction():
             one = torch.ones(1, dtype=dtype, device="cpu")
             combine(op, one, one.clone(), one)

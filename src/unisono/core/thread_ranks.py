@@ -1,10 +1,11 @@
-"""Ranks that are threads: which one a thread belongs to, and the random generators that are its own.
+"""Ranks that are threads: the rank that a thread belongs to, and the rank's random generators.
 
-A process has one default generator each of torch, Python and numpy. While ranks live that are threads, these answer by
-the thread that asks. All three are Python objects, which are replaced by ones that forward to the calling rank's. That
-is enough for what calls methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but torch's operators take
-theirs in C++. So those of aten that accept a generator are intercepted where torch selects a backend. On the CPU, given
-none or the default one, they are passed the calling rank's. All of this ends with the last of the ranks.
+A process has one default generator each for torch, Python and numpy. While ranks are threads, these depend on the
+calling thread: all three are Python objects, which are replaced with objects that forward to the calling rank's
+generator. That is enough for code that calls methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but
+torch's operators get the generator in C++. So the aten operators that accept a generator are intercepted in the
+dispatcher: on the CPU, without a generator or with the default one, they get the calling rank's. All of this is undone
+when the last rank ends.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from unisono.errors import UnavailableError
 
 __all__ = ["OWN_GENERATORS", "ThreadRank", "generator_operators", "here", "own_generators"]
 
-# Not in torch's annotations.
+# Missing from torch's annotations.
 _c: Any = torch._C
 OWN_GENERATORS = all(
     hasattr(_c, f"_dispatch_{name}")
     for name in ("get_all_op_names", "has_kernel_for_dispatch_key", "keyset_full_after")
 )
-"""Whether torch can be given a generator for each rank, which needs private functions of it."""
+"""Whether torch supports a generator for each rank, which needs private functions of torch."""
 
 _REFUSED = ("manual_seed", "seed", "set_state")
 _WHY_REFUSED = (
@@ -44,14 +45,16 @@ _default: Any = torch.random.default_generator
 
 
 class ThreadRank:
-    """What a rank that is a thread has to itself. As a context, this thread and those that it starts belong to it.
+    """State of a rank that is a thread.
+
+    As a context manager, makes this thread and the threads that it starts belong to it.
 
     Args:
-        seed: Seed of its generators; None for one of the system, as a new process has.
+        seed: Seed of the generators; None for a random one, as in a new process.
 
     Attributes:
-        torch, python, numpy: Its random generators; numpy's is None without numpy.
-        world: What a test keeps for it of torch.distributed.
+        torch, python, numpy: The rank's random generators; numpy's is None without numpy.
+        world: The rank's torch.distributed state, which tests keep here.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -84,13 +87,13 @@ _thread = _Thread()
 
 
 def here() -> ThreadRank | None:
-    """Return the rank that this thread belongs to; None outside of ranks that are threads."""
+    """Return the rank that this thread belongs to; None outside ranks that are threads."""
     return _thread.rank
 
 
 def _belong(rank: ThreadRank | None) -> None:
     _thread.rank = rank
-    # A thread of autograd's, which runs hooks and what is computed again, would belong to no rank.
+    # Otherwise autograd's threads, which run hooks and recomputation, would belong to no rank.
     torch.autograd.set_multithreading_enabled(rank is None)
 
 
@@ -101,8 +104,8 @@ def _overridden() -> Iterator[None]:
         operators = generator_operators() if OWN_GENERATORS else []
         for operator in operators:
             library.impl(operator, _given_a_generator(operator), "BackendSelect", with_keyset=True)
-        # The end of a registration frees the function, which a thread outside of all ranks may be about to run: it only
-        # waits for Python's lock. So functions are kept until the next ones are registered.
+        # Ending a registration frees the function while a thread outside all ranks, waiting for the GIL, may be about
+        # to run it. So functions are kept until the next ones are registered.
         keep = getattr(torch.library, "get_kernel", None)
         _kept[:] = [keep(operator, "BackendSelect") for operator in operators if keep is not None]
         with replaced([*_of_torch(), *_of_python(), *_of_numpy(), *_of_threads()]):
@@ -113,11 +116,11 @@ def _overridden() -> Iterator[None]:
 
 _kept: list[Any] = []
 own_generators: SharedContext = SharedContext(_overridden)
-"""Context of ranks that have generators of their own. What starts ranks enters it, too, so that it is made once."""
+"""Context for ranks with separate generators. Launchers of ranks also enter it, so that it is made only once."""
 
 
 def _after_fork() -> None:
-    """In a process that a rank has forked, do what Python does for the generator that it knows of."""
+    """In a process that a rank has forked, do what Python does for its own generator."""
     own_generators.renew_lock()
     rank = here()
     if rank is not None:
@@ -130,7 +133,7 @@ if hasattr(os, "register_at_fork"):
 
 # -- torch -----------------------------------------------------------------------------------------
 class _DefaultGenerator(torch.Generator):
-    """Stands in for torch's default generator; as an argument of an operator, too."""
+    """Replaces torch's default generator, including as an argument of operators."""
 
     def __getattribute__(self, name: str) -> Any:
         rank = here()
@@ -140,7 +143,7 @@ class _DefaultGenerator(torch.Generator):
 
 
 _stand_in: Any = _DefaultGenerator()
-# An operator is given other Python objects of the same generators.
+# Operators are passed different Python objects for the same generators.
 _DEFAULTS = {_default._cdata, torch.Generator.__getattribute__(_stand_in, "_cdata")}
 
 
@@ -150,7 +153,7 @@ def _of_torch() -> list[Replacement]:
 
 @functools.cache
 def generator_operators() -> list[Any]:
-    """Return the operators of aten that take a generator and have a kernel on the CPU."""
+    """Return the aten operators that take a generator and have a CPU kernel."""
     found = []
     for name in _c._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
@@ -163,17 +166,17 @@ def generator_operators() -> list[Any]:
 
 @functools.cache
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
-    """Return an implementation of an operator that passes the calling rank's generator on, where none is given."""
+    """Return an implementation of an operator that adds the calling rank's generator if none is given."""
     cpu = _c.DispatchKey.CPU
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
-    # Gives Python's lock back while the kernel runs, as a kernel called by `torch.library.get_kernel` does not.
+    # This releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.
     call = operator._handle.redispatch_boxed
-    # Some take it by keyword only: then it is behind all others.
+    # Some take it only as a keyword; then it follows all others.
     place = [argument.name for argument in operator._schema.arguments].index("generator")
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("generator")
-        # True also of sparse tensors on the CPU, whose kernels draw for their values.
+        # Also true for sparse CPU tensors, whose kernels draw their values.
         if keys.has(cpu) and (given is None or given._cdata in _DEFAULTS):
             rank = _thread.rank
             if rank is not None or given is not None:
@@ -199,7 +202,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 _STATE = ("random", "getrandbits", "seed", "getstate", "setstate")
-"""Methods of Python's generator that touch its state, besides one attribute; all others call these."""
+"""Methods of Python's generator that use its state (besides one attribute); all others call these."""
 _RankRandom: Any = type(
     "Random",
     (random.Random,),
@@ -214,7 +217,7 @@ _RankRandom: Any = type(
 
 
 def _of_python() -> list[Replacement]:
-    """The class, since `from random import shuffle` is bound to the object; names bound to C code are replaced."""
+    """Patch the class, since `from random import shuffle` is bound to the object; replace names bound to C code."""
     names = [(random, name, MethodType(getattr(_RankRandom, name), _random)) for name in _STATE]
     return [(_random, "__class__", _RankRandom), *names]
 
@@ -244,7 +247,7 @@ def _of_numpy() -> list[Replacement]:
 
         return call
 
-    # Of the same class, for what checks it: scikit-learn takes this object where it is given no generator.
+    # Of the same class, for code that checks it: scikit-learn uses this object when it gets no generator.
     kind = type("RandomState", (type(real),), {"__getattribute__": lambda _, name: getattr(generator(), name)})
     names = [name for name, value in vars(numpy).items() if getattr(value, "__self__", None) is real]
     return [(numpy.mtrand, "_rand", kind()), *((numpy, name, bound(name)) for name in names)]
@@ -270,7 +273,7 @@ def _of_threads() -> list[Replacement]:
         real_start(thread)
 
     def run(pool: DaemonThreadPool, task: Callable[[], None]) -> None:
-        # Ranks share its threads.
+        # Ranks share this pool's threads.
         real_run(pool, _belonging(here(), task))
 
     return [(threading.Thread, "start", start), (DaemonThreadPool, "run", run)]

@@ -1,4 +1,4 @@
-"""Daemon threads for tasks: a reusable pool, a serial worker, and a thread for finalizers; and how to wake one."""
+"""Daemon threads for tasks: a pool, a serial worker, and threads for finalizers; and an event to wake a thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["AutoResetEvent", "DaemonThreadPool", "SerialWorker", "refuse_green_t
 
 _IDLE_S = 5.0
 _GREEN = ("threading", "queue")
-"""Modules whose objects must work between threads of the system."""
+"""Modules whose objects must work between system threads."""
 
 
 def refuse_green_threads() -> None:
-    """Raise `RuntimeError` where gevent has put coroutines, or their queues, in the place of threads.
+    """Raise `RuntimeError` if gevent has replaced threads, or their queues, with coroutines.
 
-    They share one thread of the system, so a rank that waits in native code keeps all others from running, and what
-    the library keeps by thread is of one rank for all.
+    Coroutines share one system thread, so a rank that waits in native code would block all others, and all ranks would
+    share the library's per-thread state.
     """
     if "gevent.monkey" in sys.modules and any(map(sys.modules["gevent.monkey"].is_module_patched, _GREEN)):
         raise RuntimeError(
@@ -31,9 +31,9 @@ def refuse_green_threads() -> None:
 
 
 class AutoResetEvent:
-    """Event that wakes one thread, and is unset again when that thread goes on.
+    """Event that wakes one thread, and is unset when that thread continues.
 
-    A bare lock: nothing else in Python wakes another thread as fast.
+    It is a bare lock, the fastest way in Python to wake another thread.
     """
 
     __slots__ = ("_lock",)
@@ -43,12 +43,12 @@ class AutoResetEvent:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wake a thread that waits, or the next one that will. Idempotent until then."""
+        """Wake the waiting thread, or the next one to wait. Idempotent until then."""
         with suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the event is set, and unset it; False if the time is up before."""
+        """Wait until the event is set, and unset it; return False on timeout."""
         return self._lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
 
 
@@ -89,14 +89,14 @@ class DaemonThreadPool:
                     if self._free > 0:
                         self._free -= 1
                         return
-                # Every free thread has been promised a task: this one's is on its way.
+                # A task is reserved for every free thread, so this thread's is on its way.
                 task = self._tasks.get()
 
 
 class SerialWorker:
     """Worker that runs tasks in order, on one thread that is created on first use.
 
-    The thread holds a task only while it does it, so that nothing lives on for its sake.
+    The thread holds a task only while running it, so that it does not keep anything alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,7 +112,7 @@ class SerialWorker:
         self._tasks.put(task)
 
     def end(self) -> None:
-        """Let the thread end after the last task. Takes no lock: a finalizer may call it."""
+        """End the thread after the last task. Takes no lock, so a finalizer may call it."""
         if self._thread is not None:
             self._tasks.put(None)
 
@@ -129,8 +129,8 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def spawn_thread(task: Callable[[], None], name: str) -> None:
-    """Run a task soon, in a new thread. For finalizers, which may run while this thread holds any lock.
+    """Run a task soon in a new thread. For finalizers, which may run while this thread holds any lock.
 
-    Starting a `threading.Thread` takes a lock of `threading`; so a bare thread, which holds none, starts it.
+    Starting a `threading.Thread` takes a lock in `threading`, so a bare thread, which holds none, starts it.
     """
     _thread.start_new_thread(lambda: threading.Thread(target=task, name=name, daemon=True).start(), ())

@@ -1,4 +1,4 @@
-"""Events of a trace, the sink that is open in a context, and the spans that torch's profiler shows too."""
+"""Events of a trace, the sink that is open in a context, and the spans that torch's profiler also shows."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ __all__ = [
 
 @dataclass(slots=True)
 class TraceEvent:
-    """One recorded action of a rank.
+    """A recorded action of a rank.
 
     Attributes:
-        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket"; "wait" for the time
-            that the program spends in a call or its wait, and "bucket_wait" around those of a bucket.
+        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket"; "wait" for the time that
+            the program spends in a call or its wait, and "bucket_wait" around a bucket's waits.
         name: Name of the operation; for messages, sender and receiver.
-        group, rank: Group, and rank in it.
-        start_s, end_s: By `time.perf_counter`; equal where only the moment is known.
+        group, rank: Name of the group, and rank in it.
+        start_s, end_s: Times from `time.perf_counter`; equal if only a moment is known.
         nbytes: Bytes moved.
         detail: Further information.
-        world_rank: The rank in the first group of the job.
+        world_rank: Rank in the job's first group.
     """
 
     kind: str
@@ -67,7 +67,7 @@ Sink = Callable[[TraceEvent], None]
 
 
 class _Sinks(tuple[Sink, ...]):
-    """Sinks of the recordings that are open, the innermost first; itself a sink."""
+    """Sinks of the open recordings, the innermost first; itself a sink."""
 
     __slots__ = ()
 
@@ -77,21 +77,21 @@ class _Sinks(tuple[Sink, ...]):
 
 
 SINK: ContextVar[_Sinks | None] = ContextVar("unisono trace", default=None)
-"""The sinks that are open in this context, or None. `SINK.get` runs no Python frame.
+"""The sinks that are open in this context, or None. `SINK.get` takes no Python frame.
 
-Torch's profiler is checked beside it: `profiler._is_profiler_enabled` is one global read.
+Torch's profiler is checked separately: `profiler._is_profiler_enabled` is one global read.
 """
 
 
 def emit(sink: Sink, kind: str, name: str, group: Group, start_s: float, nbytes: int, detail: dict[str, Any]) -> None:
-    """Pass on an event of this rank that ends now."""
+    """Emit an event of this rank that ends now."""
     rank = group.rank
     end = time.perf_counter()
     sink(TraceEvent(kind, name, group.name, rank, start_s, end, nbytes, detail, group.members[rank]))
 
 
 def flow_of(group: Group, kind: str, peer: int, tag: int, number: str) -> str:
-    """Return the identity of a message ("send" or "recv" on this rank), the same at both of its ends."""
+    """Return the identity of a message ("send" or "recv" on this rank), the same at both ends."""
     ends = f"{group.rank}>{peer}" if kind == "send" else f"{peer}>{group.rank}"
     return f"{group.name} {ends} tag {tag} #{number}"
 
@@ -108,9 +108,9 @@ def observed_now() -> bool:
 
 @contextmanager
 def recording(sink: Sink) -> Iterator[None]:
-    """Pass the events of this thread's calls to `sink`, and to the sinks of recordings around this one.
+    """Pass the events of this thread's calls to `sink`, and to the sinks of enclosing recordings.
 
-    A sink that is open already, as where a library records into the metrics of its caller, gets each event once.
+    A sink that is already open, for example when a library records into its caller's metrics, gets each event once.
     """
     sinks = SINK.get() or _Sinks()
     token = SINK.set(sinks if sink in sinks else _Sinks([sink, *sinks]))
@@ -124,7 +124,7 @@ def recording(sink: Sink) -> Iterator[None]:
 def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **detail: Any) -> Iterator[None]:
     """Record the block as an event, and as `unisono::name size` in torch's profiler, whichever is active.
 
-    The event is recorded also if the block raises, with the error's name.
+    If the block raises, the event is recorded with the error's name.
     """
     sink = SINK.get()
     start = time.perf_counter()
@@ -159,7 +159,7 @@ class ObservedWork(ChainedWork):
             super().wait(timeout)
 
 
-# -- calls of the fast path, recorded after their end: without a trace the path keeps nothing for them ----------------
+# -- fast-path calls, recorded after their end: without a trace the path keeps nothing for them ----------------
 def record_collective(
     sink: Sink, activity: Activity, what: Collective, tensors: tuple[Any, Any], op: object, root: int | None
 ) -> None:
@@ -190,7 +190,7 @@ def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag:
 
 
 def _record(sink: Sink, activity: Activity, spans: list[tuple[str, str, dict[str, object]]], nbytes: int) -> None:
-    """Record several views of one call."""
+    """Record a call as several events."""
     start = time.perf_counter() - (clock.now() - activity.since)
     for kind, name, detail in spans:
         emit(sink, kind, name, activity.group, start, nbytes, detail)

@@ -1,4 +1,4 @@
-"""Transport interface: the calls that a transport must implement."""
+"""Interface that a transport implements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 HEARTBEAT_LEAST_S = 2.0
-"""Kernels probe and count in seconds."""
+"""Kernels send probes and count time in whole seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Options:
         backend: The requested name: "thread", "gloo", "nccl", ...
         device: Default device of tensors.
         timeout_s: Default timeout of one operation in seconds.
-        address: The address of this host that its peers can reach.
-        chunk_bytes: Largest message that an algorithm sends; longer ones are cut and pipelined.
-        deterministic: Whether sums of rounded numbers have one fixed order; see `unisono.init`.
-        heartbeat_s: Seconds after which a host that does not answer is lost. None for a bit more than `timeout_s`: a
-            call that waits for such a host gives up before, and names what it has waited for.
-        hosts: For each host, its ranks (of the first group of the job); detected if None.
-        extra: For transports of other packages.
+        address: Address of this host at which its peers reach it.
+        chunk_bytes: Largest message that an algorithm sends; longer ones are split and pipelined.
+        deterministic: Whether floating-point sums have a fixed order; see `unisono.init`.
+        heartbeat_s: Seconds after which a host that does not answer is lost. If None, slightly more than `timeout_s`,
+            so that a call that waits for such a host times out first, and its error names the wait.
+        hosts: Ranks on each host, as numbers in the job's first group; detected if None.
+        extra: Options for other packages' transports.
     """
 
     backend: str
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties that a transport declares before it is connected; the attributes are those of `Transport`."""
+    """Properties that a transport declares before it is connected; same attributes as `Transport`."""
 
     devices: frozenset[str]
     host_staged: frozenset[str]
@@ -86,7 +86,7 @@ class Capabilities:
 
 
 MESSAGE_CAPABILITIES = ("tags", "any_source", "devices", "host_staged", "latency_s", "second_per_byte")
-"""Attributes of a transport that a transport which sends by it shares."""
+"""Attributes that a transport takes over from the transport through which it sends."""
 
 
 class Transport(ABC):
@@ -97,23 +97,24 @@ class Transport(ABC):
 
     Attributes:
         in_process: Whether ranks are threads of one process; read by `launch`.
-        simulated: Whether those threads take turns on a virtual clock; read by `launch`.
+        simulated: Whether these threads take turns on a virtual clock; read by `launch`.
         launcher: Launcher of ranks that are processes: "forkserver", or "mpirun"; read by `launch`.
-        native: Names of the collectives (see `Call`) that `run` carries out without messages.
+        native: Names of the collectives (see `Call`) that `run` performs without messages.
         tags: Whether tags above 0 are distinguished. `COLLECTIVE_TAG` always is.
-        any_source: Whether `iprobe` reports what has arrived, so that a receive may accept any sender.
+        any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
         checks: Whether `compare` or `run` compares the calls of all ranks.
-        full: Whether it compares shapes and contents, too, as `check="full"` asks for.
+        full: Whether it also compares shapes and contents, as for `check="full"`.
         compares_later: Whether ranks may compare a native call while it runs, because `abort` ends a call that differs.
-        balanced: Whether sums by messages must be reduced in the balanced tree over the ranks, as native ones are.
+        balanced: Whether sums made of messages must be reduced in the balanced tree over the ranks, like native ones.
         devices: The supported device types of tensors.
-        host_staged: Those of them that are staged in CPU memory; `post` sees CPU tensors then.
-        overlaps: Whether a native collective, once started, progresses while the caller does other things.
-        background: Whether a thread that completes a collective pays off: it mostly waits for a network, or each rank
-            has a core to spare. The same on every rank.
-        fast_path: Blocking calls on plain tensors in one native call each, or None.
+        host_staged: Device types that are staged in CPU memory, so that `post` gets CPU tensors.
+        overlaps: Whether a native collective progresses, once started, while the caller does other work.
+        background: Whether completing collectives in a thread pays off, because it mostly waits for a network or each
+            rank has a spare core. The same on every rank.
+        fast_path: Blocking calls on plain tensors with one native call each, or None.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
-        reconnect: Set by what has chosen this transport by the hosts of the ranks: chooses again for other ranks.
+        reconnect: Function that chooses a transport again for other ranks; set if this one was chosen for the ranks'
+            hosts.
     """
 
     in_process: ClassVar[bool] = False
@@ -139,11 +140,11 @@ class Transport(ABC):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
-        """Connect to the group's other members, which all call this; return when messages can be posted.
+        """Connect to the group's other members, and return when messages can be posted. All members call this.
 
         Args:
-            group: The ranks to connect, and this rank's number.
-            control: This rank's handle to the control plane.
+            group: Ranks to connect, and this rank's number.
+            control: Handle to the control plane.
             options: Device, default timeout and address of this rank, and further options of the backend.
 
         Returns: The connected transport.
@@ -164,7 +165,7 @@ class Transport(ABC):
 
     @classmethod
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-        """Return the proven parts of a group in which `connect` works: all of it, unless limited to one host.
+        """Return the proven parts of a group within which `connect` works: the whole group, unless limited to one host.
 
         Collective, over the control plane; the ranks have joined the group there.
 
@@ -186,26 +187,27 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, batch: Sequence[Message]) -> Work:
-        """Start sends and receives in one call; no message of the batch waits for another.
+        """Start sends and receives in one call. No message of the batch waits for another.
 
         Args:
             batch: Messages of one-dimensional contiguous tensors, which belong to the work until it ends.
 
         Returns:
-            A work that ends when every message has been sent or received.
+            A work that completes when every message has been sent or received.
         """
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Return whether a message of this tag from `peer` has arrived that no posted receive matches. Never blocks.
+        """Return whether a message from `peer` with this tag has arrived that matches no posted receive. Never blocks.
 
-        Also progresses messages in flight, where only waits do. Called by one thread at a time, if `any_source`.
+        Also progresses messages in flight on transports where only waits do. With `any_source`, called by one thread at
+        a time.
 
         Args:
             peer: A rank of the group.
             tag: Tag of the message.
 
         Raises:
-            PeerLostError: There is no such message, and the peer has left.
+            PeerLostError: No such message has arrived, and the peer has left.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no any_source")
 
@@ -213,17 +215,16 @@ class Transport(ABC):
     def split(self, group: Group) -> Transport:
         """Return the transport of a subgroup; only the members of the subgroup call this.
 
-        Messages of both transports are separate, and may be in flight at the same time.
+        The two transports' messages are separate, and may be in flight at the same time.
 
         Args:
-            group: `group.members`, a subset of this transport's, are ranks of the first group of the job.
+            group: The subgroup; its `members` are ranks in the job's first group, and a subset of this transport's.
         """
 
     def mailbox(self, group: Group) -> Mailbox | None:
         """Return a mailbox for messages without posted receives between the members of `group`, which all call this.
 
-        `group` consists of this transport's own members. None, on all ranks, if the transport has no faster way than
-        messages that are posted on a `split`.
+        None, on all ranks, if the transport has nothing faster than messages posted on a `split`.
 
         Args:
             group: All or some of this transport's ranks.
@@ -234,31 +235,34 @@ class Transport(ABC):
         """Return a transport of this kind for a group that replaces this one, which may be broken.
 
         Args:
-            group: Consists of live ranks of this group, which call this, and newcomers, which call `connect`.
+            group: Live ranks of this group, which call this, and newcomers, which call `connect`.
         """
         return self.split(group)
 
     def leave(self) -> None:
-        """Notify the ranks that wait for this one, if possible here, of its last call. Sent messages still arrive."""
+        """Notify the ranks that wait for this one, if possible, that it makes no more calls.
+
+        Sent messages still arrive.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources. Nothing may be in flight any more. Idempotent."""
+        """Release all resources. Nothing may be in flight. Idempotent."""
 
     @abstractmethod
     def abort(self, cause: BaseException) -> None:
-        """End every wait in progress with an error; stay broken. May be called from any thread.
+        """End every wait in progress with an error, and remain broken. Callable from any thread.
 
         Args:
-            cause: Error that the waits report.
+            cause: Error for the waits to report.
         """
 
     def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
-        """Let this rank do nothing, for tests.
+        """Freeze this rank, for tests.
 
         Args:
-            thawed: Ends it when it is set.
-            freeze_s: Seconds until its end; None for no limit.
+            thawed: Event that ends the freeze.
+            freeze_s: Duration in seconds; unlimited if None.
 
         Example:
             >>> def frozen(inner):
@@ -269,13 +273,13 @@ class Transport(ABC):
         thawed.wait(freeze_s)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
-        """End this process by SIGKILL, for tests; where ranks are threads, raise an error.
+        """Kill this process with SIGKILL, for tests; if ranks are threads, raise an error.
 
         Args:
             error: The error to raise.
 
         Raises:
-            BaseException: `error`, where ranks are threads.
+            BaseException: `error`, if ranks are threads.
         """
         if not self.in_process:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -283,7 +287,7 @@ class Transport(ABC):
 
     # -- collectives ---------------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
-        """Return whether a collective of the transport's own carries out this call. The same answer on every rank.
+        """Return whether the transport has a native collective for this call. The same answer on every rank.
 
         Args:
             call: The call, with this rank's tensors, before its algorithm is chosen.
@@ -291,13 +295,13 @@ class Transport(ABC):
         return call.name in self.native and not call.lengths
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return when the call may write to memory. Nothing by default; `run` follows, on every rank.
+        """Return when the call may write to memory, immediately by default. On every rank, `run` follows.
 
-        A transport that `checks` returns when all ranks are known to make the same call, or does that in `run`.
+        A transport that `checks` waits here, or in `run`, until all ranks are known to make the same call.
 
         Args:
             call: This rank's call.
-            deadline: On the library's clock.
+            deadline: Deadline on the library's clock.
 
         Raises:
             MismatchError: Ranks make different calls; on every rank.
@@ -305,9 +309,9 @@ class Transport(ABC):
         """
 
     def plain(self) -> Transport | None:
-        """Return what runs native calls on the caller's own tensors, as `PlainCalls` makes them; None if nothing does.
+        """Return the transport that runs native calls on the caller's own tensors, for `PlainCalls`, if any.
 
-        It is this transport, or the one inside a wrapper that only compares.
+        It is this transport, or the one inside a wrapper that only compares calls.
         """
         return None
 
@@ -320,27 +324,28 @@ class Transport(ABC):
         return self.overlaps
 
     def settle(self) -> None:
-        """Return when all calls so far have been compared, those included that ranks compare while they run."""
+        """Return when all calls so far have been compared, including calls that are compared while they run."""
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        """Start a collective: here, one that is carried out by messages, by the thread that waits.
+        """Start a collective. This default performs it with messages, in the thread that waits.
 
         Args:
-            call: The call, whose tensors belong to the work until it ends. Without `steps`, `supports` is true of it.
-            over: Posts the messages: the outermost wrapper of this transport, if it has one.
+            call: The call, whose tensors belong to the work until it ends. Without `steps`, it is a call that
+                `supports` accepts.
+            over: Transport that posts the messages: the outermost wrapper of this one, if it has any.
 
         Returns:
-            A work that ends when this rank's outputs hold the result.
+            A work that completes when this rank's outputs hold the result.
         """
         if call.steps is None:
             raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
         return Deferred(partial(call.steps, over or self, call), call.timeout)
 
     def returned(self, work: Work) -> Work:
-        """Return the work that the caller of an asynchronous call gets: another one where its answers are recorded.
+        """Return the work for the caller of an asynchronous call: a recording's wrapper, or the work itself.
 
         Args:
-            work: Of the call.
+            work: Work of the call.
 
         Example:
             >>> def program(comm):
@@ -367,7 +372,7 @@ Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 
 
 def share_capabilities(transport: Transport, other: Transport, *names: str) -> None:
-    """Let a transport declare what another one does, by which it sends.
+    """Copy the declared capabilities of the transport through which another one sends.
 
     Args:
         transport, other: The two transports.
@@ -377,15 +382,15 @@ def share_capabilities(transport: Transport, other: Transport, *names: str) -> N
 
 
 def renewed(transport: Transport, group: Group) -> Transport:
-    """Return the transport of a group that replaces a transport's own: by its `reconnect`, else `reconfigure`."""
+    """Return a transport for a group that replaces a transport's own, from its `reconnect` or else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 
 class FastPath(Protocol):
-    """Blocking calls on the caller's own tensors, in one native call each.
+    """Blocking calls on the caller's own tensors, with one native call each.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not agree on the path, and they compare
-    calls themselves.
+    They interoperate with `Transport.run` on other ranks, so ranks need not agree on the path. They compare calls
+    themselves.
     """
 
     def try_collective(
@@ -398,14 +403,16 @@ class FastPath(Protocol):
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """Make the call. Return `UNSUPPORTED`, with no effect, for the general path; `MISMATCH` if ranks' calls differ.
+        """Make the call.
+
+        Return `UNSUPPORTED`, without effect, if it needs the general path; `MISMATCH` if ranks' calls differ.
 
         Args:
-            what: The collective.
-            output: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
-            input: What is read, where that is something else.
-            op, root, algorithm: As the caller gave them, where there are such.
-            deadline: On the library's clock.
+            what: Name of the collective.
+            output: Output as the caller passed it: a tensor, or one per rank; None if there is none.
+            input: Input, if it is separate.
+            op, root, algorithm: Arguments as the caller passed them, if any.
+            deadline: Deadline on the library's clock.
         """
         ...
 
@@ -414,21 +421,21 @@ class FastPath(Protocol):
         ...
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Return whether a message can be sent or received now. All arguments are the caller's own."""
+        """Return whether a message can be sent or received now. All arguments are as the caller passed them."""
         ...
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, with no effect, for the general path."""
+        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, without effect, for the general path."""
         ...
 
 
 class Envelope(NamedTuple):
-    """One message as it arrived.
+    """A message as it arrived.
 
     Attributes:
-        peer: The sender's rank.
-        head: The bytes of the message.
-        bodies: The tensors sent with it: one-dimensional, of uint8, in memory of their own.
+        peer: Rank of the sender.
+        head: Bytes of the message.
+        bodies: One-dimensional uint8 tensors sent with it, in new memory.
     """
 
     peer: int
@@ -437,18 +444,17 @@ class Envelope(NamedTuple):
 
 
 class Mailbox(ABC):
-    """One rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
+    """A rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
 
-    Unlike a transport, it has no posted receives, and no failure of the whole: a lost rank is
-    `mark_lost`d, and the others continue. Any thread may send; one thread at a time may `poll`; only the permanent
-    service thread may `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting
-    thread stays asleep.
+    Unlike a transport, it has no posted receives, and does not fail as a whole: a lost rank is `mark_lost`d, and the
+    others continue. Any thread may send; one thread at a time may `poll`; only the permanent service thread may `wait`.
+    A thread that is about to poll itself calls `mute_wakeups`, so that the waiting thread remains asleep.
 
     Attributes:
         group: Group of the ranks.
         eager: Whether a thread that waits for a message should first poll for it for a while.
-        lost: The lost ranks, each with the error that reports it.
-        on_stall: Called in the sending thread when a send has to wait until the receiver makes room.
+        lost: Lost ranks, each with the error that reports it.
+        on_stall: Called in the sending thread when a send has to wait for the receiver to make room.
     """
 
     eager: bool = False
@@ -462,17 +468,17 @@ class Mailbox(ABC):
 
     @abstractmethod
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send a message; return when the bodies may be changed.
+        """Send a message; return when the bodies may be modified.
 
         Args:
             peer: Another rank.
             head: Bytes, preferably few.
             bodies: One-dimensional contiguous tensors of uint8 on the CPU.
-            timeout: Seconds that the receiver may take to make room.
+            timeout: Seconds for the receiver to make room.
 
         Raises:
             PeerLostError: The peer has gone.
-            CommTimeoutError: The peer receives nothing. It is lost then; otherwise the message arrives later.
+            CommTimeoutError: The peer does not receive. It then counts as lost.
         """
 
     @abstractmethod
@@ -481,7 +487,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
-        """Return when a message may have arrived, another thread calls `wake`, or the timeout expires."""
+        """Wait until a message may have arrived, another thread calls `wake`, or the timeout expires."""
 
     def mute_wakeups(self) -> None:
         """Declare that the caller polls from now on: no thread needs to be woken."""
@@ -491,7 +497,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """End a `wait`. From any thread, and from a finalizer: takes no lock."""
+        """End a `wait`. Callable from any thread and from finalizers, because it takes no lock."""
 
     def mark_lost(self, peer: int, error: BaseException) -> None:
         """Mark a rank as lost: sends to it fail, including those in progress."""
@@ -499,7 +505,7 @@ class Mailbox(ABC):
         self.wake()
 
     def abort_message(self, peer: int, error: BaseException) -> None:
-        """Handle an aborted or interrupted send: part of the message was sent, so no message can follow it."""
+        """Handle an aborted or interrupted send: part of the message was sent, so no message can follow."""
         if not isinstance(error, CommError):
             error = PeerLostError(f"a message to rank {peer} was aborted by {type(error).__name__}", peer=peer)
         self.mark_lost(peer, error)
@@ -513,11 +519,11 @@ class Mailbox(ABC):
             closer()
 
     def on_close(self, closer: Callable[[], None]) -> None:
-        """Register a function that `close` calls too."""
+        """Register a function for `close` to call."""
         self._closers.append(closer)
 
     def check(self, peer: int) -> None:
-        """Raise if nothing can be sent to this rank."""
+        """Raise an error if nothing can be sent to this rank."""
         if peer in self.lost:
             error = self.lost[peer]
             raise PeerLostError(str(error), peer=peer) from error

@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 COLLECTIVE_TAG = -1
-"""The channel of collectives. Users' tags start at 0, so the two never match each other."""
+"""Tag of collectives. Users' tags start at 0, so the two never match."""
 
 MAX_TAG = 2**24 - 1
-"""Largest tag that a user may pass: every transport with tags supports it."""
+"""Largest tag that a user may pass; every transport with tags supports it."""
 
 Timeout = float | timedelta
-"""A timeout as a caller passes it: a number of seconds, or a `datetime.timedelta`; at most 1e9 s."""
+"""A timeout argument: a number of seconds, or a `datetime.timedelta`; at most 1e9 s."""
 
 
 class Blocking(TypedDict, total=False):
@@ -69,7 +69,7 @@ class NonBlocking(TypedDict, total=False):
 
 
 class ReduceOp(StrEnum):
-    """Reduce operation that combines contributions; a plain string of the same name is accepted too.
+    """Reduce operation that combines contributions. Its name as a plain string is also accepted.
 
     Example:
         >>> ReduceOp("sum") is ReduceOp.SUM
@@ -88,11 +88,11 @@ class ReduceOp(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """One message to another rank, for `Communicator.batch_isend_irecv`.
+    """A message to another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Tensor or buffer, which must not change until the work is done. A transport gets it as a
-            one-dimensional and contiguous tensor.
+        tensor: Tensor or buffer, which must not be modified until the work is done. A transport gets it as a
+            one-dimensional contiguous tensor.
         peer: Rank that receives it.
         tag: As for `Communicator.send`.
 
@@ -108,11 +108,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
-    """One message from another rank, for `Communicator.batch_isend_irecv`.
+    """A message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Tensor or buffer that is written, of the dtype and length of the send. A transport gets it as a
-            one-dimensional and contiguous tensor.
+        tensor: Tensor or buffer to write to, of the send's dtype and length. A transport gets it as a one-dimensional
+            contiguous tensor.
         peer: Rank that sends it.
         tag: As for `Communicator.recv`.
 
@@ -130,7 +130,7 @@ Message = Send | Recv
 
 
 class Work(ABC):
-    """Handle of an operation in flight, as returned by every transport and every asynchronous call.
+    """Handle of an operation in flight, returned by every transport and every asynchronous call.
 
     Example:
         >>> def program(comm):
@@ -145,17 +145,17 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Return when it is done; raise its error.
+        """Wait until the operation is done; raise its error if it failed.
 
         Args:
-            timeout: Seconds or a `timedelta`; the group's default if None.
+            timeout: Seconds, or a `timedelta`; the group's default if None.
 
         Raises:
-            CommTimeoutError: It was not done in time; the wait may be repeated.
+            CommTimeoutError: It was not done in time. The wait may be repeated.
         """
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
-        """Return when all receives have completed; sends may still be in flight. Same as `wait` by default.
+        """Wait until all receives have completed; sends may still be in flight. Same as `wait` by default.
 
         Args:
             timeout: As for `wait`.
@@ -168,20 +168,20 @@ class Work(ABC):
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """Return the error of the ended work, or None (also while it runs)."""
+        """Return the error of the work if it has failed; None otherwise."""
 
     @abstractmethod
     def get_future(self) -> torch.futures.Future[None]:
-        """Return a future that completes with the work, without further calls by the caller."""
+        """Return a future that completes with the work, without further calls from the caller."""
 
     def source_rank(self) -> int:
-        """Return the sender of the received message; -1 while it is unknown, and where nothing is received."""
+        """Return the sender of the received message; -1 while unknown, and for other works."""
         return -1
 
     def cancel(self) -> bool:
-        """Request cancellation. By default it is never possible.
+        """Cancel the operation if possible; by default it never is.
 
-        Returns: Whether it was still possible.
+        Returns: Whether it was possible.
         """
         return False
 
@@ -189,8 +189,8 @@ class Work(ABC):
 class PointToPoint(Protocol):
     """Interface that a schedule needs.
 
-    Messages of one tag from one rank to another arrive in the order they were posted. Nothing else
-    is promised: a send may wait until it is received.
+    Messages with one tag from one rank to another arrive in posting order. Nothing else is guaranteed: a send may wait
+    until it is received.
     """
 
     @property

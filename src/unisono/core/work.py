@@ -1,4 +1,4 @@
-"""Basic kinds of `Work`: one that another thread completes, and one that is complete already."""
+"""Basic kinds of `Work`, such as one that another thread completes."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 _LONGEST_S = 1e9
-"""About 30 years: no system's clock and no way to wait overflows by it."""
+"""About 30 years, which overflows no system's clock and no wait function."""
 
 
 class Completion(Work):
-    """Work that its creator completes by `complete`, once, from any thread.
+    """Work that its creator completes once with `complete`, from any thread.
 
     Args:
         timeout_s: Default timeout of `wait`.
-        messages: The awaited messages, for the text of a timeout.
+        messages: Awaited messages, for the text of a timeout.
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
         self.timeout_s = timeout_s
-        # Counted, because a message may be posted twice.
+        # A counter, because a message may be posted twice.
         self._left: dict[Message, int] = {}
         for message in messages:
             self._left[message] = self._left.get(message, 0) + 1
@@ -64,13 +64,13 @@ class Completion(Work):
 
     @classmethod
     def ended(cls, error: BaseException | None = None) -> Completion:
-        """Return a work that has ended, with an error if there is one."""
+        """Return a work that has ended, with an error if one is passed."""
         work = Completion(0.0)
         work.complete(error)
         return work
 
     def complete(self, error: BaseException | None = None) -> bool:
-        """End the work; return False if it had ended before (the first outcome stays)."""
+        """End the work; return False if it had ended before (the first outcome remains)."""
         with self._lock:
             if self._done.is_set():
                 return False
@@ -126,7 +126,7 @@ class Completion(Work):
 
 
 class CountdownWork(Completion):
-    """The messages of one `post`: complete when each has `arrived`, or with the first error."""
+    """Work for the messages of one `post`: complete when each has `arrived`, or with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)
@@ -134,7 +134,7 @@ class CountdownWork(Completion):
             self.complete()
 
     def arrived(self, message: Message) -> None:
-        """Note that one of the messages is done; call once for each."""
+        """Record that a message is done; call once for each."""
         with self._lock:
             if not self._done.is_set():
                 self._left[message] -= 1
@@ -145,11 +145,11 @@ class CountdownWork(Completion):
 
 
 def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
-    """Return the timeout of a wait in seconds: the given one, or the default if it is None.
+    """Return a wait's timeout in seconds: the given one, or the default if None.
 
     Raises:
         TypeError: It is neither a number of seconds nor a timedelta.
-        ValueError: It is negative, or more than 1e9 seconds, such as infinity.
+        ValueError: It is negative, or more than 1e9 seconds (or infinite).
 
     Example:
         >>> resolve_timeout(None, 300.0), resolve_timeout(5, 300.0), resolve_timeout(timedelta(minutes=1), 300.0)
@@ -166,7 +166,7 @@ def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds until a deadline on the library's clock; 0 after it."""
+    """Return the seconds until a deadline on the library's clock; 0 if it has passed."""
     return max(0.0, deadline - clock.now())
 
 
@@ -175,7 +175,7 @@ def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
 
     Args:
         timeout: Seconds, or a timedelta.
-        name: Of the argument, for the error.
+        name: Name of the argument, for the error.
 
     Example:
         >>> positive_timeout(timedelta(seconds=0))
@@ -221,7 +221,7 @@ def describe(messages: Sequence[Message]) -> str:
 
 
 def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
-    """Return the error of a matched send and receive that differ; `sent` and `expected` are as from `elements`."""
+    """Return the error for a send and receive that match but differ; `sent` and `expected` are as from `elements`."""
     return MismatchError(
         f"rank {sender} sent {sent}, but the receive on rank {receiver} expects {expected} (tag {tag})", peer=peer
     )
@@ -257,8 +257,8 @@ def format_bytes(nbytes: int) -> str:
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     """Wait for the first work to end, and return its index.
 
-    Needs nothing of a transport but `get_future`. Raises `CommTimeoutError` after `timeout`,
-    and `ValueError` for no works. It does not raise the work's own error: call its `wait`.
+    Needs only a work's `get_future`. Raises `CommTimeoutError` after `timeout`, and `ValueError` for an empty list. It
+    does not raise the work's error: call the work's `wait` for that.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
@@ -290,10 +290,10 @@ class Deferred(Work):
     """Work that the first `wait` runs in its own thread.
 
     Args:
-        run: Does the work, until a deadline on the library's clock.
+        run: Function that does the work, until a deadline on the library's clock.
         timeout_s: Default timeout of `wait`.
-        ready: Whether `run` would return, or raise, immediately; None if unknown. A `wait` with a timeout starts
-            `run` only when it is ready, so the wait may be repeated.
+        ready: Function that returns whether `run` would return, or raise, immediately; None if unknown. A `wait` with a
+            timeout starts `run` only when it is ready, so that the wait can be repeated.
     """
 
     def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
@@ -316,7 +316,7 @@ class Deferred(Work):
                 try:
                     self._run(clock.now() + limit)
                 except BaseException as error:
-                    # Also an interrupt: every later wait must report how this one ended.
+                    # Including an interrupt, because every later wait must report how this one ended.
                     self._error = error
         if self._error is not None:
             raise self._error
@@ -342,7 +342,7 @@ class Deferred(Work):
         try:
             self.wait()
         except BaseException as error:
-            # There is no caller to raise it to; the future, or the next wait, reports it.
+            # No caller could catch it here; the future, or the next wait, reports it.
             return error
         return None
 
@@ -361,12 +361,12 @@ T = TypeVar("T")
 
 
 class ChainedWork(Work):
-    """A work with a continuation for its good end, and a translation of its errors.
+    """A work with a continuation for success, and a translation of its errors.
 
     Args:
-        inner: The work that is continued.
-        after: Called once `inner` has ended well, by the first thread that learns of it; its error becomes the work's.
-        translate: Maps an error of `inner` to the error to raise.
+        inner: The work to continue.
+        after: Called once, in the first thread that sees `inner` succeed; its error becomes the work's.
+        translate: Converts an error of `inner` to the error to raise.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class ChainedWork(Work):
         return self._inner.cancel()
 
     def _continue(self) -> BaseException | None:
-        """Make the call unless it was made, and return its error."""
+        """Call `after` unless it has been called, and return its error."""
         with self._lock:
             after = self._after
             self._after = None
@@ -427,7 +427,7 @@ class ChainedWork(Work):
                 try:
                     after()
                 except Exception as error:
-                    # Every later wait has to raise it, too.
+                    # Every later wait has to raise it as well.
                     self._error = error
             return self._error
 
@@ -437,7 +437,7 @@ class ResultWork(ChainedWork, Generic[T]):
 
     Args:
         inner: The work.
-        read: Returns the result of the work once it has ended well.
+        read: Function that returns the result once the work has succeeded.
 
     Example:
         >>> def program(comm):
@@ -465,9 +465,9 @@ class WorkGroup(Work):
 
     Args:
         works: The works, in the order in which `wait` waits for them.
-        timeout_s: Limit of a `wait` without one, for all of them together; if None, each work's own limit.
-        poll_s: Seconds between two looks at the later works while an earlier one is waited for, since some works
-            advance only while they are looked at; if None, only the work that is waited for is looked at.
+        timeout_s: Default timeout of a `wait` for all works together; if None, each work's default applies.
+        poll_s: Seconds between polls of the later works during the wait for an earlier one, because some works advance
+            only when polled; if None, only the work that is waited for is polled.
     """
 
     def __init__(self, works: Sequence[Work], timeout_s: float | None = None, poll_s: float | None = None) -> None:

@@ -300,7 +300,13 @@ class Watch:
         }
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Wait for another rank's failure that may have caused the error that ends this one."""
+        """Wait for another rank's failure that may have caused the error that ends this one.
+
+        A program that has made its last call before a difference in an earlier one was found cannot raise it any more,
+        and must not end as if its result were right.
+        """
+        if error is None and not self._raised and self._cause is not None and self._cause.kind == "MismatchError":
+            self._end("has finished")
         self._raised = True
         if error is not None and follows(error):
             self._await_cause(error, "the program")
@@ -325,12 +331,15 @@ class Watch:
         while not self._raised:
             waited_s = clock.now() - began
             if waited_s > (_BLOCKED_S if self._inside else _BUSY_S):
-                _say(f"rank {self._group.rank} does not return from its call; it ends with exit status {EXIT_STATUS}")
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(AttributeError, OSError, ValueError):
-                        stream.flush()
-                os._exit(EXIT_STATUS)
+                self._end("does not return from its call")
             time.sleep(_POLL_S)
+
+    def _end(self, why: str) -> NoReturn:
+        _say(f"rank {self._group.rank} {why}; it ends with exit status {EXIT_STATUS}")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        os._exit(EXIT_STATUS)
 
 
 def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", timeout: Timeout | None = None) -> Watch:

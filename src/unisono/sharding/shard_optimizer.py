@@ -390,7 +390,7 @@ class _Trial:
                 raise _RefusedError(f"fails on a slice of a parameter ({error})") from error
             for value, tensor in zip(whole[1], tensors, strict=True):
                 if not _same(_slice(value.detach(), None if rank < 0 else rank), tensor.detach()):
-                    raise _RefusedError("updates a slice of a parameter otherwise than the whole parameter")
+                    raise _RefusedError("updates a slice of a parameter differently from the whole parameter")
 
 
 def _border(value: torch.Tensor, rank: int) -> int:

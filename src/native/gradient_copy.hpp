@@ -9,7 +9,7 @@
 namespace unisono {
 
 // From this size on, stores bypass the caches: other ranks accessed these lines last, perhaps from cores that share no
-// cache with this one, and the data would not stay in this core's cache until it is reduced.
+// cache with this one, and the data would not remain in this core's cache until it is reduced.
 inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
 inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {

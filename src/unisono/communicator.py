@@ -250,7 +250,7 @@ class Communicator(Place):
             chunk_bytes: As for `init`.
 
         Raises:
-            UnavailableError: There is no mpi4py, or no MPI library.
+            UnavailableError: mpi4py or an MPI library is missing.
             CommTimeoutError: Not all members have called it in time.
         """
         from unisono.transports.mpi.transport import adopt
@@ -292,7 +292,7 @@ class Communicator(Place):
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.
 
-        The memory stays valid as long as a tensor refers to it, even after `close`.
+        The memory remains valid as long as a tensor refers to it, even after `close`.
 
         Args:
             shape: Sizes of the dimensions, or the number of elements.
@@ -328,19 +328,19 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Replace every rank's tensor by the sum (or `op`) of all ranks' tensors, bitwise identical on all ranks.
+        """Replace every rank's tensor with the sum (or `op`) of all ranks' tensors, bitwise identical on all ranks.
 
         Collective. In place. Any strided tensor of n elements, n the same on all ranks.
 
         Args:
             tensor: Any dtype that torch can reduce with `op`; a sum of bools is "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
-            scale: Multiply each contribution by this number first, in the tensor's dtype: torch's PREMUL_SUM, for "sum"
-                and "avg" of floating and complex dtypes. The same on all ranks. Makes a copy of the tensor.
+            scale: Factor for each contribution, in the tensor's dtype: torch's PREMUL_SUM, for "sum" and "avg" of
+                floating and complex dtypes. The same on all ranks. Makes a copy of the tensor.
             algorithm: "auto" for the lowest predicted time (see `plan`), a file of
                 `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
-                where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes": native, else
-                the algorithm that sends least.
+                where the backend has it, or None: native, or else the one with the lowest predicted cost.
+                "fewest_bytes": native, else the algorithm that sends least.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
@@ -382,7 +382,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Replace rank `dst`'s tensor by the sum (or `op`) of all ranks' tensors; the others stay unchanged.
+        """Replace rank `dst`'s tensor with the sum (or `op`) of all ranks' tensors; the others remain unchanged.
 
         Collective. In place on `dst`.
 
@@ -433,7 +433,7 @@ class Communicator(Place):
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
-        Collective. Inputs may differ in length, if all ranks' lists have the same lengths; they stay unchanged.
+        Collective. Inputs may differ in length, if all ranks' lists have the same lengths; they remain unchanged.
 
         Args:
             output: Any shape and strides, with as many elements as every rank's input for this rank.
@@ -531,9 +531,9 @@ class Communicator(Place):
 
         All ranks call it, in the same order. It sends nothing: this thread's next collective on this communicator, or
         on another one of the same ranks, compares a digest of the value as it is now. `flush_agreements`, `barrier` and
-        `close` compare whatever is pending. Values are equal if they have the same types, shapes, dtypes and bits;
-        dicts and sets may be in any order, and tensors on any device. With `check="off"`, only `flush_agreements` and
-        `close` compare.
+        `close` compare all pending values. Values are equal if they have the same types, shapes, dtypes and bits; dicts
+        and sets may be in any order, and tensors on any device. With `check="off"`, only `flush_agreements` and `close`
+        compare.
 
         Args:
             value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
@@ -562,7 +562,7 @@ class Communicator(Place):
             self._engine.agreements.add(value, name)
 
     def flush_agreements(self, timeout: Timeout | None = None) -> None:
-        """Compare the values passed to `agree` now. Collective. The communicator stays usable if they differ.
+        """Compare the values passed to `agree` now. Collective. The communicator remains usable if they differ.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's if None.
@@ -940,7 +940,7 @@ class Communicator(Place):
         Collective. Cost: as `all_gather`, preceded by one of 18 numbers a rank.
 
         Args:
-            tensor: Of at most 16 dimensions, of which the first may differ between ranks.
+            tensor: Tensor of at most 16 dimensions. The first may differ between ranks.
             algorithm: As for `all_reduce`, of all_gather.
             async_op: Return a work immediately; its `result()` returns the tensors. It owns `tensor` until then.
             timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's if None.
@@ -982,7 +982,7 @@ class Communicator(Place):
         Collective. Cost: as `gather`, preceded by an all_gather of 18 numbers a rank.
 
         Args:
-            tensor: Of at most 16 dimensions, of which the first may differ between ranks.
+            tensor: Tensor of at most 16 dimensions. The first may differ between ranks.
             dst: The rank that receives.
             algorithm: As for `all_reduce`, of gather.
             async_op, timeout: As in `all_gather_v`.
@@ -1066,7 +1066,7 @@ class Communicator(Place):
         Collective. Cost: as `all_to_all`, preceded by one of 18 numbers for each rank.
 
         Args:
-            tensors: One tensor a rank, of at most 16 dimensions, of which the first may differ from tensor to tensor.
+            tensors: One tensor per rank, of at most 16 dimensions. The first may differ between tensors.
             algorithm: As for `all_reduce`, of all_to_all.
             async_op, timeout: As in `all_gather_v`.
 
@@ -1363,7 +1363,7 @@ class Communicator(Place):
         Args:
             src: The sender's rank; any rank if None.
             tag: Of the message.
-            timeout: Seconds or a `timedelta`; the communicator's if None. The communicator stays usable after a
+            timeout: Seconds or a `timedelta`; the communicator's if None. The communicator remains usable after a
                 timeout.
 
         Returns: The sender's rank.
@@ -2003,7 +2003,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
         options: Options of its transport.
 
     Raises:
-        CommError: A member is missing or has failed; the others get an error too.
+        CommError: A member is missing or has failed; all members get an error.
 
     Example:
         >>> def program(comm):

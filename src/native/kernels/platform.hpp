@@ -1,4 +1,4 @@
-// What depends on the processor: spin-wait hints, non-temporal stores, half floats.
+// Processor-specific code: spin-wait hints, non-temporal stores, half floats.
 #pragma once
 
 #include <cstddef>

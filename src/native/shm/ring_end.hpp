@@ -42,7 +42,7 @@ class RingEnd {
         return step;
     }
 
-    // The whole lines that can be read in one piece. They stay in the ring.
+    // The whole lines that can be read in one piece. They remain in the ring.
     nanobind::object peek() const {
         const uint64_t count = read_count();
         const auto from = static_cast<uint64_t>(ring_.at(count) - memory_->begin());

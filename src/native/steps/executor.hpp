@@ -1,11 +1,11 @@
 // Collectives over links to other ranks: runs this rank's part of an algorithm in one call. Nothing moves before all
-// agree: no rank writes memory of the caller, or returns, before it has heard that every rank makes the same call. Each
-// frame names the call. A rank whose result depends on the contributions of all ranks has heard of all when the
-// algorithm ends; short messages are therefore carried out in memory of our own, and copied at the end. Before long
-// messages, and beside the short ones of a rooted collective, ranks spread the news of their calls by dissemination: in
-// round k to the rank 2^k further, after hearing from the ranks of the rounds before. Where ranks have other means to
-// agree, such as a barrier in shared memory, they do so before the call. Source: Hensgen, Finkel and Manber, "Two
-// algorithms for barrier synchronization", IJPP 17(1), 1988.
+// agree: no rank writes memory of the caller, or returns, before it knows that every rank makes the same call. Each
+// frame names the call. A rank whose result depends on all ranks' contributions knows this when the algorithm ends, so
+// short messages are processed in internal memory, and copied at the end. Before long messages, and beside the short
+// ones of a rooted collective, ranks spread the news of their calls by dissemination: in round k to the rank 2^k
+// further, after hearing from the ranks of the rounds before. Where ranks have other means to agree, such as a barrier
+// in shared memory, they do so before the call. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
+// synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -126,7 +126,7 @@ class Executor {
         // They agreed before the call, in shared memory.
         known,
         // They are exchanging the lengths of their parts. Data only follows once these match, so a frame that is not a
-        // length stays on its link.
+        // length remains on its link.
         lengths,
         // A long call: the news spreads before the first byte is sent.
         before_data,
@@ -243,7 +243,7 @@ class Executor {
         return Status::ok;
     }
 
-    // Sets each chunk's memory. In a short call, received data stays in the executor's own memory until all ranks are
+    // Sets each chunk's memory. In a short call, received data remains in the executor's own memory until all ranks are
     // known to agree.
     void prepare_memory() {
         size_t needed = 0;
@@ -376,7 +376,7 @@ class Executor {
         for (int peer = 0; peer < size_; peer++) {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
-            // A frame for later stays on its link; nothing behind it needs to be read yet.
+            // A frame for later remains on its link; nothing behind it needs to be read yet.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }

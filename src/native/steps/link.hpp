@@ -13,8 +13,8 @@
 
 namespace unisono {
 
-// What a frame carries: bytes of an algorithm's message; the news that its sender has received news from certain ranks;
-// the news that ranks make different calls; or a farewell from a sender that makes no more calls.
+// Content of a frame: bytes of an algorithm's message; the ranks that its sender has received frames from; the notice
+// that ranks make different calls; or the end of a sender that makes no more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
 // The beginning of each frame. Ranks of one job run the same build on the same architecture, or refuse each other.

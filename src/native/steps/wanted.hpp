@@ -1,4 +1,4 @@
-// What an executor awaits from one other rank.
+// The frame that an executor awaits from another rank.
 #pragma once
 
 namespace unisono {

@@ -256,7 +256,10 @@ class MpiAbortGuard:
         self._end(1)
 
     def leave(self, status: Any = None, /) -> NoReturn:
-        """Exit as `sys.exit` does. If this is not caught, and communicators were open at the call, the job ends too."""
+        """Exit as `sys.exit` does.
+
+        If this is not caught, and communicators were open at the call, the whole job ends.
+        """
         raise SystemExit(status) if status in (None, 0) or not self._open else _Exit(status, self._uncaught)
 
     def _uncaught(self, status: object) -> None:

@@ -24,8 +24,8 @@ __all__ = ["Archive", "open_archive"]
 class Archive(Mapping[str, torch.Tensor], Closing):
     """Mapping of names to tensors, each read and checked on first access.
 
-    On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied,
-    and writes to it stay in this process. A tensor stays valid for its lifetime, also after `close`.
+    On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied, and
+    writes to it remain in this process. A tensor remains valid for its lifetime, also after `close`.
 
     Access raises `KeyError` for an unknown name and `CorruptError` for a damaged tensor.
 
@@ -130,7 +130,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
         return len(self.manifest.tensors)
 
     def close(self) -> None:
-        """Close the files. Tensors stay valid."""
+        """Close the files. Tensors remain valid."""
         self._files.close()
 
 

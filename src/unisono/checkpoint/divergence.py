@@ -69,7 +69,7 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """Make every rank's state that of rank `src`, in place, and return it. Collective.
 
     Intended for ranks that have joined later or diverged. Samplers take over `src`'s state; random generators and
-    `PerRank` values stay unchanged on each rank.
+    `PerRank` values remain unchanged on each rank.
 
     Args:
         state: As for `save`, with the same structure on every rank, except that an optimizer need not have stepped yet.

@@ -83,7 +83,7 @@ def load(
             blocks of 4 MiB.
         comm: The ranks that load together; None for this process alone.
         map_location: Device of created tensors: a device, a dict from saved devices to others, or a function, as for
-            `torch.load`, except that None is the CPU. Existing tensors stay on their device.
+            `torch.load`, except that None is the CPU. Existing tensors remain on their device.
         strict: Whether names that only one of module and checkpoint has are an error.
         check: Whether to compare all bytes with their digests as they are read. "first" does so in a separate pass,
             before anything is changed, as does True if a rank has at most 4 MiB to read. If a larger checkpoint is
@@ -105,7 +105,7 @@ def load(
         TypeError, ValueError: `map_location` is not as described.
 
     Rank r loads the per-rank values of rank r if the number of ranks is unchanged. Otherwise, after a save by p ranks,
-    it loads those of rank r mod p, but random generators from rank p on stay unchanged (see `PerRank`).
+    it loads those of rank r mod p, but random generators from rank p on remain unchanged (see `PerRank`).
 
     Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB for each rank; each rank copies it
     once, straight into its tensor, and hashes it there.

@@ -49,7 +49,7 @@ _ALGORITHM = "xxh3-128"
 BLOCK = 4 << 20
 """Bytes of a tensor that share a digest, the unit that one rank reads and checks."""
 CHUNK = 1 << 19
-"""Bytes that are hashed and then copied, few enough to stay in the cache in between."""
+"""Bytes that are hashed and then copied, few enough to remain in the cache in between."""
 
 _FORMAT = "unisono.checkpoint"
 _HEAD = b'{"digest":"'

@@ -31,7 +31,7 @@ _running: set[str] = set()
 
 
 class SaveLock:
-    """Lock of one save: a small file beside the manifest that says who writes.
+    """Lock of a save: a small file beside the manifest that names the writer.
 
     A dead writer's lock is taken over: on this host, if its process is gone; from another host, if it is an hour old.
     Storage without a `lock` method has none: two writers go unnoticed there, but do not remove each other's files.
@@ -59,7 +59,7 @@ class SaveLock:
         self._held = False
 
     def acquire(self) -> None:
-        """Take the lock, and note what is replaced.
+        """Take the lock, and record the files that are replaced.
 
         Raises:
             CheckpointError: Another save holds it.

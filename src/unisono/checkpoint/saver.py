@@ -93,7 +93,7 @@ def save(
     """Save a state. On return, the checkpoint is complete and would survive a loss of power.
 
     Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each writes an
-    equal share. An earlier checkpoint of the same name stays until the end, and survives a crash before that.
+    equal share. An earlier checkpoint of the same name remains until the end, and survives a crash before that.
 
     Args:
         path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
@@ -170,7 +170,7 @@ def async_save(
         A handle of the save, whose `wait` raises the errors of `save`.
 
     Cost: stalls the caller for a copy of 1/p of the state, and a pass over all of it if there are several ranks. The
-    copy stays in memory until it is written. The first call creates a second communicator.
+    copy remains in memory until it is written. The first call creates a second communicator.
 
     Example:
         >>> import tempfile
@@ -236,7 +236,7 @@ def commit(
     progress: Progress | None,
     newest: Callable[[], int],
 ) -> None:
-    """Compare, write, and publish. Collective. An earlier checkpoint stays until the new one is published.
+    """Compare, write, and publish. Collective. An earlier checkpoint remains until the new one is published.
 
     `newest` returns the time that the new checkpoint's must exceed.
     """

@@ -75,7 +75,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the file. Views stay valid."""
+        """Close the file. Views remain valid."""
         ...
 
 
@@ -202,7 +202,7 @@ class Storage(Protocol):
 
 
 def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage for a path, a URL, or a storage of your own, which is returned unchanged.
+    """Return the storage for a path or URL; a custom storage is returned unchanged.
 
     Example:
         >>> storage_at("/tmp/run-7").name

@@ -93,7 +93,7 @@ class PerRank:
             error.
 
     Raises:
-        ValueError: `on_resize` is none of these.
+        ValueError: `on_resize` is unknown.
 
     Example:
         >>> def program(comm, path):
@@ -139,7 +139,7 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the generators from a state; CUDA's and numpy's stay unchanged if the state lacks them.
+        """Restore the generators from a state; CUDA's and numpy's remain unchanged if the state lacks them.
 
         Args:
             state: Result of `state_dict`. States of more CUDA devices than there are here are ignored.

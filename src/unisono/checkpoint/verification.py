@@ -24,7 +24,7 @@ _QUICKLY = 8 << 30
 
 
 def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None = None) -> Manifest:
-    """Read every byte of a checkpoint, and compare it with what was saved.
+    """Read every byte of a checkpoint, and compare it with the saved digests.
 
     Args:
         path: A directory, a URL that fsspec supports, or a storage.
@@ -106,7 +106,7 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
 
     Unfinished checkpoints, and those with missing or truncated files, do not count. Bytes are not compared: `load` and
     `verify` do that. The newest is the last one saved, by the clock of rank 0's host; checkpoints of one `Checkpointer`
-    stay in order even if that clock was set back.
+    remain in order even if that clock was set back.
 
     Args:
         directory: The parent of the checkpoints: a directory, a URL that fsspec supports, or a storage.

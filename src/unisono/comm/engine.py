@@ -490,7 +490,7 @@ class Engine:
         self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
 
     def settle(self) -> None:
-        """Compare, before the end, what has not been compared; raise what differs, unless a call has raised it."""
+        """Compare pending values before the end; raise a mismatch, unless a call has raised it."""
         if not self.closed:
             self.transport.settle()
         if self._differed and not self._raised:

@@ -112,7 +112,7 @@ class PointToPointMailbox(Mailbox):
         try:
             self._wait_for(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # The message may or may not arrive. After a timeout, by contrast, posted messages stay in flight.
+            # The message may or may not arrive. After a timeout, by contrast, posted messages remain in flight.
             self.abort_message(peer, error)
             raise
 

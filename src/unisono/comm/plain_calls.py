@@ -1,4 +1,4 @@
-"""The fast path of a transport that carries out collectives by another library's calls."""
+"""Fast path of a transport that performs collectives with another library's calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PlainCalls:
 
     Args:
         transport: Compares calls.
-        plain: Runs them: what the transport returns as such.
+        plain: Transport that runs the calls, as from `Transport.plain`.
         activity: This rank's, whose present call is the one to make.
     """
 

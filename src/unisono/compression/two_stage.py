@@ -86,7 +86,7 @@ class TwoStage(Codec):
             count: Number of its elements, without padding.
 
         Returns:
-            Upper bound of the Euclidean norm of the change; infinite if the block may not stay finite.
+            Upper bound of the Euclidean norm of the change; infinite if the block may not remain finite.
         """
 
     def average(

@@ -365,7 +365,7 @@ class ControlClient(ControlPlane, ABC):
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)
         return verdict
 
-    # -- what the ranks are doing ------------------------------------------------------------------
+    # -- activity of the ranks ------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
         self._activities.add(activity)
         if self._record is None:

@@ -133,7 +133,7 @@ class Groups:
     def vacate(self, client: int, name: str) -> bool:
         """Let another process replace a lost one; return False if it is too late for that.
 
-        Possible until the members have exchanged something; before, none of them knows of any other.
+        Possible until the members have exchanged something; before that, they don't know of each other.
         """
         group = self._groups.get(name)
         rank = self._ranks.get(client, {}).get(name)

@@ -267,7 +267,7 @@ class Acceptor:
                 self._forget(handshake).close()
 
     def close(self) -> None:
-        """Close unauthenticated connections. A forked child may call this, so the selector stays unchanged."""
+        """Close unauthenticated connections. A forked child may call this, so the selector remains unchanged."""
         for peer in self._pending:
             peer.close()
 

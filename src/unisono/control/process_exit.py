@@ -32,7 +32,7 @@ __all__ = [
 CLOSE_HANDLES = 20
 CLOSE_SERVERS = 10
 _GRACE_S = 2.0
-# Processes whose launcher decides by their reports who failed first, not by who ended first.
+# Processes whose launcher determines the first failure from their reports, not from the order of their ends.
 _end_at_once: set[int] = set()
 
 

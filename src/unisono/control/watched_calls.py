@@ -337,7 +337,7 @@ class WatchedCalls(ControlState):
                 text = f"rank {waiting} has waited {waited_s:.1f} s for rank {rank} in {call_text(made.fingerprint)}"
                 yield Overdue(rank, f"{text}, call {number} of {where.text}")
 
-    # -- what is open ------------------------------------------------------------------------------
+    # -- open calls ------------------------------------------------------------------------------
     def _open(self) -> Iterator[tuple[_Group, int, _Call]]:
         return ((group, *each) for group in list(self._known.values()) for each in list(group.calls.items()))
 

@@ -1,6 +1,6 @@
 """The library's clock: `time.monotonic`, unless a debugger stops it or a simulation replaces it.
 
-Every deadline and duration of the library is read here, as `clock.now()`. Python's own clock stays untouched, because
+Every deadline and duration of the library is read here, as `clock.now()`. Python's own clock remains untouched, because
 timers, logs and other libraries should not notice that the ranks were held.
 """
 

@@ -163,7 +163,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
-        """Move to a communicator of other ranks. Collective over it; newcomers call it too.
+        """Move to a communicator of other ranks. Collective over it, including newcomers.
 
         Args:
             comm: The new communicator; its `all_gather_object` exchanges the ranks' states.

@@ -267,7 +267,7 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
 class AssignmentPartitioner(Partitioner):
     """Base class of partitioners that assign samples by content instead of position in the order.
 
-    Parts stay the same from epoch to epoch, and each is shuffled internally. Takes about 50 bytes a sample on every
+    Parts remain the same from epoch to epoch, and each is shuffled internally. Takes about 50 bytes a sample on every
     rank while dividing, and 8 afterwards.
 
     Args:

@@ -271,7 +271,7 @@ class PartitionSampler(DistributedSampler[Any]):
             self._now()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except the communicator, which stays in its process."""
+        """Return all attributes except the communicator, which remains in its process."""
         return {**vars(self), "_require_same": None}
 
     def compare_on(self, comm: Any) -> None:
@@ -404,7 +404,7 @@ class EpochProgress:
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
         through: Whether ranks with one more sample have used it; None if unknown. Needed only when this rank has used
-            all of its own.
+            all its samples.
         over: Whether it was loaded complete, for the requested epoch, so that it must not begin again.
     """
 

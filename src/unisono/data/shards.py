@@ -67,7 +67,7 @@ class ShardPartition(IterableDataset[T_co]):
             some workers have none.
         read: Function of a shard that returns its samples, the same each time.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        shuffle: Whether shards are reordered each epoch. Samples stay in the order of their shard.
+        shuffle: Whether shards are reordered each epoch. Samples remain in the order of their shard.
         seed: The same on all ranks.
 
     Attributes:

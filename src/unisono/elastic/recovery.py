@@ -59,7 +59,7 @@ class Recovery:
         step: Number of committed steps.
 
     Raises:
-        TypeError: A part is none of these.
+        TypeError: A part is of another type.
         ValueError: `redundancy` is not a number of ranks.
 
     Construction is collective if a part is sharded. A further death during recovery does no harm. On a replacement

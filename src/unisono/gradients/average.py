@@ -30,10 +30,10 @@ _compared: WeakKeyDictionary[Communicator, dict[object, int]] = WeakKeyDictionar
 def average_gradients(
     model: torch.nn.Module | Iterable[torch.Tensor], comm: Communicator, *, bucket_cap_mb: float = 25
 ) -> None:
-    """Replace each gradient by its mean over all ranks. Call it between `backward()` and `step()`.
+    """Replace each gradient with its mean over all ranks. Call it between `backward()` and `step()`.
 
     Collective. In place on `p.grad`. A parameter without a gradient contributes zeros, so ranks that skipped a branch
-    agree with those that did not. If no rank has a gradient, `p.grad` stays None, and the optimizer leaves the
+    agree with those that did not. If no rank has a gradient, `p.grad` remains None, and the optimizer leaves the
     parameter unchanged.
 
     Args:
@@ -80,7 +80,7 @@ def broadcast_parameters(
 ) -> None:
     """Make every rank's parameters and buffers equal to rank `src`'s. Call it once, before training.
 
-    Collective. In place; for a module its buffers too. Ranks may have frozen different parameters.
+    Collective. In place; for a module including its buffers. Ranks may have frozen different parameters.
 
     Args:
         model, comm, bucket_cap_mb: As in `average_gradients`.

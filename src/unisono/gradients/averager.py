@@ -25,7 +25,7 @@ __all__ = ["GradientAverager"]
 class GradientAverager:
     """Hooks that average the gradients of a plain model over all ranks while `backward()` computes them.
 
-    Takes one line before the training loop; the loop, the model and the optimizer stay unchanged. When `backward()`
+    Takes one line before the training loop; the loop, the model and the optimizer remain unchanged. When `backward()`
     returns, each `p.grad` is the mean over all ranks, bitwise identical on each. The hooks keep the averager alive, so
     you need not keep a reference. Torch hides such hooks from the garbage collector: an unused model is freed only
     after `remove()`.
@@ -63,8 +63,8 @@ class GradientAverager:
     A backward pass that raises is undone on its rank: p.grad and the settings of `no_sync` and `weight` are restored.
     If a part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are paired by
     number: if a rank skips a batch, for example after an exception in forward, its next pass counts in the others'
-    current step. It must skip that optimizer step too; nothing detects it if it does not, but
-    `un.checkpoint.assert_in_sync` compares models.
+    current step. It must also skip that optimizer step; this is not checked, but `un.checkpoint.assert_in_sync`
+    compares models.
 
     If several models have an averager each, ranks run their passes in the same order, or in one `backward()` of a
     common loss. That ends them in the order in which the averagers were created, after sharded models.
@@ -261,7 +261,7 @@ class GradientAverager:
         self._averaging.comms.abort_all(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and release the communicators. Gradients stay unchanged. Idempotent.
+        """Remove the hooks, and release the communicators. Gradients remain unchanged. Idempotent.
 
         Raises:
             RuntimeError: A backward pass is running.

@@ -17,7 +17,7 @@ class AveragerComms(ReplaceableComms):
     """Communicators of an averager, replaced after a pass that failed when a part of it had been sent.
 
     Calls on `data` are not compared between ranks, so after such a pass a message could match one of another bucket.
-    When the averager becomes unusable, the communicator that these were derived from is aborted too.
+    When the averager becomes unusable, the communicator that these were derived from is also aborted.
 
     Args:
         comm: The ranks that average. Collective.

@@ -272,7 +272,7 @@ class Averaging(PassOwner):
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
-            # A gradient with a graph stays in p.grad where the pass does not add to it.
+            # A gradient with a graph remains in p.grad where the pass does not add to it.
             bucket = contents.bucket
             slots = [i for i in slots if bucket.parameters[i].grad is not saved.staying.get(bucket.indices[i])]
         contents.take(slots)

@@ -262,7 +262,7 @@ class BucketContents:
         return [(had != 0, lacked != 0) for had, lacked in zip(header[:count], header[count : 2 * count], strict=True)]
 
     def assign_grads(self, saved: SavedGradients) -> None:
-        """Assign the means to p.grad; a gradient that no rank had stays unchanged."""
+        """Assign the means to p.grad; a gradient that no rank had remains unchanged."""
         bucket = self.bucket
         owned = saved.owned
         places = list(zip(bucket.indices, bucket.parameters, bucket.views, self.found, strict=True))

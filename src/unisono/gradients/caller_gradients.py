@@ -33,9 +33,9 @@ class _Effects:
 class CallerHooks:
     """The hooks that run after a gradient is added to p.grad: the caller's, and those of one averager.
 
-    The caller's hooks see what they would see without an averager, so p.grad stays in place where there are any. Torch
-    calls hooks in registration order, so the averager registers its own again whenever the caller has added one: they
-    run last, and see what the caller's have left.
+    The caller's hooks see what they would see without an averager, so p.grad remains in place where there are any.
+    Torch calls hooks in registration order, so the averager registers its own again whenever the caller has added one:
+    they run last, and see what the caller's have left.
 
     Args:
         parameters: All parameters of the averager.
@@ -43,7 +43,7 @@ class CallerHooks:
 
     Attributes:
         count: Number of the caller's hooks.
-        stays: Indices of the parameters whose p.grad stays in place during a pass.
+        stays: Indices of the parameters whose p.grad remains in place during a pass.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], spread: Set[int]) -> None:
@@ -111,8 +111,8 @@ class SavedGradients:
     """Gradients from before the running pass, made at its start and dropped at its end.
 
     They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied. A
-    copy is made only of memory that the pass writes, and where p.grad stays for user hooks that read it. Gradients that
-    the pass does not reach, such as those of frozen parameters, are included and stay unchanged.
+    copy is made only of memory that the pass writes, and where p.grad remains for user hooks that read it. Gradients
+    that the pass does not reach, such as those of frozen parameters, are included and remain unchanged.
 
     Args:
         parameters: All parameters of the averager.

@@ -87,7 +87,7 @@ class Gossip(PeriodicAverager):
     gradient push (2019). Construction is collective over all ranks.
 
     Args:
-        model: A module, or its parameters. Integer parameters stay unchanged.
+        model: A module, or its parameters. Integer parameters remain unchanged.
         comm: The ranks that take part.
         topology: "ring", "exponential" (one peer a round, at changing distances), "grid", "complete"; or
             for each rank a list of the ranks that it receives from; or a function of the number of ranks and

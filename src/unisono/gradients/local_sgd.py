@@ -27,8 +27,8 @@ class LocalSGD(PeriodicAverager):
     all ranks hold the same bits. Construction is collective, and so is each `step` that averages.
 
     Args:
-        model: A module, or its parameters; frozen ones are averaged too, so leave them out if they are many.
-            Integer ones stay unchanged.
+        model: A module, or its parameters; frozen ones are averaged too, so leave them out if they are many. Integer
+            ones remain unchanged.
         comm: The ranks that average.
         every: 8, or `every(8, warmup=100)`, or a function of the step's number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
@@ -108,14 +108,14 @@ class DiLoCo(PeriodicAverager):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Ranks start from a common anchor, train independently for n steps, and average anchor - parameters.
-    The outer optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from
-    the anchor. Method: Douillard et al., DiLoCo, distributed low-communication training of
-    language models (2023). After each outer step all ranks hold the same bits. The inner optimizer and
-    its state stay with each rank. Construction is collective, and so is each `step` that runs the outer optimizer.
+    Ranks start from a common anchor, train independently for n steps, and average anchor - parameters. The outer
+    optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from the anchor.
+    Method: Douillard et al., DiLoCo, distributed low-communication training of language models (2023). After each outer
+    step all ranks hold the same bits. The inner optimizer and its state remain with each rank. Construction is
+    collective, and so is each `step` that runs the outer optimizer.
 
     Args:
-        model: A module, or its parameters, equal on all ranks. Integer parameters stay unchanged.
+        model: A module, or its parameters, equal on all ranks. Integer parameters remain unchanged.
         comm: The ranks that train.
         every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks of
             different speed, or an `every(timedelta(...), max_lag=...)` (see `PeriodicAverager`).
@@ -127,7 +127,7 @@ class DiLoCo(PeriodicAverager):
             compression="int4"`.
 
     Raises:
-        MismatchError: Ranks have different parameters (values too: see `un.broadcast_parameters`) or arguments.
+        MismatchError: Ranks have different arguments or parameters (including values: see `un.broadcast_parameters`).
         ValueError: `every` is less than 1, or `PeriodicAverager` or the outer optimizer refuses an option.
 
     Attributes:

@@ -227,7 +227,7 @@ class LogicalShards:
         self._comm.abort(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and release the communicator. Gradients stay unchanged. Idempotent."""
+        """Remove the hooks, and release the communicator. Gradients remain unchanged. Idempotent."""
         self._registry.remove()
         self._comm.close()
 

@@ -75,7 +75,7 @@ class PeriodicAverager(PeriodicAction):
     parameters must not change, nor, with `outer`, the parameter objects.
 
     Args:
-        model: A module, or its parameters. Integer ones stay unchanged. Loads into a list or a ScriptModule are not
+        model: A module, or its parameters. Integer ones remain unchanged. Loads into a list or a ScriptModule are not
             noticed.
         comm: The ranks that take part.
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for

@@ -33,7 +33,7 @@ def average_sparse(
     """Replace each `p.grad` with the mean over all ranks; a rank without a gradient contributes no rows.
 
     A gradient that is dense on some rank, because a dense layer shares the parameter, becomes dense on all; one that
-    has arrived on no rank stays unchanged. A rank without data contributes nothing, even if it has a p.grad.
+    has arrived on no rank remains unchanged. A rank without data contributes nothing, even if it has a p.grad.
 
     Args:
         named: The parameters, with their names.

@@ -1,4 +1,4 @@
-"""BatchNorm with statistics over the batches of all ranks; on the CPU too."""
+"""BatchNorm with statistics over the batches of all ranks, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
-        """Release the communicator; converted layers share one. The original's `close` releases it too."""
+        """Release the communicator, which converted layers share. The original's `close` also releases it."""
         if self._shared.comm is not None:
             self._shared.comm.close()
 
@@ -120,10 +120,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
-    """Replace every BatchNorm layer of a module by a `SyncBatchNorm`, in place. Collective.
+    """Replace every BatchNorm layer of a module with a `SyncBatchNorm`, in place. Collective.
 
     The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), hooks, mode and
-    names; the state dict stays the same. They share one communicator, made from `comm`. A `SyncBatchNorm` in an
+    names; the state dict remains the same. They share one communicator, made from `comm`. A `SyncBatchNorm` in an
     unpickled model gets that communicator as well.
 
     Args:

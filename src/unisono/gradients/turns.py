@@ -200,7 +200,7 @@ class Turns(Exchanges):
                 if task is None:
                     return
                 task()
-                # Or its tensors would stay alive until the next turn.
+                # Or its tensors would remain alive until the next turn.
                 del task
         except BaseException as raised:
             # For example from the outer optimizer, in a missed turn. Training's next step raises it.
@@ -267,7 +267,7 @@ class Turns(Exchanges):
         interval.is_over = interval.left >= len(self._fragments)
 
     def _weigh(self, interval: _Interval, tensors: Sequence[torch.Tensor], share: Share) -> float:
-        """Scale the contribution by its share of all samples; agree on which ranks leave, and on learning rates.
+        """Scale the contribution by its share of all samples; agree on leaving ranks and on learning rates.
 
         Returns: The largest delay of any rank in taking the turn, in seconds.
         """

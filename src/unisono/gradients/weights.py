@@ -128,7 +128,7 @@ class ErrorContext:
 
 
 def check_average(average: str) -> bool:
-    """Return whether gradients are summed; `ValueError` for what is neither "mean" nor "sum"."""
+    """Return whether gradients are summed; raise `ValueError` for anything but "mean" and "sum"."""
     if average not in ("mean", "sum"):
         raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
     return average == "sum"

@@ -218,7 +218,7 @@ class Watch:
             where.calls += 1
             number = where.calls
             self._threads.add(threading.get_ident())
-            # A rank is stuck in a call unless it has other threads, or the call has a timeout of its own.
+            # A rank is stuck in a call unless it has other threads, or the call has a timeout.
             stuck = limit_s is None and len(self._threads) == 1
             content = CALL.pack(where.index, number, signature.same, index, _CODES[op], stuck)
             if not self._before:
@@ -345,8 +345,8 @@ class Watch:
 def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", timeout: Timeout | None = None) -> Watch:
     """Compare the ranks' calls on torch's own process groups, and report differences. Collective.
 
-    Call it after `init_process_group`, on every rank of the group. The backend stays the same; calls from Python, from
-    DDP's C++ code, and functional collectives are all seen.
+    Call it after `init_process_group`, on every rank of the group. The backend remains the same; calls from Python,
+    from DDP's C++ code, and functional collectives are all seen.
 
     Provisional: it may change in any minor version, without a deprecation.
 

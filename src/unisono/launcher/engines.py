@@ -38,7 +38,7 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
         on: An executor, an engine, or the name of an engine, which is then made without arguments.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: It is of another type.
         ValueError: No engine of this name.
 
     Example:

@@ -47,7 +47,7 @@ _LOOK_EVERY_S = 0.1
 class MpirunRanks(LinkedRanks):
     """Ranks started together by mpirun.
 
-    With on_failure "continue", Open MPI is told to continue without a dead rank; by default it ends all ranks.
+    With on_failure "continue", Open MPI is set to continue without a dead rank; by default it ends all ranks.
 
     Raises:
         UnavailableError: mpirun is missing; the error says how to get it.

@@ -309,7 +309,7 @@ def init(
 
     Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other ranks,
     and in every thread if the process has only one agent. The agent uses its own message channel, so the communicator
-    stays usable, and its failure does not affect calls: a dead rank is only lost to the ranks that call it.
+    remains usable, and its failure does not affect calls: a dead rank is only lost to the ranks that call it.
 
     Args:
         comm: Any communicator, including one made by `split`. Closing it ends the agent.

@@ -173,7 +173,7 @@ class MessageChannel:
         try:
             self.post(peer, content, bodies, SEND_S)
         except BaseException as error:
-            # Even on an interrupt, because references that were not sent would stay counted forever.
+            # Even on an interrupt, because references that were not sent would remain counted forever.
             if not self.may_arrive(peer, error):
                 rollback(undo)
             raise

@@ -250,7 +250,7 @@ class Client:
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
-            # Even on an interrupt, no call may stay pending that no peer will answer.
+            # Even on an interrupt, no call may remain pending that no peer will answer.
             if not channel.may_arrive(peer, error):
                 calls.retract(call)
                 rollback(undo)

@@ -635,7 +635,7 @@ class PendingCalls:
             call.end()
 
     def _complete(self, future: CallFuture, call: PendingCall) -> None:
-        """Complete a future and run its callbacks here. A future completed elsewhere stays unchanged."""
+        """Complete a future and run its callbacks here. A future completed elsewhere remains unchanged."""
         before = getattr(self._here, "call", None)
         self._here.call = call
         within = context.set(call.within[0])

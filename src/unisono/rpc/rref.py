@@ -1,4 +1,4 @@
-"""References to objects that stay on their owner: this rank's objects, and `RRef`, through which others use them."""
+"""References to objects that remain on their owner: this rank's objects, and `RRef`, through which others use them."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class RRefContext:
 
 
 class RRef(Generic[T]):
-    """A reference to an object that stays on the rank that owns it.
+    """A reference to an object that remains on the rank that owns it.
 
     `remote` returns one immediately; `RRef(value)` creates one to a local object. References can be sent in
     arguments and results. The object is freed when the last reference anywhere is dropped, or its holder dies.

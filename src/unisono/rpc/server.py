@@ -45,7 +45,7 @@ class _ServedCall:
         result: Number of the object to create; 0 if the result is returned.
         cancelled: Whether its caller has stopped waiting.
         thread: Thread that runs its function.
-        outcome: Holder of its result if that stays here.
+        outcome: Holder of its result if that remains here.
         called: Object that the method is called on, if any.
     """
 
@@ -171,7 +171,7 @@ class CallServer:
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and answer with its result when there is one."""
         if call.kind == REMOTE:
-            # The object stays counted even if creating it fails.
+            # The object remains counted even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
         args = values[: call.positional]

@@ -36,7 +36,7 @@ _registry = threading.RLock()
 
 @contextmanager
 def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Have the functions and classes of a module sent by value. A registration that the user made stays."""
+    """Register a module whose functions and classes are sent by value. A registration by the user is kept."""
     if module is None:
         yield
         return
@@ -55,7 +55,7 @@ def dumps(value: object, module: ModuleType | None = None, pickler: type[Functio
 
     Args:
         value: The value.
-        module: A module whose functions and classes are sent by value, too, since peers cannot import it.
+        module: A module whose functions and classes are also sent by value, since peers cannot import it.
         pickler: The class to pickle with.
 
     Example:

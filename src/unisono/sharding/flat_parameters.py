@@ -57,7 +57,7 @@ class ParameterPiece:
         return self.start + len(self.tensor)
 
     def move(self, start: int, elements: torch.Tensor) -> None:
-        """Become another slice, after the number of ranks has changed. The tensor stays the same object.
+        """Become another slice, after the number of ranks has changed. The tensor remains the same object.
 
         Args:
             start: As `start`.
@@ -436,7 +436,7 @@ class FlatGradient:
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
-        # Padding is sent too.
+        # Padding is also sent.
         whole[self._layout.used :].zero_()
         self.reduced |= self.taken
         self.taken = set()

@@ -36,7 +36,7 @@ class ShardedModel:
     model raises.
 
     A parameter shared by several units, such as a tied weight, belongs to the nearest unit that encloses them all. All
-    other parameters belong to the model's own unit, which stays gathered between forward and backward.
+    other parameters belong to the model's own unit, which remains gathered between forward and backward.
 
     Args:
         model: Any module without lazy parameters and without gradients.
@@ -326,7 +326,7 @@ class ShardedModel:
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Divide the model among the ranks of another communicator. Collective over it.
 
-        Parameters, hooks and optimizers stay the same objects. Gradients are dropped. All parts contain NaN until a
+        Parameters, hooks and optimizers remain the same objects. Gradients are dropped. All parts contain NaN until a
         state is loaded, which `un.elastic.Recovery` does.
 
         Args:

@@ -44,8 +44,8 @@ __all__ = ["GradientSharder", "ShardedOptimizer"]
 class ShardedOptimizer(Optimizer):
     """A torch optimizer whose states, and with `shard_gradients` gradients, are divided among the ranks.
 
-    Each rank updates its part of every parameter, and receives the other parts. The parameters stay the same objects,
-    and become views of flat tensors; the training loop stays unchanged.
+    Each rank updates its part of every parameter, and receives the other parts. The parameters remain the same objects,
+    and become views of flat tensors; the training loop remains unchanged.
 
     Collective: every rank creates one for the same model, and calls `step()` equally often. Rank 0's parameters, and
     buffers if `model` is a module, are broadcast first, unless `init_sync` is False.
@@ -56,7 +56,7 @@ class ShardedOptimizer(Optimizer):
     and SAM: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
 
     As with the averager, ranks' passes and steps are paired by number: a rank that skips a batch, for example after an
-    exception in forward, must skip its step too. Its next batch then counts in the others' current step.
+    exception in forward, must also skip its step. Its next batch then counts in the others' current step.
 
     Args:
         optimizer_class: An elementwise optimizer class, such as SGD, Adam, AdamW and most others.
@@ -426,8 +426,8 @@ class ShardedOptimizer(Optimizer):
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Divide the states among the ranks of another communicator. Collective over it.
 
-        Parameters, hooks and the optimizer stay the same objects. Gradients are dropped. States are undefined until
-        they are loaded, and parameters stay unchanged on each rank; `un.elastic.Recovery` restores both.
+        Parameters, hooks and the optimizer remain the same objects. Gradients are dropped. States are undefined until
+        they are loaded, and parameters remain unchanged on each rank; `un.elastic.Recovery` restores both.
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
@@ -572,7 +572,7 @@ class GradientSharder(PassOwner):
         self._held = self._holds()
 
     def is_broken(self) -> bool:
-        """Return whether an earlier pass has failed, which was raised on this rank too."""
+        """Return whether an earlier pass has failed, which this rank has also raised."""
         return self._broken
 
     def renew(self) -> None:
@@ -587,7 +587,7 @@ class GradientSharder(PassOwner):
                 raise
             # The rank whose pass failed does not repeat it.
             raise error from lost
-        # Raised only once all models have new communicators, because the other ranks make those too.
+        # Raised only once all models have new communicators, because the other ranks also make them.
         self._lost = error if self._held else None
 
     @torch.no_grad()

@@ -150,7 +150,7 @@ class Case:
 
 
 def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return elements whose sums and products, over up to 16 ranks, stay in the dtype's range."""
+    """Return elements whose sums and products, over up to 16 ranks, remain in the dtype's range."""
     dtype = case.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)
@@ -160,7 +160,7 @@ def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count
     if case.numbers == "whole":
-        # Products stay small and exact as well.
+        # Products remain small and exact as well.
         values = torch.randint(1, 3, (parts,), generator=generator) * 1.0
         values *= torch.randint(0, 2, (parts,), generator=generator) * 2 - 1
     else:

@@ -165,7 +165,7 @@ def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that invalid buckets raise an error before anything is sent, and that the codec stays usable.
+    """Check that invalid buckets raise an error before anything is sent, and that the codec remains usable.
 
     Args:
         make, comm, bucket: As in `check_average`.

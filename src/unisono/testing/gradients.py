@@ -29,7 +29,7 @@ class _Odd(torch.nn.Module):
 
 
 def check_averages(average: Averager, comm: Communicator) -> None:
-    """Check that every gradient becomes the mean over ranks, and that parameters stay unchanged. Collective.
+    """Check that every gradient becomes the mean over ranks, and that parameters remain unchanged. Collective.
 
     Args:
         average: Function that averages a model's gradients in place, such as `unisono.average_gradients`.

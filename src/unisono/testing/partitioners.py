@@ -257,7 +257,7 @@ def check_cover(parts: Sequence[torch.Tensor], count: int) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Check that the global random generators stay unchanged."""
+    """Check that the global random generators remain unchanged."""
     before = random.getstate(), torch.get_rng_state()
     yield
     assert random.getstate() == before[0], "Python's global random generator was changed"

@@ -179,7 +179,7 @@ def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
 def _patched(test: Any) -> Any:
     """Return the cell with the function below all `unittest.mock` decorators; None if there are none.
 
-    A patch stores only one original. If several threads enter it, the module stays patched for good.
+    A patch stores only one original. If several threads enter it, the module remains patched for good.
     """
     mock = sys.modules.get("unittest.mock")
     cell = None

@@ -112,9 +112,9 @@ def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
     """Return the expected reduction of all ranks' one-dimensional tensors.
 
     Integers and bools are exact (they wrap, as in torch), and so are minimum and maximum (NaN wins), and sums and
-    products of integer-valued floats that stay small enough. Otherwise the slack is the usual bound: the rounding unit
-    times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical Algorithms",
-    chapters 3 and 4).
+    products of integer-valued floats that remain small enough. Otherwise the slack is the usual bound: the rounding
+    unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical
+    Algorithms", chapters 3 and 4).
 
     Args:
         tensors: One from each rank, of equal length and one of `DTYPES`, on the CPU.

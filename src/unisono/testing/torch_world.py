@@ -222,7 +222,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-# -- what is replaced while a test runs ------------------------------------------------------------
+# -- replacements while a test runs ------------------------------------------------------------
 @contextmanager
 def _installed(*, threads: bool) -> Iterator[None]:
     """Context in which a test's ranks have their own environment; `threads` says whether they are threads."""
@@ -274,7 +274,7 @@ def _of_torch() -> list[Replacement]:
 
     def device_backends(config: Any) -> dict[str, str]:
         found: dict[str, str] = real_map(config)
-        # Other backends of the tested code stay unchanged.
+        # Other backends of the tested code remain unchanged.
         served = found.get("cpu") in ("gloo", "unisono")
         return {"cpu": _BACKEND} if served and _thread.rank is not None else found
 

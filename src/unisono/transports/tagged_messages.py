@@ -228,7 +228,7 @@ class Incoming:
     def _begin(self) -> bool:
         """Read a header, and choose the message's destination.
 
-        Return False if it is incomplete, or the probed one, which stays in the ring.
+        Return False if it is incomplete, or the probed one, which remains in the ring.
         """
         coming = self._next_tag()
         if coming is None or (not self._posted and coming == self.probed):

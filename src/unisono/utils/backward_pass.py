@@ -114,7 +114,7 @@ class BackwardTracker:
 
     The first tracker that sees a graph task enlists those of all other models of the communicator whose parameters are
     in its graph. If the task raises before it reaches one of these, other ranks may wait in that model already, so its
-    owner has to fail too.
+    owner also has to fail.
 
     Args:
         owner: The model, which is notified of each pass.
@@ -297,7 +297,7 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
     `torch.autograd.grad` does not.
 
     Args:
-        parameters: `id`s of the parameters; other leaves count if the tensor depends on none of these.
+        parameters: `id`s of the parameters; other leaves count only if the tensor depends on no parameter.
     """
     leaf = _leaf(_current_node(), parameters)
     return leaf is None or will_run(leaf)

@@ -32,7 +32,7 @@ class EMA:
         model: Module whose floating-point and complex parameters are averaged, in float32 if they have fewer bits.
         decay: Weight of the earlier average, from 0 to 1.
         comm: Ranks that each keep an equal part of the average (then collective). None: this process keeps all of it.
-        use_buffers: Whether to average buffers as well, except integer ones. Other buffers stay the model's.
+        use_buffers: Whether to average buffers as well, except integer ones. Other buffers remain the model's.
 
     Attributes:
         n_averaged: Number of updates.

@@ -117,7 +117,7 @@ def plan_buckets(
 
 
 def in_bytes(mebibytes: float | None) -> int | None:
-    """Return a user's size in bytes, None for None; infinity is no limit.
+    """Return a user's size in bytes; None for None; infinity means unlimited.
 
     Raises TypeError for a value that is not a number, ValueError for one that is too small.
     """

@@ -132,7 +132,7 @@ def rank_logger(
 ) -> logging.LoggerAdapter[logging.Logger]:
     """Return a logger adapter that is silent on other ranks, or prefixes messages with the rank.
 
-    The logger itself stays unchanged, so thread ranks can share it. Records have the attributes `rank`, `size` and
+    The logger itself remains unchanged, so thread ranks can share it. Records have the attributes `rank`, `size` and
     `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is taken from `extra={"step": step}` of a
     call, else None.
 

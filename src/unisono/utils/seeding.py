@@ -24,7 +24,7 @@ _PER_RANK = 4
 class Generators:
     """CPU random generators, which may be part of a checkpoint's state beside `un.checkpoint.RNG()`.
 
-    If more ranks load than saved, `rank` keeps its state on the additional ones; `shared` stays equal on all.
+    If more ranks load than saved, `rank` keeps its state on the additional ones; `shared` remains equal on all.
 
     Attributes:
         rank: Draws other numbers on each rank.

@@ -13,10 +13,10 @@ class RankFaults:
     """Setting of `Faulty`: ranks that are killed, freeze or are slow.
 
     Args:
-        kill_at: Number of the `post`, counted from 1 in each group, at which the rank ends: by SIGKILL, or by
-            `KilledError` where ranks are threads. Never if None.
-        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, alive to
-            the control plane. Never if None.
+        kill_at: Number of the `post`, counted from 1 in each group, at which the rank is killed: with SIGKILL, or
+            `KilledError` if ranks are threads. Never if None.
+        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, while it still
+            answers the control plane. Never if None.
         freeze_s: Duration of the freeze, in seconds; until its group has failed or is closed, if None.
         slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
         ranks: Ranks affected, by their numbers in the job's first group; all if None.

@@ -12,7 +12,7 @@ __all__ = ["read", "recognises", "suits", "write"]
 
 
 def recognises(path: Path) -> bool:
-    """A zip archive, or by its suffix an older pickle."""
+    """A zip archive, or an older pickle, depending on the suffix."""
     return path.is_file() and (zipfile.is_zipfile(path) or suits(path))
 
 

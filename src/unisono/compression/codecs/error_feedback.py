@@ -21,7 +21,7 @@ __all__ = ["CODEC", "ErrorFeedback"]
 class ErrorFeedback(Codec):
     """Wrapper of a codec that adds its earlier losses to each contribution.
 
-    The sum of all averages then stays near the sum of all means, however lossy the codec is. Each rank holds one more
+    The sum of all averages then remains near the sum of all means, however lossy the codec is. Each rank holds one more
     bucket, its residual: float32, for float64 buckets float64. If the result is not finite, the residual is reset, so
     that one bad step does not spoil all later ones. `kept` may include earlier losses.
 
@@ -30,7 +30,7 @@ class ErrorFeedback(Codec):
 
     Raises:
         ValueError: No codec of that name, or it is `error_feedback` itself.
-        TypeError: `codec` is none of these.
+        TypeError: `codec` is of another type.
 
     Example:
         >>> def program(comm):

@@ -13,7 +13,7 @@ __all__ = ["PARTITIONER", "Contiguous"]
 
 
 class Contiguous(Partitioner):
-    """Runs of neighbouring samples. Shuffling stays within each run, so that each rank keeps reading the same files.
+    """Runs of neighbouring samples. Shuffling remains within each run, so that each rank keeps reading the same files.
 
     Balance: less than one sample away from the share. Cost: none, for any number of samples.
 

@@ -1,4 +1,4 @@
-"""Grouped: samples of a group stay in one part."""
+"""Grouped: samples of a group remain in one part."""
 
 from __future__ import annotations
 

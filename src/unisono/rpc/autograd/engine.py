@@ -221,7 +221,7 @@ class Contexts:
         return found
 
     def discard(self, number: int) -> None:
-        """Discard a context that has ended, and notify the ranks that this rank has told of it."""
+        """Discard a context that has ended, and notify the ranks to which this rank has passed it."""
         with self._lock:
             found = self._open.pop(number, None)
             self._ended[number] = None

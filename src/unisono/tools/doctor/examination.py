@@ -58,7 +58,7 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
     def look(name: str) -> None:
         try:
             findings = list(chosen[name].check(target))
-        # Any error of a check is a finding, too, and the other checks continue.
+        # An error of a check is also a finding, and the other checks continue.
         except Exception as error:
             findings = [_broken(name, f"has failed: {type(error).__name__}: {error}")]
         found[name] = findings
@@ -134,7 +134,7 @@ class Finding:
 
     Attributes:
         state: "ok" is right, "problem" is wrong and can be fixed, "optional" is missing but needed only for what the
-            text says, "info" is none of these.
+            text says, "info" is plain information.
         text: The finding and its consequence.
         fix: A command that fixes it.
     """

@@ -57,7 +57,7 @@ def map_shared(
             found = ", ".join(f"{requested} on rank {rank}" for rank, (requested, *_) in enumerate(replies))
             raise MismatchError(f"ranks request different amounts of memory (bytes of all ranks together): {found}")
         memory, failure = _attempt(group, lambda: _map(replies[0][1], map_file))
-        # It stays open until all ranks have mapped it.
+        # It remains open until all ranks have mapped it.
         _check(group, control.exchange(group, f"memory: {name} mapped", failure, timeout))
     assert memory is not None
     return memory

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["TcpCollectives", "connected"]
 
 _SLICE_BYTES = 1 << 20
-"""Bytes that stay in the cache between two steps."""
+"""Bytes that remain in the cache between two steps."""
 _FAR_SLICE_BYTES = 64 << 20
 """Slice length on a long link, where each step of a slice costs a latency, which outweighs any cache miss."""
 

@@ -86,7 +86,7 @@ class TcpMailbox(Mailbox):
     """Mailbox over one connection per pair of ranks, made once both have proved that they know the job's secret.
 
     Function names and sizes are authenticated in each message (as on the control plane), but not the bytes of long
-    tensors. Nothing is encrypted unless UNISONO_TLS is set. No port stays open once all ranks are connected.
+    tensors. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are connected.
 
     Cost: one system call to send, and two to receive.
     """

@@ -38,7 +38,7 @@ def adopt(
 ) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
     """Return the transport, control handle and options of this rank, and a function to call at the end.
 
-    Rank 0 hosts the control plane, and sends its address and secret over the group itself. The group stays unchanged,
+    Rank 0 hosts the control plane, and sends its address and secret over the group itself. The group remains unchanged,
     and is never closed; sub-groups are created on the control plane's store.
 
     Raises:

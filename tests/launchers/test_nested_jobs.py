@@ -84,14 +84,14 @@ def test_inner_job_is_a_world_of_its_own(tmp_path: Path, outer: str, inner: str)
 
 
 def test_port_of_an_outer_job_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.bootstrap.env import read
+    from unisono.bootstrap.env import check
     from unisono.bootstrap.rendezvous import InitRequest
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "host", "MASTER_PORT": "5000"}.items():
         monkeypatch.setenv(name, value)
     for port, expected in {"6000": 6000, "6000/5000": 6000, "6000/5001": 5000, "": 5000}.items():
         monkeypatch.setenv("UNISONO_PORT", port)
-        assert read(InitRequest(None, None, None, 0.0, None)) == ("host", expected)
+        assert check(InitRequest(None, None, None, 0.0, None)) == ("host", expected)
 
 
 @pytest.mark.parametrize("how", ["succeed", "fail"])

@@ -12,6 +12,8 @@ import run
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile the fake device")
 
 
+# Its compilation takes half a minute of processor time, once in each clone.
+@pytest.mark.timeout(600)
 def test_streams_are_followed_on_the_fake_device(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

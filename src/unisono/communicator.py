@@ -1540,9 +1540,9 @@ class Communicator(Place):
             [True, True]
         """
         options = self._options if deterministic is None else replace(self._options, deterministic=deterministic)
-        twin = self._split(0, self.rank, check or self._check, options)
-        assert twin is not None
-        return twin
+        duplicate = self._split(0, self.rank, check or self._check, options)
+        assert duplicate is not None
+        return duplicate
 
     def _plain(self) -> Transport:
         """Return the transport without the check that `Communicator` adds: subgroups add their own."""

@@ -93,8 +93,8 @@ class CommError(RuntimeError):
             where.append(f"{self.operation} #{self.call}" if self.call is not None else self.operation)
         if self.operation is not None and self.group is not None:
             where[-1] += f" of {self.group}"
-        said = f"{self._beginning}{self.message}"
-        return f"{', '.join(where)}: {said}" if where else said
+        described = f"{self._beginning}{self.message}"
+        return f"{', '.join(where)}: {described}" if where else described
 
     def __reduce__(self) -> tuple[Any, ...]:
         notes = {"__notes__": self.__notes__} if hasattr(self, "__notes__") else None

@@ -345,12 +345,12 @@ def test_more_ranks_than_cores_are_forked_unless_the_script_objects(
     (folder / "train.py").write_text("import sys\nprint('torch' in sys.modules)")
     (folder / "sets.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '2'")
     many = cores() + 1
-    assert ScriptJob(["train.py"], many).why_plain() is None
-    assert ScriptJob(["train.py"], many - 1).why_plain() == "each rank has a core to import torch on"
-    assert ScriptJob(["train.py"], 1, start="fork").why_plain() is None
-    assert ScriptJob(["train.py"], many, start="plain").why_plain() == "that was asked for"
-    assert str(ScriptJob(["sets.py"], many).why_plain()).startswith("the script sets variables of the environment")
-    assert ScriptJob(["sets.py"], many, start="fork").why_plain() is None
+    assert ScriptJob(["train.py"], many).fork_obstacle() is None
+    assert ScriptJob(["train.py"], many - 1).fork_obstacle() == "each rank has a core to import torch on"
+    assert ScriptJob(["train.py"], 1, start="fork").fork_obstacle() is None
+    assert ScriptJob(["train.py"], many, start="plain").fork_obstacle() == "that was asked for"
+    assert str(ScriptJob(["sets.py"], many).fork_obstacle()).startswith("the script sets variables of the environment")
+    assert ScriptJob(["sets.py"], many, start="fork").fork_obstacle() is None
     assert main(["run", "-n", str(many), "train.py"]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(f"[{rank}] True" for rank in range(many))
 

@@ -283,9 +283,9 @@ class Checkpointer:
 
         Keeps the checkpoint just saved, even if an earlier one seems newer because its host's clock was ahead.
         """
-        team = CollectiveScope(self._comm, "rotation", self._storage.where)
-        if team.rank == 0:
-            team.measured(partial(self._remove_old, saved))
+        scope = CollectiveScope(self._comm, "rotation", self._storage.where)
+        if scope.rank == 0:
+            scope.measured(partial(self._remove_old, saved))
 
     def _remove_old(self, saved: str) -> None:
         try:

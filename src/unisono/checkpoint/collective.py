@@ -275,8 +275,8 @@ class SaveQueue:
     """The saves of one communicator, which run one after another on a duplicate of it."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.twin: Communicator = comm.dup()
-        self.twin.allow_any_thread()
+        self.background_comm: Communicator = comm.dup()
+        self.background_comm.allow_any_thread()
         self.last: SaveHandle | None = None
         comm.before_close(self.finish)
 
@@ -327,5 +327,5 @@ def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | N
     if comm not in _queues:
         _queues[comm] = SaveQueue(comm)
     queue = _queues[comm]
-    queue.last = SaveHandle(path, lambda: work(queue.twin))
+    queue.last = SaveHandle(path, lambda: work(queue.background_comm))
     return queue.last

@@ -47,7 +47,7 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
         ...
         unisono.errors.MismatchError: ...'lr': rank 1 differs from rank 0 (0.0 on rank 0; 0.1 on rank 1)...
     """
-    team = CollectiveScope(comm, "assert_in_sync")
+    scope = CollectiveScope(comm, "assert_in_sync")
     advice = "un.checkpoint.sync(state, comm) makes them equal"
     made: list[tuple[Captured, PreparedState]] = []
 
@@ -57,9 +57,9 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
         made.append((captured, snapshot))
         return digest(snapshot.fingerprint())
 
-    digests = team.all_or_none(take_apart)
+    digests = scope.all_or_none(take_apart)
     captured, snapshot = made[0]
-    team.compare(digests, snapshot.describe, advice)
+    scope.compare(digests, snapshot.describe, advice)
     whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
     # By name: a dict may have been filled in another order on another rank.
     assert_equal_tensors(sorted(whole.items()), comm, "the state differs between ranks", advice)
@@ -93,10 +93,10 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         >>> un.launch(program, 2, "thread")[0]
         {'w': tensor([1., 1.]), 'step': 1}
     """
-    team = CollectiveScope(comm, "sync")
+    scope = CollectiveScope(comm, "sync")
     source = comm.rank == src
     made: list[Any] = []
-    team.all_or_none(lambda: made.append(_described(state, src) if source else None))
+    scope.all_or_none(lambda: made.append(_described(state, src) if source else None))
     if not source:
         made[0] = None, ""
     tensors, text = made[0]
@@ -110,7 +110,7 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         _refuse_shards(name for name, _ in restoration.late.shards)
         return [list(restoration.early.needed), list(restoration.late.needed)]
 
-    found = team.all_or_none(lambda: match() if not source else [[], []])
+    found = scope.all_or_none(lambda: match() if not source else [[], []])
 
     def receive(wanted: Wanted, number: int) -> None:
         names = {name for needed in found for name in needed[number]}
@@ -121,9 +121,9 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
 
     with torch.no_grad():
         receive(restoration.early, 0)
-        restoration.load_early(team)
+        restoration.load_early(scope)
         receive(restoration.late, 1)
-        team.all_or_none(lambda: builds.append(builds[0]()) if not source else None)
+        scope.all_or_none(lambda: builds.append(builds[0]()) if not source else None)
     return state if source else builds[1]
 
 

@@ -119,27 +119,27 @@ def load(
     """
     storage = storage_at(path)
     finish_earlier(storage.where, comm, raises=False)
-    team = CollectiveScope(comm, "load", storage.where, timeout)
+    scope = CollectiveScope(comm, "load", storage.where, timeout)
     try:
-        return load_state(storage, state, team, LoadOptions(map_location, strict, check, progress))
+        return load_state(storage, state, scope, LoadOptions(map_location, strict, check, progress))
     except StateError:
         raise
     except CheckpointError as error:
-        good = team.first(lambda: last_good(storage))
+        good = scope.first(lambda: last_good(storage))
         error.add_note(
             f"the last good checkpoint beside it is {good}" if good else "there is no other good checkpoint beside it"
         )
         raise
 
 
-def load_state(storage: Storage, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
+def load_state(storage: Storage, state: Any, scope: CollectiveScope, options: LoadOptions) -> Any:
     """Implement `load`; retry if a concurrent save over the same name removes the files. Collective."""
     for attempt in range(_ATTEMPTS):
-        manifest = _manifest(storage, team)
+        manifest = _manifest(storage, scope)
         try:
-            return _load(storage, manifest, state, team, options)
+            return _load(storage, manifest, state, scope, options)
         except CorruptError:
-            if attempt == _ATTEMPTS - 1 or team.first(lambda: _now(storage)) == manifest.id:
+            if attempt == _ATTEMPTS - 1 or scope.first(lambda: _now(storage)) == manifest.id:
                 raise
     raise AssertionError("unreachable")
 
@@ -148,7 +148,7 @@ def _now(storage: Storage) -> str:
     return read_manifest(storage)[0].id
 
 
-def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
+def _manifest(storage: Storage, scope: CollectiveScope) -> Manifest:
     """Read the manifest on rank 0, for all ranks."""
     mine: list[Manifest] = []
 
@@ -164,7 +164,7 @@ def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
         mine.append(manifest)
         return data.decode("ascii"), manifest.nbytes
 
-    text, nbytes = team.first(read)
+    text, nbytes = scope.first(read)
     return mine[0] if mine else Manifest.from_bytes(text.encode("ascii"), nbytes)
 
 
@@ -181,8 +181,8 @@ class _Pass:
         return sum([window.stop - window.start for windows in (*self.shares, self.alone) for window in windows])
 
 
-def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
-    source = remapped_rank(manifest.per_rank, team.rank, team.size)
+def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveScope, options: LoadOptions) -> Any:
+    source = remapped_rank(manifest.per_rank, scope.rank, scope.size)
     restoration = Restorer(manifest.tensors, source, strict=options.strict)
     builds: list[Callable[[], Any]] = []
 
@@ -195,8 +195,8 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
         return needed, restoration.has_early
 
-    found, loads_early = zip(*team.all_or_none(match), strict=True)
-    host = ranks_of_host(team.comm)
+    found, loads_early = zip(*scope.all_or_none(match), strict=True)
+    host = ranks_of_host(scope.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
         early, late = (
@@ -213,25 +213,25 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
                 checked = [_check_files(files, one.shares, rank, one.alone, options) for one in passes]
                 loaders.extend(TensorLoader(files, restoration, one.wanted, host, options, on_bytes) for one in passes)
                 # Depends on this host; a replay may run on another.
-                return team.measured(lambda: checked)
+                return scope.measured(lambda: checked)
 
-            everyone = team.all_or_none(prepare)
+            everyone = scope.all_or_none(prepare)
             runs: list[Callable[[], None]] = []
             for one, loader, *checked in zip(passes, loaders, *everyone, strict=True):
                 cached = all(which is not None for which in checked)
-                runs.append(partial(loader.run, one.shares, one.alone, cached=cached, same=_same(checked, team)))
+                runs.append(partial(loader.run, one.shares, one.alone, cached=cached, same=_same(checked, scope)))
             if len(passes) > 1:
-                team.all_or_none(runs[0])
+                scope.all_or_none(runs[0])
             if any(loads_early):
-                restoration.load_early(team)
+                restoration.load_early(scope)
             try:
-                team.all_or_none(runs[-1])
-                team.all_or_none(lambda: builds.append(builds[0]()))
+                scope.all_or_none(runs[-1])
+                scope.all_or_none(lambda: builds.append(builds[0]()))
             except CheckpointError as error:
                 error.add_note("the state is partly overwritten")
                 raise
     finally:
-        if host is not None and host is not team.comm:
+        if host is not None and host is not scope.comm:
             host.close()
     return builds[1]
 
@@ -279,10 +279,10 @@ def ranks_of_host(comm: Communicator | None) -> Communicator | None:
     return host
 
 
-def _same(found: list[list[list[int]] | None], team: CollectiveScope) -> bool:
+def _same(found: list[list[list[int]] | None], scope: CollectiveScope) -> bool:
     """Return whether all ranks of this host read the same files."""
-    here = next(ranks for ranks in team.comm.hosts if team.rank in ranks) if team.comm is not None else (team.rank,)
-    return bool(found[team.rank]) and all(found[rank] == found[team.rank] for rank in here)
+    here = next(ranks for ranks in scope.comm.hosts if scope.rank in ranks) if scope.comm is not None else (scope.rank,)
+    return bool(found[scope.rank]) and all(found[rank] == found[scope.rank] for rank in here)
 
 
 def _check_files(

@@ -157,7 +157,7 @@ class Restorer:
         """Return whether there are objects that `load_early` loads."""
         return bool(self._parts)
 
-    def load_early(self, team: CollectiveScope) -> None:
+    def load_early(self, scope: CollectiveScope) -> None:
         """Load the objects that may refuse their state, either all of them on all ranks or none. Collective.
 
         Raises:
@@ -173,7 +173,7 @@ class Restorer:
                 loaded.append(part)
 
         try:
-            team.all_or_none(load)
+            scope.all_or_none(load)
         except CheckpointError as error:
             changed = [part.path for part, before in reversed(begun) if not part.put_back(before) and part in loaded]
             error.add_note(f"{listed(changed)} may have changed" if changed else "nothing else was changed")

@@ -47,7 +47,7 @@ class SaveLock:
     def __init__(self, storage: Storage, save_id: str) -> None:
         self._storage = storage
         self._id = save_id
-        self._card: dict[str, Any] = {
+        self._entry: dict[str, Any] = {
             "id": save_id,
             "pid": os.getpid(),
             "started": _own_start(os.getpid()),
@@ -78,10 +78,10 @@ class SaveLock:
         other: dict[str, Any] = {}
         for tries in range(2 * _WAITS):
             self._note_published()
-            self._card["replaced"] = sorted(self.replaced)
-            if self._storage.lock(_NAME, json.dumps(self._card).encode()):
+            self._entry["replaced"] = sorted(self.replaced)
+            if self._storage.lock(_NAME, json.dumps(self._entry).encode()):
                 return
-            other = _card_at(self._storage)
+            other = _entry_at(self._storage)
             if _is_alive(other):
                 break
             if other:
@@ -92,7 +92,7 @@ class SaveLock:
             else:
                 # Either just released, or being written by a process that cannot notify this one.
                 time.sleep(_WAIT_S)
-        raise CheckpointError(_told(other))
+        raise CheckpointError(_held_by(other))
 
     def _note_published(self) -> None:
         self.replaced.update(FILE.findall(_text_of(self._storage, MANIFEST)))
@@ -100,23 +100,23 @@ class SaveLock:
     def check(self) -> None:
         """Raise `CheckpointError` if another save has taken the lock over meanwhile."""
         if self._held:
-            other = _card_at(self._storage)
-            if other != self._card:
-                raise CheckpointError(_told(other))
+            other = _entry_at(self._storage)
+            if other != self._entry:
+                raise CheckpointError(_held_by(other))
 
     def abandon(self) -> None:
         """Leave the lock for the next save, which will remove the replaced files: this save may not be durable yet."""
         if self._held:
             self.release()
             with suppress(OSError):
-                self._storage.lock(_NAME, json.dumps({**self._card, "started": 0, "time": 0.0}).encode())
+                self._storage.lock(_NAME, json.dumps({**self._entry, "started": 0, "time": 0.0}).encode())
 
     def release(self) -> None:
         """Remove the lock, if it is this save's."""
         if self._held:
             self._held = False
             with suppress(OSError):
-                if _card_at(self._storage) == self._card:
+                if _entry_at(self._storage) == self._entry:
                     self._storage.remove(_NAME)
             # Not earlier: another thread of this process that saw the lock would consider its writer dead.
             _running.discard(self._id)
@@ -129,10 +129,10 @@ def _own_start(pid: int) -> int:
 
 def is_locked(storage: Storage) -> bool:
     """Return whether a save may be writing to a path."""
-    return _is_alive(_card_at(storage))
+    return _is_alive(_entry_at(storage))
 
 
-def _card_at(storage: Storage) -> dict[str, Any]:
+def _entry_at(storage: Storage) -> dict[str, Any]:
     """Return the contents of a path's lock; empty if there is none, or it is empty."""
     try:
         found = json.loads(_text_of(storage, _NAME))
@@ -150,18 +150,18 @@ def _text_of(storage: Storage, name: str) -> str:
         return ""
 
 
-def _is_alive(card: dict[str, Any]) -> bool:
+def _is_alive(entry: dict[str, Any]) -> bool:
     """Return whether the writer of a lock may still be writing."""
-    if not card:
+    if not entry:
         return False
-    if not card["started"] or card["space"] != process_space().hex():
-        return bool(time.time() - card["time"] < _STALE_S)
-    return card["id"] in _running if card["pid"] == os.getpid() else started(card["pid"]) == card["started"]
+    if not entry["started"] or entry["space"] != process_space().hex():
+        return bool(time.time() - entry["time"] < _STALE_S)
+    return entry["id"] in _running if entry["pid"] == os.getpid() else started(entry["pid"]) == entry["started"]
 
 
-def _told(card: dict[str, Any]) -> str:
-    here = "this host" if card.get("space") == process_space().hex() else "another host"
+def _held_by(entry: dict[str, Any]) -> str:
+    here = "this host" if entry.get("space") == process_space().hex() else "another host"
     return (
-        f"another save to this path is running: of process {card.get('pid', '?')} on {here}. Ranks that save one state "
-        f"together all pass comm, and two jobs need two paths. If there is no such process, delete {_NAME}"
+        f"another save to this path is running: of process {entry.get('pid', '?')} on {here}. Ranks that save one "
+        f"state together all pass comm, and two jobs need two paths. If there is no such process, delete {_NAME}"
     )

@@ -142,9 +142,9 @@ def write(
     """Save as `save` does, with a time later than `newest` returns on rank 0 (in ns), whatever the clock says."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
-    team = CollectiveScope(comm, "save", storage.where, timeout)
-    make = partial(prepare, state, team.rank, team.size, copy=False)
-    commit(make, storage, team, dict(extra or {}), progress, newest)
+    scope = CollectiveScope(comm, "save", storage.where, timeout)
+    make = partial(prepare, state, scope.rank, scope.size, copy=False)
+    commit(make, storage, scope, dict(extra or {}), progress, newest)
 
 
 def async_save(
@@ -205,9 +205,9 @@ def start(
         comm.barrier(timeout=timeout)
     make = _held(lambda: prepare(state, rank, size, copy=True))
 
-    def work(twin: Communicator | None) -> None:
-        team = CollectiveScope(twin, "save", storage.where, timeout)
-        commit(make, storage, team, dict(extra or {}), progress, newest)
+    def work(background_comm: Communicator | None) -> None:
+        scope = CollectiveScope(background_comm, "save", storage.where, timeout)
+        commit(make, storage, scope, dict(extra or {}), progress, newest)
         if after is not None:
             after()
 
@@ -231,7 +231,7 @@ def _held(make: Callable[[], PreparedState]) -> Callable[[], PreparedState]:
 def commit(
     make: Callable[[], PreparedState],
     storage: Storage,
-    team: CollectiveScope,
+    scope: CollectiveScope,
     extra: dict[str, Any],
     progress: Progress | None,
     newest: Callable[[], int],
@@ -246,34 +246,34 @@ def commit(
         snapshot = make()
         made.append(snapshot)
         # A single process has nothing to compare.
-        found = digest(storage.where.encode() + snapshot.fingerprint()) if team.size > 1 else ""
-        return snapshot.ranges, found, team.measured(partial(secrets.token_hex, 8))
+        found = digest(storage.where.encode() + snapshot.fingerprint()) if scope.size > 1 else ""
+        return snapshot.ranges, found, scope.measured(partial(secrets.token_hex, 8))
 
-    ranges, digests, save_ids = zip(*team.all_or_none(take), strict=True)
+    ranges, digests, save_ids = zip(*scope.all_or_none(take), strict=True)
     save_id = save_ids[0]
     snapshot = made[0]
-    team.compare(
+    scope.compare(
         digests,
         lambda: {"(the path)": storage.where, **snapshot.describe()},
         "Wrap values that differ on purpose in PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
         f"{SAVE_TOGETHER}. Nothing was written",
     )
-    check_ranges(snapshot.shards, ranges, team.rank)
+    check_ranges(snapshot.shards, ranges, scope.rank)
     lock = SaveLock(storage, save_id)
     try:
-        team.first(partial(_open, storage, lock), stores=True)
-        name = f"{save_id}-{team.rank:05d}.safetensors"
+        scope.first(partial(_open, storage, lock), stores=True)
+        name = f"{save_id}-{scope.rank:05d}.safetensors"
         try:
-            parts = team.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
+            parts = scope.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
         except CheckpointError:
             with suppress(OSError):
                 storage.remove(name)
             raise
-        team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock), stores=True)
-        if team.rank == 0:
+        scope.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock), stores=True)
+        if scope.rank == 0:
             _remove_files(storage, lock.replaced)
     except BaseException:
-        if team.rank == 0:
+        if scope.rank == 0:
             if _is_published(storage, save_id):
                 lock.abandon()
             else:

@@ -46,7 +46,7 @@ from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutErro
 from unisono.serialization import decode, encode
 from unisono.wrappers.trace import observed, waits_of
 
-__all__ = ["ANY_THREAD", "ON_TIMEOUT", "STAND_STILL", "Engine", "FailureRelay"]
+__all__ = ["ANY_THREAD", "ON_TIMEOUT", "SUSPENDABLE", "Engine", "FailureRelay"]
 
 ANY_THREAD = -1
 """Value of `owner` that permits calls from any thread."""
@@ -54,7 +54,7 @@ ANY_THREAD = -1
 ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
 """Environment variable: "debug" holds all ranks for a debugger when a call has timed out, before it fails."""
 
-STAND_STILL = frozenset({"thread", "shm", "tcp", "sim"})
+SUSPENDABLE = frozenset({"thread", "shm", "tcp", "sim"})
 """Backends whose deadlines stop while ranks are held."""
 
 # Bound here for the fast path, which checks the phase in every call.
@@ -701,15 +701,15 @@ class Engine:
         if show is not None and self.transport.in_process:
             show()
         else:
-            told = f"rank {rank} {why}. All ranks are held; attach with: unisono debug {os.getpid()}"
-            sys.stderr.write(f"{told}\n")
+            reported = f"rank {rank} {why}. All ranks are held; attach with: unisono debug {os.getpid()}"
+            sys.stderr.write(f"{reported}\n")
             sys.stderr.flush()
         HOLD.wait()
 
     @property
     def can_hold(self) -> bool:
         """Return whether this backend's deadlines can stop."""
-        return sys.platform == "linux" and set(self.options.backend.split("+")) <= STAND_STILL
+        return sys.platform == "linux" and set(self.options.backend.split("+")) <= SUSPENDABLE
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
@@ -808,9 +808,9 @@ def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
     # Prefer the first report of a lost rank, which has the original exception; later ones only say "left".
     if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
         return error
-    told = error_of(first, group)
-    told.__cause__ = error
-    return told
+    reported = error_of(first, group)
+    reported.__cause__ = error
+    return reported
 
 
 def _no_steps(transport: PointToPoint, call: Call, deadline: float) -> None:

@@ -259,9 +259,9 @@ def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
         if box is None:
             return
         # In the pair, ranks are 0 and 1, so the cause's own text would name the wrong ones.
-        told = Cause(
+        reason = Cause(
             "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
         )
-        box.mark_lost(peer, error_of(told, group))
+        box.mark_lost(peer, error_of(reason, group))
 
     return lose

@@ -208,9 +208,9 @@ class PointToPointWork(Work):
             except CommTimeoutError as error:
                 # The message may still arrive, so a wait with an explicit timeout does not break the communicator.
                 engine = self._engine
-                told = with_hang_report(error, engine.control, engine.group)
-                assert isinstance(told, CommError)
-                raise engine.with_context(told, self._operation, self._number) from None
+                enriched = with_hang_report(error, engine.control, engine.group)
+                assert isinstance(enriched, CommError)
+                raise engine.with_context(enriched, self._operation, self._number) from None
             except CommError as error:
                 raise_caused(self._failed(error), error)
         self._finish()

@@ -113,10 +113,10 @@ class SlowRank:
             found = comm._engine.measured("a slow rank", lambda: _figures([_Part(*each) for each in parts], names))
             # The time that this took must not count as the program's.
             activity.since = clock.now()
-        told: dict[str, Any] = comm.broadcast_object(found, 0)
+        report: dict[str, Any] = comm.broadcast_object(found, 0)
         self._until = activity.calls
-        self._follow(told["straggler"], comm)
-        return told
+        self._follow(report["straggler"], comm)
+        return report
 
     def _core_wait_share(self, simulated: bool) -> float:
         """Return the fraction of the time since the last call that this thread has waited for a core."""

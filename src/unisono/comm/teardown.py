@@ -104,12 +104,12 @@ class Teardown:
         """Return the names of the open subgroups without references."""
         return [part.group.name for part in self.left() if part.dropped]
 
-    def release(self, told: Sequence[Sequence[str]]) -> None:
+    def release(self, dropped_by_rank: Sequence[Sequence[str]]) -> None:
         """Close the subgroups that all their ranks have reported as dropped."""
         members = self.group.members
         for part in self.left():
             ranks = [members.index(member) for member in part.group.members if member in members]
-            if len(ranks) == part.group.size and all(part.group.name in told[rank] for rank in ranks):
+            if len(ranks) == part.group.size and all(part.group.name in dropped_by_rank[rank] for rank in ranks):
                 part.close(0.0)
                 part.finish()
 

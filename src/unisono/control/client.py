@@ -105,11 +105,11 @@ class SocketControl(ControlClient):
         name, a host often reaches itself on the loopback, or with another protocol than the others.
         """
         here = host_identity()
-        told = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
-        far = (in_zone_of(reached, self.local_host) for host, _, reached in told if host != here)
+        reports = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
+        far = (in_zone_of(reached, self.local_host) for host, _, reached in reports if host != here)
         # Every host has its own loopback.
         own = (address for address in far if means_here(address) and not is_loopback(address))
-        return next(own, next(address for host, address, _ in told if host == here))
+        return next(own, next(address for host, address, _ in reports if host == here))
 
     @property
     def _where(self) -> str:
@@ -264,7 +264,7 @@ class SocketControl(ControlClient):
             host = "" if self._host_rank is None else f"rank {self._host_rank} of the job, its host, was lost: "
             why = away or "its process ended, or the connection broke"
             cause = Cause("PeerLostError", None, f"{host}{self._where} was lost: {why}")
-            for callback in self._end(cause, fails_groups=True, culprit=self._host_rank):
+            for callback in self._end(cause, fails_groups=True, failed_rank=self._host_rank):
                 self._call(callback)
             self._call(self._on_orphan)
         self._connection.hang_up()

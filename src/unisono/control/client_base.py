@@ -200,17 +200,17 @@ class ControlClient(ControlPlane, ABC):
         membership = self._members.get(name)
         return membership.fail(Cause(kind, rank, message)) if membership is not None else None
 
-    def _end(self, cause: Cause, *, fails_groups: bool, culprit: int | None = None) -> list[Callback]:
+    def _end(self, cause: Cause, *, fails_groups: bool, failed_rank: int | None = None) -> list[Callback]:
         """Notify all waiters, and optionally the groups, that no more answers will arrive.
 
-        `culprit` is the rank that caused it, in the job's first group; each group has its own number for it.
+        `failed_rank` is the rank that caused it, in the job's first group; each group has its own number for it.
         """
         with self._ending:
             if self._ended is not None:
                 return []
             self._ended = cause
         members = list(self._members.values()) if fails_groups else []
-        callbacks = [m.fail(_as_seen_in(m.group, cause, culprit)) for m in members]
+        callbacks = [m.fail(_as_seen_in(m.group, cause, failed_rank)) for m in members]
         for waiter in list(self._waiters.values()):
             waiter.answer((waiter.number, "failed", (cause.kind, cause.rank, cause.message)))
         return [callback for callback in callbacks if callback is not None]
@@ -387,8 +387,8 @@ def _end_of(error: BaseException | None) -> tuple[str, str]:
     return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
-def _as_seen_in(group: Group, cause: Cause, culprit: int | None) -> Cause:
-    return replace(cause, rank=group.members.index(culprit)) if culprit in group.members else cause
+def _as_seen_in(group: Group, cause: Cause, failed_rank: int | None) -> Cause:
+    return replace(cause, rank=group.members.index(failed_rank)) if failed_rank in group.members else cause
 
 
 Callback = Callable[[], None]

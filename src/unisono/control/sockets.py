@@ -145,8 +145,8 @@ def round_trip_s(peer: socket.socket) -> float:
 
 
 def _tcp_info(peer: socket.socket, place: int) -> int:
-    told = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, place + 4)
-    return int(struct.unpack_from("=I", told, place)[0])
+    field = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, place + 4)
+    return int(struct.unpack_from("=I", field, place)[0])
 
 
 PORT_RANGE = "UNISONO_PORT_RANGE"

@@ -242,8 +242,8 @@ class ControlState:
     # -- debugging ---------------------------------------------------------------------------------
     def _on_hold(self, client: int, request: int, reason: str | None) -> Outgoing:
         """Notify all clients that are in any group."""
-        told = [(other, (0, "held", reason)) for other in self._groups.first_of_all()]
-        return [*told, (client, (request, "ok", None))]
+        notices = [(other, (0, "held", reason)) for other in self._groups.first_of_all()]
+        return [*notices, (client, (request, "ok", None))]
 
     # -- new groups instead of old ones ------------------------------------------------------------
     def _on_rebuild(

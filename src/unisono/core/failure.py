@@ -25,7 +25,7 @@ __all__ = [
     "with_notes_of",
 ]
 
-_MOST_SAID = 10_000
+_MOST_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Cause:
     message: str
 
 
-def raise_caused(told: BaseException, error: BaseException) -> NoReturn:
+def raise_caused(raised: BaseException, error: BaseException) -> NoReturn:
     """Raise `error` as the cause of another error, or by itself if both are the same."""
-    if told is not error:
-        told.__cause__ = error
-    raise told
+    if raised is not error:
+        raised.__cause__ = error
+    raise raised
 
 
 def to_cause(error: BaseException, rank: int, operation: str) -> Cause:
@@ -139,7 +139,7 @@ def text_of(error: BaseException) -> str:
         text = str(error)
     except Exception as another:
         text = f"(its str() failed: {type(another).__name__})"
-    return f"{text[:_MOST_SAID]}... ({len(text)} characters)" if len(text) > _MOST_SAID else text
+    return f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)" if len(text) > _MOST_CHARACTERS else text
 
 
 def ended_by(number: int) -> str:

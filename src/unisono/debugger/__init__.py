@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from threading import get_ident
 
-from unisono.comm.engine import STAND_STILL
+from unisono.comm.engine import SUSPENDABLE
 from unisono.communicator import Communicator, engine_of
 from unisono.core.flight_recorder import call_site
 from unisono.core.hold import HOLD
@@ -55,7 +55,7 @@ def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like 
     engine.check("breakpoint")
     if not engine.can_hold:
         raise UnavailableError(
-            f"ranks are held on {', '.join(sorted(STAND_STILL))}, on Linux, where deadlines can stand still; "
+            f"ranks are held on {', '.join(sorted(SUSPENDABLE))}, on Linux, where deadlines can stand still; "
             f"not on {engine.options.backend}"
         )
     rank = engine.group.members[engine.group.rank]

@@ -271,8 +271,8 @@ class Turns(Exchanges):
 
         Returns: The largest delay of any rank in taking the turn, in seconds.
         """
-        said = [share.samples, share.leaving, share.behind_s, *share.rates]
-        mine = torch.tensor(said, dtype=torch.float64, device=self._comm.device)
+        fields = [share.samples, share.leaving, share.behind_s, *share.rates]
+        mine = torch.tensor(fields, dtype=torch.float64, device=self._comm.device)
         everyone = mine.new_empty(self._comm.size * mine.numel())
         # A leaving rank takes the turn before it is due, and waits for the others here.
         limit_s = engine_of(self._comm).options.timeout_s + self._interval_s + self._max_lag_s

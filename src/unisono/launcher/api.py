@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 __all__ = [
     "CHUNK_BYTES",
     "HEARTBEAT",
-    "INSTEAD",
+    "OVERRIDE",
     "TIMEOUT_S",
     "Hosts",
-    "Instead",
+    "LaunchOverride",
     "OnFailure",
     "Topology",
     "Wrap",
@@ -83,7 +83,7 @@ Wrap = Callable[[Transport], Transport]
 OnFailure = Literal["end", "continue", "replace"]
 
 
-class Instead(Protocol):
+class LaunchOverride(Protocol):
     """Overrides of `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
 
     def communicator(self) -> Communicator:
@@ -95,7 +95,7 @@ class Instead(Protocol):
         ...
 
 
-INSTEAD: ContextVar[Instead | None] = ContextVar("unisono instead", default=None)
+OVERRIDE: ContextVar[LaunchOverride | None] = ContextVar("unisono launch override", default=None)
 """Overrides in this context; None to start or join ranks."""
 
 
@@ -168,9 +168,9 @@ def init(
         backend = os.environ.get("UNISONO_BACKEND") or "auto"
     if backend != "auto":
         transport_named(backend)
-    instead = INSTEAD.get()
-    if instead is not None:
-        return instead.communicator()
+    override = OVERRIDE.get()
+    if override is not None:
+        return override.communicator()
     place = bootstrap.find(init_method, rank, world_size, timeout_s, secret)
     show_errors(place.rank, place.size)
     return communicator_at(
@@ -317,9 +317,9 @@ def launch(
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
     given = validate_hosts(hosts, nprocs)
-    instead = INSTEAD.get()
-    if instead is not None:
-        results: list[T] = instead.results(fn, args, kwargs or {}, nprocs)
+    override = OVERRIDE.get()
+    if override is not None:
+        results: list[T] = override.results(fn, args, kwargs or {}, nprocs)
         return results
     engine = _engine(on)
     if engine is not None:

@@ -84,14 +84,14 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
     start_by = clock.now() + program.timeout_s
     lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
     owned = getattr(on, "starts_workers", False)
-    with lent as executor, _Gang(executor, program, size, start_by, on_failure, owned=owned) as gang:
-        found = gang.supervisor.run()
-        gang.name_lost_hosts(found)
-        culprit = gang.culprit() if any(not outcome.reported for outcome in found) else None
-    return sorted(found, key=lambda outcome: outcome.rank != culprit)
+    with lent as executor, _LentRanks(executor, program, size, start_by, on_failure, owned=owned) as lent_ranks:
+        found = lent_ranks.supervisor.run()
+        lent_ranks.name_lost_hosts(found)
+        first_lost = lent_ranks.first_lost() if any(not outcome.reported for outcome in found) else None
+    return sorted(found, key=lambda outcome: outcome.rank != first_lost)
 
 
-class _Gang(Closing):
+class _LentRanks(Closing):
     """Ranks on an executor, from their caller's side.
 
     Ranks' ends are reported by their futures and by the control plane, which notices immediately when a rank's process
@@ -230,7 +230,7 @@ class _Gang(Closing):
             self._start_by = None
         return self._start_by is None
 
-    def culprit(self) -> int | None:
+    def first_lost(self) -> int | None:
         """Return the rank that was lost first, as the control plane saw it: executors may end all workers at once."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)

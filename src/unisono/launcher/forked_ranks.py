@@ -20,7 +20,7 @@ from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
 from unisono.host.processors import cores
 
-__all__ = ["ForkedRank", "fork_ranks", "sets_environment", "why_plain"]
+__all__ = ["ForkedRank", "fork_obstacle", "fork_ranks", "sets_environment"]
 
 _WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
 """Variables that make Python observe a whole process, which `sys.flags` does not show."""
@@ -63,7 +63,7 @@ class ForkedRank:
         self._ended.set()
 
 
-def why_plain(command: Sequence[str], ranks: int, *, binding: str, stdin: int | None, asked: bool) -> str | None:
+def fork_obstacle(command: Sequence[str], ranks: int, *, binding: str, stdin: int | None, asked: bool) -> str | None:
     """Return why a script's ranks are not forked, as text; None if they are.
 
     Args:

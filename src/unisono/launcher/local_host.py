@@ -58,7 +58,7 @@ class LocalHost:
         with ExitStack() as files:
             self._reports += [files.enter_context(tempfile.TemporaryFile()) for _ in range(self._job.ranks)]
             self._files = files.pop_all()
-        reason = self._job.why_plain()
+        reason = self._job.fork_obstacle()
         with _interrupts_blocked():
             if reason is None:
                 self._fork()

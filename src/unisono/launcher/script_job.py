@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from unisono.host import processors
 from unisono.host.processors import cores
-from unisono.launcher.forked_ranks import why_plain
+from unisono.launcher.forked_ranks import fork_obstacle
 
 __all__ = ["Events", "Report", "ScriptJob"]
 
@@ -72,11 +72,13 @@ class ScriptJob:
     secret: str | None = None
     start: Literal["auto", "fork", "plain"] = "auto"
 
-    def why_plain(self) -> str | None:
+    def fork_obstacle(self) -> str | None:
         """Return why each rank gets its own interpreter, as text; None if ranks are forked from one process."""
         if self.start == "plain":
             return "that was asked for"
-        return why_plain(self.command, self.ranks, binding=self.binding, stdin=self.stdin, asked=self.start == "fork")
+        return fork_obstacle(
+            self.command, self.ranks, binding=self.binding, stdin=self.stdin, asked=self.start == "fork"
+        )
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
         """Return one rank's variables: torchrun's, and this library's port beside torch's.

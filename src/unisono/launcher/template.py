@@ -49,7 +49,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
             # The launcher is gone.
             return None
         if obstacle is not None:
-            process = _start_plainly(order, ranks, alive, command)
+            process = _spawn(order, ranks, alive, command)
         elif not (process := os.fork()):
             link.close()
             _become_rank(order, ranks)
@@ -97,7 +97,7 @@ def _is_observed() -> bool:
     return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))
 
 
-def _start_plainly(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, command: list[str]) -> int:
+def _spawn(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, command: list[str]) -> int:
     """Start a rank as a new interpreter, and return its process."""
     words = [
         sys.executable,

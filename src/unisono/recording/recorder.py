@@ -392,8 +392,8 @@ class _RecordedWork(Work):
 
 def key_of(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Return the key of a request to the control plane."""
-    told = [getattr(argument, "name", argument) for argument in arguments[: REPLIES[name]]]
-    return ("control", name, *(tuple(each) if isinstance(each, list) else each for each in told))
+    identity = [getattr(argument, "name", argument) for argument in arguments[: REPLIES[name]]]
+    return ("control", name, *(tuple(each) if isinstance(each, list) else each for each in identity))
 
 
 def _asking(name: str) -> Callable[..., Any]:

@@ -151,23 +151,23 @@ _Place = tuple[str, int, int]
 
 def _check_mesh(comm: Communicator, mesh: object) -> None:
     """Raise on every rank unless the mesh's groups are the rows and columns of a grid of all ranks. Collective."""
-    cards: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_card(mesh))
-    if all(card is None for card in cards):
+    gathered: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_places_of(mesh))
+    if all(each is None for each in gathered):
         return
-    if None in cards:
-        other = next(rank for rank, card in enumerate(cards) if card is not None)
+    if None in gathered:
+        other = next(rank for rank, each in enumerate(gathered) if each is not None)
         raise MismatchError(
-            f"rank {cards.index(None)} passed no mesh, and rank {other} did. All ranks must pass one",
+            f"rank {gathered.index(None)} passed no mesh, and rank {other} did. All ranks must pass one",
             rank=comm.rank,
             size=comm.size,
-            peer=cards.index(None),
+            peer=gathered.index(None),
         )
-    problem = _mesh_problem(cards)
+    problem = _mesh_problem(gathered)
     if problem is not None:
         raise ValueError(f"{problem}. Pass mesh=(replicate, shard), two communicators that divide the ranks of comm")
 
 
-def _card(mesh: object) -> tuple[_Place, _Place] | str | None:
+def _places_of(mesh: object) -> tuple[_Place, _Place] | str | None:
     """Return this rank's places in the groups of a mesh, or text that says what is wrong with it."""
     if mesh is None:
         return None
@@ -178,16 +178,16 @@ def _card(mesh: object) -> tuple[_Place, _Place] | str | None:
     return f"({parts})"
 
 
-def _mesh_problem(cards: list[tuple[_Place, _Place] | str | None]) -> str | None:
+def _mesh_problem(gathered: list[tuple[_Place, _Place] | str | None]) -> str | None:
     """Return why the places of all ranks do not form a grid."""
     places: dict[object, int] = {}
     groups: dict[object, tuple[str, int]] = {}
-    for rank, card in enumerate(cards):
-        if card is None or isinstance(card, str):
-            return f"mesh is {card} on rank {rank}"
-        (row, replica, replicas), (column, part, parts) = card
-        if replicas * parts != len(cards):
-            return f"mesh has {replicas} x {parts} ranks on rank {rank}, and comm has {len(cards)} ranks"
+    for rank, each in enumerate(gathered):
+        if each is None or isinstance(each, str):
+            return f"mesh is {each} on rank {rank}"
+        (row, replica, replicas), (column, part, parts) = each
+        if replicas * parts != len(gathered):
+            return f"mesh has {replicas} x {parts} ranks on rank {rank}, and comm has {len(gathered)} ranks"
         first = places.setdefault((replica, part), rank)
         if first != rank:
             return f"ranks {first} and {rank} have the same place ({replica}, {part}) in mesh"

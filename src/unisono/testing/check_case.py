@@ -58,19 +58,19 @@ def check_case(comm: Communicator, case: Case) -> Report:
     found = _returned(returned) if what.returns else [placed.values() for placed in outputs]
     complaints = []
     for index, (expected, tensor) in enumerate(zip(case.expected(comm.rank, given), found, strict=True)):
-        complaints += [f"result {index}: {said}" for said in [expected.complaint(tensor)] if said]
+        complaints += [f"result {index}: {message}" for message in [expected.complaint(tensor)] if message]
     if not what.in_place:
         complaints += _changed(inputs, given[comm.rank])
     for name, group in (("input", inputs), ("result", outputs)):
         complaints += [
             f"memory around {name} {i} has changed" for i, placed in enumerate(group) if placed.guard_bytes()
         ]
-    return Report(tuple(f"rank {comm.rank}: {said}" for said in complaints), _digest(found))
+    return Report(tuple(f"rank {comm.rank}: {message}" for message in complaints), _digest(found))
 
 
 def check_reports(case: Case, reports: Sequence[Report]) -> None:
     """Raise `AssertionError` if any rank has complained, or bits differ that must be equal."""
-    complaints = [said for report in reports for said in report.complaints]
+    complaints = [message for report in reports for message in report.complaints]
     assert not complaints, f"{case}\n" + "\n".join(complaints)
     if case.what.same_everywhere:
         ends = {report.digest for report in reports}

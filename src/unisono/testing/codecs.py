@@ -259,8 +259,8 @@ def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
         >>> check_bytes(un.compression.int8, size=2, bucket=Bucket(shapes=[(3, 4), (5,)]))
     """
     sent = bytes_sent(make, size, bucket)
-    said = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
-    assert abs(sent - said) <= 0.02 * said, f"a rank sends {sent} bytes, but wire_bytes is {said}"
+    predicted = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
+    assert abs(sent - predicted) <= 0.02 * predicted, f"a rank sends {sent} bytes, but wire_bytes is {predicted}"
 
 
 def _averaged(codec: Codec, contribution: torch.Tensor, comm: Communicator, bucket: Bucket) -> torch.Tensor:

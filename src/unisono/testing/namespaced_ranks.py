@@ -377,8 +377,8 @@ class Network(Closing):
         Args:
             host: Number of the host.
         """
-        told = _run(*self.command(host, "cat", f"/sys/class/net/{_INTERFACE}/statistics/tx_bytes"))
-        return int(told)
+        reply = _run(*self.command(host, "cat", f"/sys/class/net/{_INTERFACE}/statistics/tx_bytes"))
+        return int(reply)
 
     def cut(self, host: int) -> None:
         """Disconnect a host: all packets are dropped silently.
@@ -478,9 +478,9 @@ class Network(Closing):
                     began = time.perf_counter()
                     near.sendto(bytes([number]), far.getsockname())
                     # Replies that are too late for their own probe must not count for the next one.
-                    while (told := far.recvfrom(1))[0] != bytes([number]):
+                    while (reply := far.recvfrom(1))[0] != bytes([number]):
                         pass
-                    far.sendto(*told)
+                    far.sendto(*reply)
                     while near.recv(1) != bytes([number]):
                         pass
                     times.append(time.perf_counter() - began)

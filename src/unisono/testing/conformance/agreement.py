@@ -16,9 +16,9 @@ __all__ = ["different_calls_are_rejected_on_every_rank"]
 def different_calls_are_rejected_on_every_rank(world: World) -> None:
     """Calls differ in count, dtype, op, root, operation, algorithm, lengths or number; the error quotes both sides."""
     for difference, (call, quoted) in _DIFFERENCES.items():
-        for rank, said in enumerate(world.run(_program, call, size=3)):
-            missing = [word for word in quoted if word not in said]
-            assert not missing, f"ranks differ in {difference}; rank {rank}'s error lacks {missing}: {said}"
+        for rank, message in enumerate(world.run(_program, call, size=3)):
+            missing = [word for word in quoted if word not in message]
+            assert not missing, f"ranks differ in {difference}; rank {rank}'s error lacks {missing}: {message}"
 
 
 def _program(comm: Communicator, call: Callable[[Communicator, bool], object]) -> str:

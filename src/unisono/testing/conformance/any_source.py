@@ -212,8 +212,8 @@ def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
 
     first, second, got = world.run(program, size=3)[0]
     assert got == 7, f"the second wait brought {got}"
-    for said in (first, second):
-        assert "from ranks 1, 2, and none arrived" in said, said
+    for text in (first, second):
+        assert "from ranks 1, 2, and none arrived" in text, text
 
 
 @_where_offered
@@ -236,14 +236,14 @@ def receive_any_ends_with_an_error(world: World) -> None:
             together(comm)
             return []
         started = time.monotonic()
-        said = [
+        text = [
             error_of(lambda: works[0].wait(never_s), AbortedError),
             error_of(lambda: unfit.recv(numbers(comm, 0), timeout=never_s), MismatchError),
             error_of(lambda: works[1].wait(never_s), PeerLostError),
         ]
         assert time.monotonic() - started < soon_s, "a wait went on"
         together(comm)
-        return said
+        return text
 
     aborted, unfit, left = world.run(program, world.soon_s, world.never_s)[0]
     assert "enough" in aborted, aborted

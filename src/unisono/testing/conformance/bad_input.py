@@ -20,10 +20,10 @@ def bad_arguments_are_rejected_before_sending(world: World) -> None:
     """One rank makes an invalid call and gets a clear error; all ranks then continue unaffected."""
     found = world.run(_program, size=2)[0]
     for index, (mistake, kind, words, _) in enumerate(_BAD):
-        said_kind, said = found[index]
-        assert said_kind == kind.__name__, f"{mistake}: {said_kind}, not {kind.__name__}: {said}"
-        missing = [word for word in words if word not in said]
-        assert not missing, f"{mistake}: {missing} is missing in: {said}"
+        kind_name, text = found[index]
+        assert kind_name == kind.__name__, f"{mistake}: {kind_name}, not {kind.__name__}: {text}"
+        missing = [word for word in words if word not in text]
+        assert not missing, f"{mistake}: {missing} is missing in: {text}"
 
 
 def second_thread_is_rejected(world: World) -> None:
@@ -31,15 +31,15 @@ def second_thread_is_rejected(world: World) -> None:
 
     def program(comm: Communicator) -> list[str]:
         together(comm)
-        said: list[str] = []
+        text: list[str] = []
 
         def other() -> None:
             try:
                 comm.all_reduce(numbers(comm, 1))
             except CommError as error:
-                said.append(str(error))
+                text.append(str(error))
             else:
-                said.append("no error")
+                text.append("no error")
 
         for released in (False, True):
             if released:
@@ -47,28 +47,28 @@ def second_thread_is_rejected(world: World) -> None:
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-        return said
+        return text
 
-    for said in world.run(program, on_failure="continue"):
-        assert isinstance(said, list), said
-        assert "another thread" in said[0], said
-        assert "release_thread" in said[0], said
-        assert said[1] == "no error", said
+    for text in world.run(program, on_failure="continue"):
+        assert isinstance(text, list), text
+        assert "another thread" in text[0], text
+        assert "release_thread" in text[0], text
+        assert text[1] == "no error", text
 
 
 def _program(comm: Communicator) -> list[tuple[str, str]]:
     together(comm)
-    said = []
+    text = []
     if comm.rank == 0:
         for _, _, _, call in _BAD:
             try:
                 call(comm)
             except Exception as error:
-                said.append((type(error).__name__, str(error)))
+                text.append((type(error).__name__, str(error)))
             else:
-                said.append(("nothing", "no error was raised"))
+                text.append(("nothing", "no error was raised"))
     together(comm)
-    return said
+    return text
 
 
 def _one(comm: Communicator) -> torch.Tensor:

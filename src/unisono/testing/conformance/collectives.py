@@ -102,7 +102,7 @@ def native_collective_is_selectable_by_name(world: World) -> None:
         found = world.run(program, case)
         if isinstance(found[0], str):
             known = serving(COLLECTIVES[call].family, size=2)
-            assert all("no native" in said and known[0] in said for said in found), found
+            assert all("no native" in message and known[0] in message for message in found), found
         else:
             check_reports(case, found)
 

@@ -38,15 +38,15 @@ def abort_ends_every_wait(world: World) -> None:
         started = time.monotonic()
         if work is None:
             part.abort("enough")
-        said = "enough" if work is None else error_of(lambda: work.wait(never_s), AbortedError)
+        message = "enough" if work is None else error_of(lambda: work.wait(never_s), AbortedError)
         assert time.monotonic() - started < soon_s, "the wait went on after the abort"
         later = error_of(part.barrier, AbortedError)
         together(comm)
-        return said, later
+        return message, later
 
-    for rank, (said, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
+    for rank, (message, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
         # A send may have completed already, into a buffer.
-        assert "enough" in said or (rank == 2 and said == NOTHING), f"rank {rank}: {said}"
+        assert "enough" in message or (rank == 2 and message == NOTHING), f"rank {rank}: {message}"
         assert "enough" in later, f"rank {rank}: {later}"
 
 
@@ -66,8 +66,8 @@ def closed_communicator_rejects_calls(world: World) -> None:
         ]
         return [error_of(call, ClosedError) for call in calls]
 
-    for said in world.run(program):
-        assert all("closed" in sentence for sentence in said), said
+    for message in world.run(program):
+        assert all("closed" in sentence for sentence in message), message
 
 
 def failed_rank_is_reported_to_the_others(world: World) -> None:
@@ -138,12 +138,12 @@ def late_rank_is_named(world: World) -> None:
 
     def program(comm: Communicator) -> str:
         part = comm.dup()
-        said = "" if comm.rank == 1 else error_of(lambda: part.barrier(timeout=0.2), CommTimeoutError)
+        message = "" if comm.rank == 1 else error_of(lambda: part.barrier(timeout=0.2), CommTimeoutError)
         together(comm)
-        return said
+        return message
 
     found = world.run(program, size=3)
-    assert all("rank 1" in said for said in (found[0], found[2])), found
+    assert all("rank 1" in message for message in (found[0], found[2])), found
 
 
 def first_cause_is_kept(world: World) -> None:
@@ -156,12 +156,12 @@ def first_cause_is_kept(world: World) -> None:
         comm.barrier()
         part.abort("a later reason")
         started = time.monotonic()
-        said = [
+        message = [
             error_of(lambda: part.all_reduce(numbers(comm, 1), timeout=never_s), AbortedError),
             error_of(lambda: part.send(numbers(comm, 1), 1 - part.rank, timeout=never_s), AbortedError),
         ]
         assert time.monotonic() - started < soon_s, "a broken communicator waited"
-        return said
+        return message
 
-    for said in world.run(program, world.soon_s, world.never_s):
-        assert all("the first reason" in sentence for sentence in said), said
+    for message in world.run(program, world.soon_s, world.never_s):
+        assert all("the first reason" in sentence for sentence in message), message

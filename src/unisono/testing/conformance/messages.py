@@ -272,7 +272,7 @@ def strided_messages_arrive(world: World) -> None:
                 wrong += [f"{layout} to {other}: wrote outside"] if sent.guard_bytes() or got.guard_bytes() else []
         return wrong
 
-    wrong = [said for found in world.run(program) for said in found]
+    wrong = [text for found in world.run(program) for text in found]
     assert not wrong, "; ".join(wrong)
 
 
@@ -296,5 +296,5 @@ def receive_of_wrong_size_is_rejected(world: World) -> None:
     floats = torch.float32
     ints = torch.int32
     for sent, count, dtype in ((4, 3, floats), (4, 5, floats), (4, 5000, floats), (5000, 4, floats), (4, 4, ints)):
-        said = world.run(program, sent, count, dtype)[1]
-        assert f"rank 0 sent {sent}" in said, f"a receive of {count} {dtype} for {sent} of float32 raised: {said}"
+        text = world.run(program, sent, count, dtype)[1]
+        assert f"rank 0 sent {sent}" in text, f"a receive of {count} {dtype} for {sent} of float32 raised: {text}"

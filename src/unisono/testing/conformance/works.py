@@ -50,7 +50,7 @@ def timed_out_wait_may_be_repeated(world: World) -> None:
             return None
         got = numbers(comm, -1)
         work = comm.irecv(got, 1)
-        said = "nothing was raised"
+        text = "nothing was raised"
         peer = None
         waited = None
         # A timeout of zero is also valid.
@@ -58,17 +58,17 @@ def timed_out_wait_may_be_repeated(world: World) -> None:
             try:
                 work.wait(timeout)
             except CommTimeoutError as error:
-                said = str(error)
+                text = str(error)
                 peer = error.peer
                 waited = error.waited_s
         comm.send(numbers(comm, 1), 1)
         work.wait()
-        return said, peer, waited, got.item()
+        return text, peer, waited, got.item()
 
-    said, peer, waited, got = world.run(program)[0]
-    assert "rank 1" in said, said
+    text, peer, waited, got = world.run(program)[0]
+    assert "rank 1" in text, text
     assert peer == 1, f"the error names rank {peer}"
-    assert waited is not None, said
+    assert waited is not None, text
     assert waited >= 0.04, f"waited {waited} s of 0.05"
     assert got == 7, f"the second wait brought {got}"
 

@@ -41,14 +41,14 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
     from unisono.diagnostics.tracebacks import format_error
     from unisono.errors import MismatchError
-    from unisono.launcher.api import INSTEAD
+    from unisono.launcher.api import OVERRIDE
     from unisono.launcher.script_rank import run_as_main
     from unisono.recording.replayer import RankReplay, without_torch_groups
 
     with refusing(ValueError, OSError):
         replay = RankReplay(given.folder, given.rank)
     os.environ.update(replay.header["environment"])
-    token = INSTEAD.set(replay)
+    token = OVERRIDE.set(replay)
     status: Any = 0
     try:
         with without_torch_groups():
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
             raise
         print(format_error(error), end="", file=sys.stderr)
     finally:
-        INSTEAD.reset(token)
+        OVERRIDE.reset(token)
     _show(replay, as_json=given.json)
     same = replay.begun and replay.difference is None
     return status if same and isinstance(status, int) else 1

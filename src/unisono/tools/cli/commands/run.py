@@ -127,7 +127,7 @@ def run(given: argparse.Namespace) -> int:
         jobs = [replace(job, secret=secret) for job in jobs]
     elif given.hosts:
         jobs = [jobs[_index(hosts, given.host)]]
-    if given.start == "fork" and (reason := jobs[0].why_plain()):
+    if given.start == "fork" and (reason := jobs[0].fork_obstacle()):
         raise UsageError(f"--start fork cannot fork these ranks: {reason}")
     result = run_script(jobs, given.restarts, given.on_failure, shells)
     if given.json:

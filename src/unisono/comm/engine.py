@@ -625,13 +625,18 @@ class Engine:
 
     # -- failures ------------------------------------------------------------------------------
     def on_failure(self, cause: Cause) -> None:
-        """Break the group, and end every wait in it. Called from a thread of the control plane."""
+        """Break the group, and end every wait in it. No effect if it is broken, or closed with nothing queued.
+
+        Callable from any thread: the control plane's own calls it for a cause that is reported elsewhere, a caller's
+        for its own error or `abort`, the helper's for that of an asynchronous call.
+        """
         unfinished = self._pending > 0 and self.life.phase is not Phase.RETIRED
         if HOLD.holds(self):
             # First release the ranks, because held ranks would not notice.
             HOLD.go()
         if self.broken is None and (not self.closed or unfinished):
-            # Set before the phase, because a call that finds the phase broken raises the cause.
+            # Set before the phase, because a call that finds the phase broken raises the cause. Two threads may both
+            # get here: they have the same cause, the group's first, and everything below is idempotent.
             self.broken = cause
             self.life.change(Event.FAIL)
             self.activity.broken = True

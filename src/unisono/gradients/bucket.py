@@ -233,7 +233,11 @@ class BucketContents:
         return grad if grad.layout == torch.strided else grad.to_dense()
 
     def is_late(self) -> bool:
-        """Return whether a gradient arrived during the reduction."""
+        """Return whether a gradient arrived during the reduction.
+
+        That is between `take`, which clears `p.grad`, and `read_header`, which fills `found`. A synchronous reduction
+        has no such time: nothing is sent before the pass ends.
+        """
         return not self.found and any(p.grad is not None for p in self.bucket.parameters)
 
     def can_rewind(self) -> bool:

@@ -126,7 +126,8 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
             return found
     raise CommError(
         f"process {pid} is in no unisono job that this user may query (ranks that are threads of one process have "
-        "no control plane that other processes can reach)"
+        "no control plane that other processes can reach; a program on torch's own process groups must have been "
+        "started under `unisono watch`)"
     )
 
 

@@ -25,17 +25,17 @@ HEAD = """\
 
 {expected}
 
-Below 1, unisono is faster. Ratios hold better than times: another machine has other times.
+Below 1, unisono is faster. Ratios carry over to other machines better than times do.
 
-![Own time over gloo's, by the size of the message](pictures/benchmarks.svg)
+![Own time over gloo's, by message size](pictures/benchmarks.svg)
 
 The second picture has all sizes of `all_reduce`: medians, with quartiles as thin vertical lines, on ordinary memory
 with warm caches.
 """
 METHOD = (
-    "What `make bench` measured{where}. Candidates take turns in one run, and a ratio is the median of neighbouring"
+    "What `make bench` measured{where}. Candidates take turns in one run, and a ratio is the median over adjacent"
     " samples, with quartiles in brackets; all results were verified. On this virtual machine a program can take"
-    " several times as long while the host has placed the two processors far apart."
+    " several times as long while the host places its two processors far apart."
 )
 BOUNDS = (
     "Many programs compare their figures with bounds that we set ourselves, to notice when something gets slower; the"

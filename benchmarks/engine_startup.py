@@ -1,4 +1,4 @@
-"""Start-up time of ranks on each engine, from the call of launch until all have summed 8 bytes and returned.
+"""Start-up time of ranks on each engine, from the call to launch until all have summed 8 bytes and returned.
 
     python benchmarks/engine_startup.py [--ranks 2 4] [--rounds 3] [--engines local pool ray dask submitit mpi torchrun]
 

@@ -1,4 +1,4 @@
-"""Many ranks on few processors: time from start to end, and private memory of each rank.
+"""Many ranks on few processors: time from start to end, and private memory per rank.
 
     python benchmarks/many_ranks.py [--ranks 64] [--backends shm gloo]
 

@@ -1,4 +1,4 @@
-"""Cost of a recording in a training step of a transformer.
+"""Cost of recording a transformer's training step.
 
 Results (2 ranks, 2 cores, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 

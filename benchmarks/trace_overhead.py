@@ -1,4 +1,4 @@
-"""Cost of a trace in a training step.
+"""Cost of tracing a training step.
 
 Results (2 ranks, 2 cores, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 

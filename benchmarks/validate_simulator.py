@@ -1,4 +1,4 @@
-"""Predicted against measured times of executed algorithms: over gloo, shm and MPI, and between throttled hosts.
+"""Predicted versus measured run times of algorithms: over gloo, shm and MPI, and between throttled hosts.
 
     python benchmarks/validate_simulator.py [--backends gloo shm mpi hosts] [--ranks 2 4 8] [--rate 100mbit]
 

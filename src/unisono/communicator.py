@@ -122,7 +122,7 @@ class Communicator(Place):
         self._before_close: list[Callable[[], None]] = []
         # Weak: communicators made by `split` live only as long as the program refers to them.
         self._parts: list[weakref.ref[Communicator]] = []
-        # The communicator that `rebuild` made of this one.
+        # The communicator that `rebuild` made from this one.
         self._successor: Communicator | None = None
         group = transport.group
         relay = FailureRelay()
@@ -613,7 +613,7 @@ class Communicator(Place):
         finally:
             engine.activity.leave()
 
-    # -- collectives from one rank or to one, of any dtype ---------------------------------------
+    # -- collectives with a root, of any dtype ---------------------------------------------------
     @overload
     def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Blocking]) -> None: ...
     @overload
@@ -743,7 +743,7 @@ class Communicator(Place):
         call = self._engine.make(_GATHER, gather_list, tensor, root=dst, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
 
-    # -- collectives between all ranks, of any dtype ---------------------------------------------
+    # -- collectives among all ranks, of any dtype -----------------------------------------------
     @overload
     def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Blocking]) -> None: ...
     @overload
@@ -1430,7 +1430,7 @@ class Communicator(Place):
         self._mailboxes += 1
         return open_mailbox(self._engine, self._mailboxes, metadata)
 
-    # -- other communicators of these ranks ------------------------------------------------------
+    # -- other communicators of the same ranks ---------------------------------------------------
     @overload
     def split(self, color: int, key: int = ...) -> Communicator: ...
     @overload
@@ -1749,7 +1749,7 @@ class Communicator(Place):
         self._engine.enter("metrics")
         return self._engine.slow_rank.metrics(self)
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- lifetime --------------------------------------------------------------------------------
     def release_thread(self) -> None:
         """Release the communicator from its thread; the next thread that uses it becomes the owner.
 

@@ -254,7 +254,7 @@ def all_reduce(
     _check_floating(tensor, "all_reduce")
     if scale is not None:
         check_scale(scale, parse_op(op), tensor.dtype)
-        # Wait together with the next collective, which is this one.
+        # Queue the comparison: it runs together with the next collective, which is this call's own.
         comm.agree(scale, "scale")
         tensor = tensor * scale
     n = [tensor.numel()]
@@ -492,7 +492,7 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
     """
     _check_floating(tensor, "recv")
     check_rank(src, "src", comm.size, other_than=comm.rank)
-    # No element is read; the tensor is passed for its place in the graph.
+    # No element is read; passing the tensor only places the call in the graph.
     place = tensor.reshape(-1)[:0]
     n = tensor.numel()
     return apply(place, comm, "recv", [0], [n], root=src, tag=tag).view(tensor.shape)

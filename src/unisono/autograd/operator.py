@@ -21,7 +21,7 @@ _MESSAGES: WeakKeyDictionary[Communicator, Counter[tuple[str, int, int]]] = Weak
 _LINES: list[str] = []
 """Lines of the user's program that make differentiable calls. A receipt holds an index into this list."""
 
-# Every call writes to this tensor, so that a compiler keeps the calls' number and order.
+# Every call writes to this tensor, so that a compiler neither drops nor reorders calls.
 with torch.inference_mode(False):
     _ORDER = torch.zeros(0, device="cpu")
 

@@ -101,7 +101,7 @@ def _take_place(names: Sequence[str]) -> None:
     if not there:
         return
     place = " ".join(f"{name}={value}" for name, value in there.items())
-    # Each torchrun has a separate file for each rank.
+    # Torchrun gives each rank of each run a separate file, so its path identifies the run.
     agent = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     number, taken, agent_then = (os.environ.get(_TAKEN, "") + "\n\n").split("\n")[:3]
     if number not in ("", str(os.getpid())):
@@ -112,6 +112,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # The variables were set by hand in a rank of that torchrun, whose agent has no store there.
+            # The variables were set by hand in one of that torchrun's ranks; at their address, its agent serves no
+            # store.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

@@ -56,7 +56,7 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
 
 
 def _path(url: str) -> Path:
-    # File names may contain "#" and "?", and even "%20", although `Path.as_uri` encodes blanks so.
+    # File names may contain "#" and "?", and even "%20", although `Path.as_uri` encodes spaces that way.
     name = url.removeprefix("file://")
     path = Path(unquote(name))
     if not path.parent.is_dir() and Path(name).parent.is_dir():

@@ -98,7 +98,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
         secret: Secret; a random one if None.
     """
     claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source, restarts=False)
-    # Checked on every rank, because an invalid one must be refused on each.
+    # Checked on every rank, because every rank must refuse an invalid value.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
     exchange = _HelloExchange(comm, claim)
     if claim.rank == 0:
@@ -120,7 +120,7 @@ def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
     try:
         return address_for_others(other_hosts[0])
     except OSError:
-        # The name server does not know that host.
+        # The name cannot be resolved.
         outward = address_outward()
         if outward is None:
             raise
@@ -170,7 +170,7 @@ class _HelloExchange:
 
     def _send(self, message: object, ranks: Any) -> None:
         data = FrameChannel().encode(Kind.HELLO, serialization.encode(message))
-        # So short that MPI buffers them until they are received, so the caller's memory is free afterwards.
+        # Short enough that MPI buffers them until they are received, so the caller's memory can be reused immediately.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
         clock.poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
 
@@ -246,7 +246,7 @@ class MpiAbortGuard:
             self._excepthook(kind, error, trace)
             return
         if isinstance(error, PeerLostError | AbortedError):
-            # If another rank's failure is the cause, that rank reports it, and ends the job, first.
+            # If another rank's failure is the cause, that rank reports it and ends the job first.
             self._excepthook(kind, error, trace)
             time.sleep(_GRACE_S)
             sys.stderr.write(f"{self._who} ends the job\n")
@@ -265,11 +265,11 @@ class MpiAbortGuard:
     def _uncaught(self, status: object) -> None:
         if not self._over():
             sys.stderr.write(f"{self._who} ends the job by sys.exit({status!r})\n")
-            # As in Python: anything but a number has been printed, and means 1.
+            # As in Python: any other value has been printed already, and means exit code 1.
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:
-        # An exit that was caught and kept is dropped when the interpreter ends.
+        # An exit that was caught, and whose exception was kept, is only dropped when the interpreter shuts down.
         return os.getpid() != self._process or sys.is_finalizing() or self._mpi.Is_finalized()
 
     def _end(self, status: int) -> None:

@@ -161,8 +161,8 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Global, because the address is: each `init` of a job must find the server of the previous one. By process, because a
-# forked child inherits its parent's entries, but serves nothing.
+# Global, because the address is: each `init` of a job must find the server of the previous one. Keyed by process,
+# because a forked child inherits its parent's entries but does not serve them.
 _leases: dict[tuple[int, str], Lease] = {}
 # Guards the leases above.
 _lock = threading.Lock()
@@ -324,7 +324,7 @@ def confirm(
         name = _gather(claim, control, moved)
     except BaseException as error:
         ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
-        # Report the reason, because the others must not wait for a rank that gives up as they do for a killed one.
+        # Report the reason, or the others would wait for this rank as they do for a killed one.
         control.on_process_exit(None if isinstance(error, MovedError) else error)
         if ended and isinstance(error, CommError):
             raise MovedError(error.message) from error

@@ -41,7 +41,7 @@ START = "srun python train.py"
 
 _log = logging.getLogger("unisono")
 
-# Slurm numbers steps not started by srun (batch script, interactive, external) from the top.
+# Slurm numbers steps not started by srun (batch script, interactive, external) downwards from the highest number.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _FIRST_PORT = 15000

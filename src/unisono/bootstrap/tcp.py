@@ -51,7 +51,7 @@ def plain_host(host: str) -> str:
             f"{host!r} is not an address that other hosts can reach; pass the address of the host of rank 0"
         )
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
-    # A URL may have a percent sign as %25.
+    # A URL may encode a percent sign as %25.
     bare, _, zone = host.replace("%25", "%").partition("%")
     if not is_link_local(bare):
         return host

@@ -72,7 +72,7 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     at = _StoreAt(host, port, f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}", agent)
     found = _follow(at, key, claim, known) if claim.rank else _lead(at, key, claim, known)
     try:
-        # Neither of the two keeps the store open.
+        # By now, neither `_lead` nor `_follow` keeps the store open.
         found.control.exchange(Group.world(claim.rank, claim.size, found.name), "store closed", None, claim.left_s)
     except BaseException:
         found.close()
@@ -92,7 +92,7 @@ def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous
     # torchrun sets the number of agents; with a single one, no other host needs to reach this rank.
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     outward = (address_towards if alone else address_for_others)(at.host, at.port) if at.agent else at.host
-    # Before the store, so that if this fails, nobody has found the address yet.
+    # Before the store, so that if this fails, no rank has found the address yet.
     hosted = acquire(f"{key} at {at.host}", secret, outward, 0, restarts=claim.restarts)
     try:
         store = _connected(claim, at) if at.agent else _opened(claim, at, secret, key)
@@ -190,7 +190,8 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
             taken = error
             if not hosts_at((host, port)) or clock.now() > deadline:
                 break
-            # A control plane in this process, from an earlier `init` with tcp://, is about to end there.
+            # The port belongs to this process's control plane from an earlier `init` with tcp://, which is about to
+            # shut down.
             time.sleep(_LOOK_EVERY_S)
     try:
         return dist.TCPStore(
@@ -235,7 +236,7 @@ def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvo
             store = None
             last = lost = error.message or last
         except CommTimeoutError:
-            # It ends shortly before the deadline, so that the error can say why nobody answers.
+            # The attempt times out shortly before the deadline, so that the error can say why nobody answers.
             if not lost:
                 raise
         time.sleep(_LOOK_EVERY_S)

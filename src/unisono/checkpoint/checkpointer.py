@@ -153,7 +153,7 @@ class Checkpointer:
                 self._rotate(storage.name)
                 self._note_saved()
         except MismatchError as error:
-            if error.operation != "save":  # Other ranks made another call.
+            if error.operation != "save":  # Other ranks made a different call.
                 error.add_note(SAVE_TOGETHER)
             raise
 

@@ -288,7 +288,7 @@ class SaveQueue:
 
 # Kept here by communicator, because its class knows nothing of checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# Saves of this process alone, by path: the next save to a path waits for the last.
+# Saves of this process alone, by path: the next save to a path waits for the previous one.
 _alone: dict[str, SaveHandle] = {}
 
 
@@ -313,7 +313,7 @@ def raise_failed() -> None:
             raise error
 
 
-# Launchers call it when a rank's program has returned, before that counts as success.
+# Launchers call it when a rank's program has returned, before they report success.
 BACKGROUND_SAVES.append(raise_failed)
 
 

@@ -61,7 +61,7 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     captured, snapshot = made[0]
     scope.compare(digests, snapshot.describe, advice)
     whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
-    # By name: a dict may have been filled in another order on another rank.
+    # By name: dicts may have been filled in a different order on different ranks.
     assert_equal_tensors(sorted(whole.items()), comm, "the state differs between ranks", advice)
 
 

@@ -445,7 +445,7 @@ class TensorLoader:
             for destination in destinations:
                 destination.put(block.offset, self._scratch(length))
 
-    # -- by one rank, for all ------------------------------------------------------------------
+    # -- one rank reads for all ----------------------------------------------------------------
     def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         for number in range(max(map(len, shares))):
             current = [windows[number] if number < len(windows) else None for windows in shares]
@@ -473,7 +473,7 @@ class TensorLoader:
                 destination.put(block.offset, data[block.start - window.start : block.stop - window.start])
         self._on_bytes(window.stop - window.start)
 
-    # -- both ----------------------------------------------------------------------------------
+    # -- shared by both ------------------------------------------------------------------------
     def _scratch(self, length: int, use: str = "") -> torch.Tensor:
         spare = self._spare.get(use)
         if spare is None or spare.numel() < length:

@@ -72,9 +72,9 @@ OF_MANIFEST = 24
 HELD = 4 << 20
 """Most bytes a rank of tensors that are held in memory until all are known to be intact."""
 
-# Largest cost of a JSON delimiter, in bytes of the parsed values and those built from them, as measured.
+# Largest measured memory cost of a JSON delimiter, in bytes, for the parsed value and what is built from it.
 _MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
-# A number in a list: list slot and object.
+# A number in a list costs a list slot and an object.
 _NUMBER = 40
 _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 

@@ -55,7 +55,7 @@ _Mode = Literal["top", "strict", "shapes", "loose"]
 
 _Build = Callable[[], Any]
 
-# Errors that building values from a hostile tree may raise.
+# Errors that building values from a maliciously crafted tree may raise.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 _ASIDE = 64 << 20
@@ -148,7 +148,8 @@ class Restorer:
         # Destination of tensors: `late`, or `early` inside an object that is loaded early.
         self._wanted = self.late
         self._parts: list[_EarlyObject] = []
-        # Names of saved tensors by the memory of those here, needed to match optimizers once all are known.
+        # Names of saved tensors, keyed by the memory of the tensors here; used to match optimizers once all names are
+        # known.
         self._names_here: dict[tuple[Any, ...], str] = {}
         self._optimizers: list[Callable[[], None]] = []
 
@@ -363,7 +364,7 @@ class Restorer:
             try:
                 load(made)
             except Exception as error:
-                # An object may refuse with any error.
+                # An object may raise any error to refuse its state.
                 where = repr(path) if path else "the object"
                 raise StateError(f"{where} refuses its state ({type(error).__name__}: {error})") from error
             return target
@@ -428,7 +429,7 @@ class Restorer:
             if mode == "loose":
                 into.clear()
             for key, item in found.items():
-                # A Counter's `update` would add.
+                # A Counter's `update` would add to the counts instead of replacing them.
                 into[key] = item
             return into
 

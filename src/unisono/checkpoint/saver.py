@@ -393,7 +393,7 @@ def _publish(
     """Assemble the manifest from what all ranks have written, and publish it."""
     files: list[FileEntry] = []
     tensors = dict(snapshot.entries)
-    # The pieces of each tensor, by first byte.
+    # The pieces of each tensor, keyed by first byte.
     found: dict[str, dict[int, FilePiece]] = {name: {} for name in tensors}
     for part in parts:
         for name, (dtype, shape, device) in part["own"].items():
@@ -548,7 +548,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     snapshot = PreparedState(captured)
     whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
     slices: dict[str, list[tuple[int, ByteShare]]] = {name: [] for name in whole}
-    # By name: a dict may have been filled in another order on another rank.
+    # By name: dicts may have been filled in a different order on different ranks.
     plan = shares(sorted([(name, tensor.nbytes, tensor.itemsize) for name, tensor in whole.items()]), size)
     for owner, given in enumerate(plan):
         for part in given:

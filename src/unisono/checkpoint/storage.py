@@ -250,7 +250,7 @@ class LocalStorage:
 
     def __init__(self, path: str) -> None:
         self.where: str = os.path.normpath(path)
-        # A later change of the working directory must not move it.
+        # Absolute, so that a later change of the working directory does not move it.
         self._root = Path(path).absolute()
         self.name: str = self._root.name
 
@@ -297,7 +297,7 @@ class LocalStorage:
         found: dict[str, int] = {}
         with suppress(FileNotFoundError), os.scandir(self._root) as entries:
             for entry in entries:
-                # Another process may meanwhile remove one, such as its lock.
+                # Another process may meanwhile have removed a file, such as its lock.
                 with suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False):
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -409,7 +409,7 @@ class LocalSource:
                 mapped = mmap.mmap(self._fd, stop - low, access=mmap.ACCESS_COPY, offset=low)
                 mapped.madvise(_POPULATE_READ)
                 return memoryview(mapped)[start - low :]
-        # It cannot be mapped here, or a part is unreadable, which a plain read reports.
+        # The file cannot be mapped here, or part of it is unreadable, which a plain read reports.
         data = memoryview(bytearray(stop - start))
         self.read(start, data)
         return data

@@ -167,7 +167,8 @@ def per_rank_of(value: Any) -> PerRank | None:
     if isinstance(value, (RNG, torch.Generator)):
         return PerRank(value, "keep")
     if is_stateful(value) and not isinstance(value, torch.nn.Module):
-        # Samplers, averagers and codecs declare it with an attribute, because this room may not import theirs.
+        # Samplers, averagers and codecs declare a policy as an attribute, because this package may not import their
+        # classes.
         policy = getattr(type(value), "checkpoint_policy", None)
         if policy in _POLICIES:
             return PerRank(value, policy)
@@ -306,7 +307,8 @@ class Packer:
         body = [f"{type(value).__module__}.{type(value).__qualname__}", self.pack(state, path, depth + 1)]
         known = getattr(state, "_metadata", None)
         if isinstance(known, dict):
-            # Modules recognise older forms of a state by its version. Most have version 1, which is not written.
+            # Modules recognise older forms of a state by their version number. Most have version 1, which is not
+            # written.
             versions = {name: one for name, one in known.items() if one != {"version": 1}}
             body.append(self.pack(versions, f"{path}._metadata", depth + 1))
         elif isinstance(value, torch.optim.Optimizer):
@@ -458,7 +460,7 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
     elif isinstance(node, list):
         inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
     else:
-        # A tensor's own name may be the path.
+        # The path may be a tensor's own name.
         return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
     if not inside:
         return {path: json.dumps(node)}
@@ -566,7 +568,7 @@ def _pairs(body: Any, inner: _Inner) -> list[tuple[Any, Any]]:
 def _filled(make: Callable[[], dict[Any, Any]], body: Any, inner: _Inner, tensor: _Named) -> dict[Any, Any]:
     made = make()
     for key, item in _pairs(body, inner):
-        # A Counter's `update` would add.
+        # A Counter's `update` would add to the counts instead of replacing them.
         made[key] = item
     return made
 

@@ -95,7 +95,7 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
         if names == before:
             break
         if not found:
-            # Another process may have completed one meanwhile, and removed all others.
+            # Another process may meanwhile have completed a checkpoint and removed all others.
             before = names
             names = set(directory.children())
     return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))

@@ -96,7 +96,7 @@ def _in_place(
         flat = _copied([tensor], staging)
     elif scale is not None:
         check_scale(scale, reduced, tensor.dtype)
-        # In a copy, because nothing may be written before all ranks agree.
+        # Scale a copy, because nothing may be written before all ranks agree.
         flat = _copied([tensor], staging)
         staging.before.append(partial(flat.mul_, scale))
         staging.after.append(partial(copy_back, tensor, flat.view(tensor.shape)))

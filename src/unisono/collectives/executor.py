@@ -176,7 +176,7 @@ class PartialSums(Pieces):
         return found
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        # With several contributions in one step, the first region has this rank's own.
+        # With several contributions in one step, this rank's own is in the first region.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)

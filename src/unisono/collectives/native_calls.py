@@ -151,7 +151,7 @@ class NativeCalls(ABC):
         self._families = programs.families
         self._messages = messages
 
-    # -- calls as the caller made them ---------------------------------------------------------------
+    # -- calls with the caller's arguments -----------------------------------------------------------
     def try_collective(
         self,
         collective: Collective,
@@ -203,7 +203,7 @@ class NativeCalls(ABC):
             source = as_flat(input, collective.input)
             if source is None or source.dtype is not target.dtype:
                 return Status.UNSUPPORTED
-            # Each rank's part consists of some rows; the core checks lengths.
+            # Each rank's part consists of whole rows; the core checks lengths.
             if collective.pairwise and not (
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
@@ -335,7 +335,7 @@ class NativeCalls(ABC):
         if ended is Status.UNSUPPORTED:
             raise RuntimeError(f"the native core refused the tensors of a {fingerprint.operation}")
 
-    # -- ends ----------------------------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------------
     @abstractmethod
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """Implement `FastPath`."""

@@ -69,7 +69,7 @@ class Selection:
             return NATIVE, None
         tensors = call.inputs or call.outputs
         dtype = tensors[0].dtype if tensors else None
-        # By `size_class`, so that all calls of a class choose alike.
+        # By `size_class`, so that all calls of a class make the same choice.
         bits = max(0, message_bytes(call, self._size) - 1).bit_length()
         machine = self._machine() if requested == AUTO and self._machine is not None else None
         uniform = requested is None or _is_uniform(call)
@@ -167,7 +167,7 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
 
 @lru_cache(maxsize=4096)
 def _fastest(needs: Needs, nbytes: int, machine: Machine) -> Choice:
-    # One rank alone cannot tell whether all ranks' parts are equally long.
+    # One rank alone cannot tell whether all ranks' parts have equal lengths.
     return compare(needs.collective, _serving(needs, uneven=True), needs.size, nbytes, machine)
 
 
@@ -252,5 +252,5 @@ def cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float
         latencies = cost.rounds + GAP * max(0, cost.messages - cost.rounds)
         return latencies * latency_s + cost.sent * second_per_byte, cost.rounds
 
-    # One rank alone cannot tell whether all ranks' parts are equally long.
+    # One rank alone cannot tell whether all ranks' parts have equal lengths.
     return min(_serving(needs, uneven=True), key=seconds)

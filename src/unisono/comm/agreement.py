@@ -42,7 +42,7 @@ class Agreements:
 
     def add(self, value: Any, name: str) -> None:
         """Add a value as it is now."""
-        # Sorted, because dicts and sets may be in any order; a container precedes its elements.
+        # Sorted, because dicts and sets may be in any order; a container comes before its elements.
         parts = sorted(parts_of(value))
         agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
         self.waiting.append((get_ident(), agreed))

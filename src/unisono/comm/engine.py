@@ -113,7 +113,8 @@ class Engine:
         self.life: Life = Life()
         self.uneven_batches = False
         self.broken: Cause | None = None
-        # Whether a comparison beside the calls has failed, and whether the program has seen an error of the group.
+        # Whether a background comparison of calls has failed, and whether an error of the group has reached the
+        # program.
         self._differed = False
         self._raised = False
         self.agreements: Agreements = Agreements()
@@ -152,7 +153,7 @@ class Engine:
 
     def _fast_path_of(self, transport: Transport) -> FastPath | None:
         if self.options.deterministic:
-            # The fast path's sums have a different order than deterministic ones.
+            # The fast path sums in a different order than deterministic calls do.
             return None
         plain = transport.plain()
         return transport.fast_path if plain is None else PlainCalls(transport, plain, self.activity)
@@ -226,7 +227,7 @@ class Engine:
         self.life = Life(self.life.phase)
         self.life.change(Event.FAIL)
 
-    # -- the fast path: 1 us a call ------------------------------------------------------------
+    # -- the fast path: 1 us per call ----------------------------------------------------------
     def try_collective(
         self,
         what: Collective,
@@ -268,7 +269,7 @@ class Engine:
                 if (sink := self._sink.get()) is not None:
                     record_collective(sink, activity, what, (output, input), op, root)
         except BaseException as error:
-            # Even for interrupts, because others have seen a part of the call.
+            # Even on an interrupt, because other ranks have seen part of the call.
             raise_caused(self._report_fast(error, record), error)
         finally:
             self._inside.discard(here)
@@ -374,7 +375,7 @@ class Engine:
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self.selection.choose(call, algorithm)
         if scale is not None and self.checked:
-            # After all that may refuse the call: a refused one must leave no value to compare.
+            # After everything that may refuse the call: a refused call must leave no value to compare.
             self.agreements.add(scale, "scale")
         if after is None:
             number = self._calls + 1
@@ -549,7 +550,7 @@ class Engine:
             call.staging.end()
             failed = work.exception()
             if failed is not None:
-                # With streams, the group's work ends after the wait.
+                # With streams, the group's own work completes only after the wait has returned.
                 raise failed
         if then is not None:
             with self._carrying_out(call, refusals=False):
@@ -559,7 +560,7 @@ class Engine:
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
         """Return once the call may write to memory, because ranks have compared it and the pending values."""
         if call.agreed is not None:
-            # With empty steps, so that every transport compares it separately.
+            # With no steps, so that every transport compares it as a separate call.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
@@ -619,7 +620,7 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # For the program, only its waits count as time in a call.
+        # As far as the program is concerned, only its waits count as time in a call.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
@@ -647,7 +648,7 @@ class Engine:
         if not self.closed:
             # Before the group breaks: `settle` may be called at any time.
             self._differed = True
-            # Without a control plane, its own loss is the first cause, and known already.
+            # Without a control plane, losing it is the first cause, which is already known.
             with suppress(CommError):
                 self._report(error, fingerprint.operation, fingerprint.call)
 
@@ -688,7 +689,7 @@ class Engine:
     def with_context(self, error: CommError, operation: str | None, call: int | None = None) -> CommError:
         """Return the error with its context: rank, location, and the call's number (or the next number)."""
         if call is None and operation is not None:
-            # Messages have their own count.
+            # Messages are counted separately.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
         return error.locate(**self._here, operation=operation, call=call)
 

@@ -171,7 +171,7 @@ class PointToPointMailbox(Mailbox):
                 return
 
     def wake(self) -> None:
-        # A SimpleQueue may be used in a finalizer.
+        # A SimpleQueue is safe to use in a finalizer.
         self._bell.put(-1)
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
         box = known()
         if box is None:
             return
-        # In the pair, ranks are 0 and 1, so the cause's own text would name the wrong ones.
+        # Within the pair, ranks are numbered 0 and 1, so the cause's own text would name the wrong ones.
         reason = Cause(
             "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
         )

@@ -90,7 +90,7 @@ class AnySource:
         engine = self._engine
         lost = list[PeerLostError]()
         engine.check("recv")
-        # Tags equal modulo 256 share a slot, because a program may use each tag only once.
+        # Tags equal modulo 256 share a slot, which bounds the table even if a program uses a new tag for every message.
         last = self._found.get(tag % _TAGS, -1)
         for peer in [peer for peer in peers if peer > last] + [peer for peer in peers if peer <= last]:
             try:
@@ -192,7 +192,7 @@ class PointToPointWork(Work):
         self._awaited = awaited
         self._inner = inner
         self._staging = staging
-        # Messages have their own count, which differs between ranks.
+        # Messages are counted separately, because their number differs between ranks.
         self._operation = record[0]
         self._number = engine.activity.messages
         self._lock = threading.Lock()

@@ -62,7 +62,7 @@ class PlainCalls:
         target = as_flat(output, collective.output, written=root is None or not contributes, devices=self._devices)
         if target is None:
             return Status.UNSUPPORTED
-        # As in `Staging.flat`: stride 1 also where there is only one element.
+        # As in `Staging.flat`: stride 1 even for a single element.
         flat = target.as_strided((target.numel(),), (1,))
         record = self._activity.now
         assert record is not None

@@ -104,14 +104,15 @@ class SlowRank:
             self._core_wait_share(comm.backend == "sim"),
             [] if self._samples is None else self._samples.since(oldest),
         )
-        # As lists, which take half as long to encode as named tuples.
+        # As lists, which encode in half the time that named tuples take.
         parts = comm.gather_object(comm._engine.measured("times of calls", lambda: list(part)))
         found: dict[str, Any] | None = None
         if parts is not None:
             names = {record[1]: _name(record[0], site_text(record[3])) for record in records}
-            # Measured values, because they depend on stacks and lines, which a replay does not have.
+            # Recorded as measured, because the values depend on call stacks and source lines, which a replay does not
+            # have.
             found = comm._engine.measured("a slow rank", lambda: _figures([_Part(*each) for each in parts], names))
-            # The time that this took must not count as the program's.
+            # The time that this took must not be attributed to the program.
             activity.since = clock.now()
         report: dict[str, Any] = comm.broadcast_object(found, 0)
         self._until = activity.calls

@@ -79,7 +79,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
     """
     events: list[TraceEvent] = []
     clocks = [] if comm is None else [ClockReading(comm)]
-    # Simulated ranks' waits for a processor take no virtual time.
+    # A simulated rank's wait for a processor takes no virtual time.
     waited = None if comm is not None and comm.backend == "sim" else core_wait_s()
     try:
         with recording(events.append):

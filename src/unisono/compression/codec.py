@@ -217,7 +217,7 @@ class Codec(ABC):
         return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies belong to other buckets or processes, for which the agreement does not hold.
+        # Copies are used for other buckets or in other processes, where ranks have not agreed on them.
         return {key: value for key, value in self.__dict__.items() if key != "_agreed"}
 
 

@@ -101,7 +101,7 @@ class TwoStage(Codec):
             return
         pieces, counts = self._cut(flat, comm.size)
         coded = self.encode(pieces, counts)
-        # From here on `pieces` is just memory for decoded data.
+        # From here on, `pieces` is only memory for decoded data.
         if kept is not None:
             kept.copy_(self.decode(coded, pieces).mul_(comm.size).view(-1)[: flat.numel()])
         arrived = torch.empty_like(coded)
@@ -139,7 +139,7 @@ class TwoStage(Codec):
             norm_of_all = norm_of_all + norm + first
             largest_of_all = largest_of_all + largest + first
         second = self.loss(norm_of_all, largest_of_all, torch.zeros_like(first), count)
-        # A rank books the losses of the piece that it owns.
+        # Each rank records the compression error of the piece that it owns.
         return size * float(first.norm() + second.flatten(1).norm(dim=1).max())
 
     def _grid(self, numel: int, size: int) -> tuple[int, int]:

@@ -86,7 +86,7 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         answer = process.stdout.readline()
     if not answer:
         raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
-    # Nobody waits for this child, which ends after this process; Python would warn that it still runs.
+    # Nobody waits for this child, which outlives this process; Python would warn that it is still running.
     process.returncode = 0
     where = json.loads(answer)
     return where[0], where[1]

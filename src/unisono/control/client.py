@@ -138,7 +138,7 @@ class SocketControl(ControlClient):
 
     def set_heartbeat(self, seconds: float) -> None:
         if self._heartbeat_s is None:
-            # Time since the last answer, timed so that the last probe is sent a second before the end.
+            # Time since the last answer, chosen so that the last probe is sent a second before it runs out.
             self._heartbeat_s = max(1.0, seconds - 1.0)
             self._news.limit_silence(self._heartbeat_s)
             self._request("heartbeat", self._heartbeat_s)
@@ -242,7 +242,7 @@ class SocketControl(ControlClient):
         """
         self._news.hang_up()
 
-    # -- news ----------------------------------------------------------------------------------
+    # -- notifications -------------------------------------------------------------------------
     def _read_news(self) -> None:
         goodbye = False
         away = ""

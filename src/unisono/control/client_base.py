@@ -38,7 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Seconds for the server to report the outcome after a timeout, even if its host is known to be unreachable.
+# Seconds allowed for the server to report the outcome after a timeout, even if its host is known to be unreachable.
 _GRACE_S = 5.0
 _AWAY_S = 0.2
 _AGAIN_S = 1.0
@@ -293,7 +293,7 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # The others are notified and raise the same; the answer to the exchange has the outcome.
+            # The others are notified and raise the same error; the answer to the exchange carries the outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 
@@ -365,7 +365,7 @@ class ControlClient(ControlPlane, ABC):
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)
         return verdict
 
-    # -- activity of the ranks ------------------------------------------------------------------
+    # -- activity of ranks ----------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
         self._activities.add(activity)
         if self._record is None:

@@ -186,7 +186,7 @@ class _Pipe:
         self._to_send = ssl.MemoryBIO()
         server = context.protocol is ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._arrived, self._to_send, server_side=server)
-        # Bytes for the rank, and for the peer.
+        # Bytes to deliver to the rank, and to the peer.
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._peer_ended = False
@@ -219,7 +219,7 @@ class _Pipe:
                 self._rank_ended = data == b""
                 self._tls.write(data or b"")
         finally:
-            # Including the alert that tells the peer why it is not trusted.
+            # This includes the alert that tells the peer why it is not trusted.
             self._outgoing += self._to_send.read()
             _write(self._connection, self._outgoing, ended=self._rank_ended)
         _write(self._far, self._incoming, ended=self._peer_ended)
@@ -237,7 +237,7 @@ class _Pipe:
         except ssl.SSLError as error:
             plain = error.reason == "WRONG_VERSION_NUMBER"
             if plain:
-                # OpenSSL sends nothing to a peer that does not speak TLS, which could not distinguish this from a lost
+                # OpenSSL sends nothing to a peer that does not speak TLS, so that peer could not tell this from a lost
                 # rank.
                 self._outgoing += _ALERT
             raise UntrustedError("the other side does not encrypt" if plain else error.reason or str(error)) from error

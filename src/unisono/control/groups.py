@@ -293,7 +293,7 @@ class Groups:
 def _results(exchange: dict[int, ExchangeEntry]) -> Outgoing:
     contents = [exchange[rank].content for rank in range(len(exchange))]
     same = all(content == contents[0] for content in contents)
-    # Rank 0 last: if its process is also the server, it would take the GIL from this thread.
+    # Answer rank 0 last: if its process also runs this server, it would take the GIL from this thread.
     last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
     return [(entry.client, (entry.request, "ok", None if entry.agree and same else contents)) for entry in last_first]
 

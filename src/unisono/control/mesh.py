@@ -47,7 +47,7 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
-        # The kernel keeps sending to a lost host even after this process has ended.
+        # The kernel keeps retransmitting to a lost host even after this process has ended.
         limit_silence(connection, _AFTER_CLOSE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -135,7 +135,7 @@ class Mesh:
         """Connect to a rank, or return the reason for the failure."""
         host, port = address
         if not host:
-            # That rank cannot listen, and reports it itself.
+            # That rank cannot listen, and reports the reason itself.
             return None
         host = in_zone_of(host, self._address)
         try:

@@ -32,7 +32,7 @@ __all__ = [
 CLOSE_HANDLES = 20
 CLOSE_SERVERS = 10
 _GRACE_S = 2.0
-# Processes whose launcher determines the first failure from their reports, not from the order of their ends.
+# Processes whose launcher determines the first failure from their reports, not from the order in which they exit.
 _end_at_once: set[int] = set()
 
 
@@ -44,11 +44,11 @@ class ExitHandler(Protocol):
         ...
 
 
-# By the registering process, because a forked child inherits its parent's, and must not close them.
+# Keyed by the registering process, because a forked child inherits its parent's handles, and must not close them.
 _handles: weakref.WeakValueDictionary[tuple[int, int], ExitHandler] = weakref.WeakValueDictionary()
-# Global, for the order in which handles were made.
+# Global, because handles close in the reverse of the order in which they were made.
 _numbers = itertools.count()
-# By process, like the handles, because a forked child registers its own.
+# Keyed by process, like the handles, because a forked child registers its own.
 _registered: set[tuple[int, int]] = set()
 
 
@@ -73,7 +73,7 @@ def _take_leave() -> None:
     error = _what_ends_the_process()
     _close_all(error)
     if isinstance(error, PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
-        # Launchers blame the process that ends first, so let the one that failed end first.
+        # Launchers blame the process that exits first, so let the one that failed exit first.
         time.sleep(_GRACE_S)
 
 

@@ -80,7 +80,7 @@ class Rebuilds:
         for key in [key for key in self._open if key[0] == name]:
             rebuild = self._open[key]
             present = self._groups.present(name)
-            # A rank that has left gets no answer, and waits for none.
+            # A rank that has left neither gets an answer nor waits for one.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]
             if not present:

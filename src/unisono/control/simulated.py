@@ -70,7 +70,7 @@ class SimulatedControl(LocalControl):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         words = self._requests.pop(waiter.number, ("",))
-        # A reader expects that a key may never be set, but an exchange needs every rank.
+        # A rank that reads a key expects that it may never be set, but an exchange needs every rank.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
             return super()._wait(waiter, timeout)
 

@@ -103,7 +103,7 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
         "TCP_KEEPALIVE": probe_s,
         "TCP_KEEPIDLE": probe_s,
         "TCP_KEEPINTVL": probe_s,
-        # Only counts on kernels without TCP_USER_TIMEOUT, which accept no such numbers.
+        # Only takes effect on kernels without TCP_USER_TIMEOUT.
         "TCP_KEEPCNT": max(1, int(silence_s / probe_s)),
         "TCP_USER_TIMEOUT": int(min(silence_s, _OUTAGE_S) * 1000),
     }

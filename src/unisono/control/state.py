@@ -63,7 +63,7 @@ class ControlState:
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._labels: dict[int, str] = {}
-        # Lines for the errors of ranks that wait in vain, by the missing rank or its host.
+        # Lines for the error messages of ranks that wait in vain, keyed by the missing rank or its host.
         self._absences: dict[int | str, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
@@ -73,7 +73,7 @@ class ControlState:
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
             raise ValueError(f"unknown request {verb!r}")
-        # Checked now, because arguments are kept and used for other clients later, which would then get the error.
+        # Checked now: arguments are kept, and used later for other clients, which would then get the error.
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
@@ -245,7 +245,7 @@ class ControlState:
         notices = [(other, (0, "held", reason)) for other in self._groups.first_of_all()]
         return [*notices, (client, (request, "ok", None))]
 
-    # -- new groups instead of old ones ------------------------------------------------------------
+    # -- replacing groups --------------------------------------------------------------------------
     def _on_rebuild(
         self,
         client: int,
@@ -314,7 +314,7 @@ class ControlState:
         """Conclude operations that wait for ranks that have left these groups."""
         return [reply for name in names for reply in (*self._rebuilds.look(name), *self._stops.look(name))]
 
-    # -- relations of groups and keys --------------------------------------------------------------
+    # -- relations between groups and keys ---------------------------------------------------------
     def _wake(self, waiting: list[tuple[int, int]], value: bytes) -> Outgoing:
         for wait in waiting:
             self._waits.pop(wait, None)

@@ -65,7 +65,7 @@ class StopRounds:
 
     def ask(self, client: int, request: int, name: str) -> Outgoing:
         """Accept a request for the verdict, which is answered once it is known."""
-        # A rank asks only after the push, so the round can only be missing if its group has ended meanwhile.
+        # A rank queries only after the push, so the round can be missing only if its group has ended meanwhile.
         current = self._rounds.get(name)
         if current is None:
             return [(client, (request, "ok", None))]

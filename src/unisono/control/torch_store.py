@@ -31,7 +31,7 @@ class ControlStore(dist.Store):
         b'here'
     """
 
-    # torch keeps the attribute, because its own code sets it, although its annotations lack it.
+    # torch has this attribute, which its own code sets, although its annotations lack it.
     timeout: timedelta
 
     def __init__(
@@ -73,7 +73,7 @@ class ControlStore(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    # Names under which torch's C++ code calls the two.
+    # The names under which torch's C++ code calls these two methods.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

@@ -181,7 +181,7 @@ class WatchedCalls(ControlState):
             self._unclear[here.rank] = here.pid
         # Drop the last reply, because a lost client expects no answer to a goodbye.
         out = super()._on_bye(client, 0)[:-1]
-        # Its status can be read as long as its parent has not collected it.
+        # Its status can be read until its parent has reaped it.
         out += self._look_for_failed()
         return [*out, *self._end(client, f"was lost: {outage or 'its process has ended'}.")]
 
@@ -237,7 +237,7 @@ class WatchedCalls(ControlState):
         """Report the difference between the ranks that have made a call, if any."""
         prints = {rank: call.made[rank].fingerprint for rank in sorted(call.made)}
         if any(each.op is None for each in prints.values()):
-            # A C++ caller's reduce operation is unknown, and the others' would be reported as a difference.
+            # The reduce operation of a C++ caller is unknown, so the others' would be reported as a difference.
             prints = {rank: each._replace(op=None) for rank, each in prints.items()}
         problem = explain(prints)
         if not problem:
@@ -307,7 +307,7 @@ class WatchedCalls(ControlState):
         if lost is not None:
             return self._fail("PeerLostError", lost, self._gone[lost])
         if self._gone:
-            # A message, say, was awaited from a rank that had ended.
+            # For example, a message was awaited from a rank that had ended.
             ended, how = next(iter(self._gone.items()))
             return self._fail("PeerLostError", ended, f"{how} Then {message}")
         return self._fail("PeerLostError", victim, message)

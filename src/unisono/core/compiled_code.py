@@ -68,15 +68,15 @@ def _add_rules(dynamo: ModuleType) -> None:
     except AttributeError:
         return
 
-    # These files are traced where a graph calls them; elsewhere all files are alike. The list is rebuilt when its cache
-    # is cleared, for example by `init_process_group`.
+    # These files are traced where a graph calls them; for frames outside a graph, Dynamo treats all our files alike.
+    # The list is rebuilt when its cache is cleared, for example by `init_process_group`.
     dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
     def call(self: Any, frame: Any, *given: Any) -> Any:
         returned = convert(self, frame, *given)
         file = frame.f_code.co_filename
         if file.startswith(_FOLDER) and file != _REFUSES:
-            # Dynamo stores this with the code, and checks once. With the file rule alone, it would compile what this
+            # Dynamo stores this with the code, and checks it once. The file rule alone would let it compile what this
             # frame calls.
             returned.frame_exec_strategy = plain
         return returned

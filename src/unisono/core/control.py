@@ -171,7 +171,7 @@ class ControlPlane(ABC):
         """Return since when the host of the control plane has not answered, as a sentence; empty if it answers."""
         return ""
 
-    # -- here ----------------------------------------------------------------------------------
+    # -- within this process -------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
         """Return the result of `make`, a value that differs from run to run, before ranks exchange it or act on it.
 

@@ -393,7 +393,7 @@ def is_users(filename: str) -> bool:
 def _without_columns(code: CodeType) -> CodeType:
     """Return the code with all instructions on its first line, and without columns to underline."""
     units = len(code.co_code) // 2
-    # Entries of up to 8 instructions, each without columns (13) and in the line of the one before.
+    # Each entry covers up to 8 instructions, has no columns (code 13), and stays on the line of the entry before.
     entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
     return code.replace(co_linetable=b"".join(entries))
 

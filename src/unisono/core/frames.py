@@ -165,7 +165,7 @@ class FrameChannel:
             raise InvalidFrameError("a frame is not authentic")
         self._decoded += 1
         del self._arrived[:end]
-        # Cheaper than looking up the member.
+        # Cheaper than looking up the enum's member.
         return Frame(kinds[kinds.index(kind)], number, content)
 
     def take(self, into: memoryview) -> int:

@@ -122,7 +122,7 @@ class Hold:
         try:
             gate.acquire()
         finally:
-            # After an interrupt.
+            # Only needed after an interrupt.
             self._gates.pop(here, None)
         if here in self._steps:
             self._steps.discard(here)

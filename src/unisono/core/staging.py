@@ -92,7 +92,7 @@ class Staging:
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return uninitialised flat memory of a tensor's dtype that the transport can use."""
         if like.device.type in self._away:
-            # An accelerator copies to and from pinned memory at full speed, and without the host.
+            # An accelerator copies to and from pinned memory at full speed and without involving the host.
             pinned = like.device.type in ACCELERATORS
             self._pinned.append(torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned))
             return self._pinned[-1]
@@ -176,7 +176,7 @@ def wait_for(streams: Iterable[torch.Stream]) -> None:
 @contextmanager
 def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
     """Make these streams current in this thread; restore the previous ones and the current device at the end."""
-    # A stream object is a context manager of one thread at a time, so it is not entered itself.
+    # A stream object can be entered by only one thread at a time, so it is not entered itself.
     own = list(streams)
     if not own:
         yield

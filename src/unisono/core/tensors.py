@@ -61,7 +61,7 @@ def as_flat(
         here = tensor.is_cpu if devices is _CPU else tensor.device.type in devices
         plain = here and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg())
     except RuntimeError:
-        # A layout without strides.
+        # A layout without strides, such as sparse.
         return None
     if tensor.dtype in _ODD and (tensor.is_conj() or tensor.is_quantized):
         plain = False
@@ -468,7 +468,8 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
             f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
         )
     try:
-        # Neither a mode set by the user nor a failure of any kind may decide for the whole process.
+        # The result is kept for the whole process, so a mode set by the user, or a failure of any kind, must not decide
+        # it.
         with _disable_current_modes(), torch.DisableTorchFunction():
             one = torch.ones(1, dtype=dtype, device="cpu")
             combine(op, one, one.clone(), one)

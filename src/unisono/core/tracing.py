@@ -159,7 +159,7 @@ class ObservedWork(ChainedWork):
             super().wait(timeout)
 
 
-# -- fast-path calls, recorded after their end: without a trace the path keeps nothing for them ----------------
+# -- fast-path calls, recorded after they end: without a trace, the path keeps nothing for them ----------------
 def record_collective(
     sink: Sink, activity: Activity, what: Collective, tensors: tuple[Any, Any], op: object, root: int | None
 ) -> None:

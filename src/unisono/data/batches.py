@@ -78,7 +78,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.rank: int
         self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        # A single part with the whole epoch, so that its state is the same on every rank.
+        # A single part holds the whole epoch, so that its state is the same on every rank.
         self._sampler = PartitionSampler(
             dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
         )
@@ -192,7 +192,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             )
         uneven = self.batch_size % ranks or (not self.drop_last and last % ranks)
         if uneven and hasattr(comm, "_engine") and comm.rank == 0:
-            # Read by an averager on these ranks, which warns once.
+            # An averager on these ranks reads this, and warns once.
             comm._engine.uneven_batches = True
 
 

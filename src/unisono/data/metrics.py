@@ -160,7 +160,7 @@ def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.T
     if not given.is_floating_point():
         return given.detach().cpu()
     if not hasattr(values, "dtype"):
-        # Python numbers, which torch would convert to its default dtype.
+        # Torch would convert Python numbers to its default dtype.
         given = torch.as_tensor(values, dtype=torch.float64)
     return given.detach().to("cpu", torch.float64)
 

@@ -96,7 +96,7 @@ def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[
     if all(part.step == 1 for part in ranges):
         in_order = sorted((part for part in ranges if part), key=_start)
         return list(in_order)
-    # Parts take turns, so everything from the slowest part's next position on is left.
+    # Parts take turns, so from the furthest part's next position on, everything is left.
     edge = min(count, max(part.start for part in ranges))
     early = sorted(position for part in ranges for position in range(part.start, min(edge, part.stop), part.step))
     tail = range(edge, count)

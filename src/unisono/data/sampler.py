@@ -161,7 +161,7 @@ class PartitionSampler(DistributedSampler[Any]):
         if number != self.epoch:
             self._begin(number)
 
-    # Attributes in torch, but nothing outside writes them.
+    # Plain attributes in torch, but nothing outside the sampler writes them.
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """The length, under the name in torch's `DistributedSampler`."""
@@ -432,7 +432,7 @@ class EpochProgress:
 
     def end(self) -> None:
         self.ended = True
-        # This rank's loop is over, and all ranks' loops are before any rank saves a state.
+        # This rank's loop is over, and so is every other rank's before any rank saves a state.
         self.through = True if self.complete and self.through is False else self.through
 
 

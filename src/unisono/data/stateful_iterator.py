@@ -14,8 +14,8 @@ from unisono.data.indices import Indices
 
 __all__ = ["SampleSource", "StatefulIterator", "walk"]
 
-# The first sample should arrive immediately; later runs are long enough for vector instructions, and short enough for
-# the cache and less than a MiB.
+# The first sample should arrive immediately; later runs are long enough for vector instructions, and short enough to
+# fit the cache, in less than a MiB.
 _FIRST = 1
 _LONGEST = 4096
 

@@ -150,7 +150,7 @@ class StreamPartition(IterableDataset[T_co]):
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
-        # Far enough out that there are no holes beyond.
+        # Far enough that no holes lie beyond it.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self._position(int(number)) for piece in pieces for number in piece]

@@ -27,7 +27,7 @@ _BODY = struct.Struct("<dqI12s48s168s")
 _RECORD_BYTES = 256
 _KEPT = 512
 _MOST_KEPT = 1 << 16
-# The last time that a datetime can hold.
+# The last time that a datetime can represent.
 _LAST_S = 253402300800.0
 
 _log = logging.getLogger("unisono")

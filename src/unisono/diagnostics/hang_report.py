@@ -102,7 +102,7 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
     if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error
     if isinstance(error, DeadlockError) and group.size > _MOST_RANKS:
-        # The simulator found it and names the ranks; a query from each of many ranks would take long.
+        # The simulator found the deadlock and names the ranks; querying each of many ranks would take long.
         return error
     if isinstance(error, MismatchError):
         error.message += last_calls(control, group)

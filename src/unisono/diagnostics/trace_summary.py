@@ -232,7 +232,7 @@ def find_straggler(
 
 def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float) -> bool:
     scores = [_score(rank, call) for call in calls]
-    # Variance of a place in a random order, as a fraction of the other ranks.
+    # Variance of a rank's place in a random order, where places range from 0 to 1.
     deviation = sqrt(sum((len(call) + 1) / (12 * (len(call) - 1)) for call in calls))
     most = len(calls) / 2 / deviation
     if (sum(scores) - len(calls) / 2) / deviation < min(_DEVIATIONS, most) * (1 - 1e-9):

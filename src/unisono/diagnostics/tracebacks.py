@@ -339,7 +339,7 @@ class TorchrunReport:
         """
         if self._path is None:
             return
-        # The report names the earliest error as the cause, to the second.
+        # Torchrun's report names the error with the earliest timestamp, in whole seconds, as the cause.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
         with suppress(OSError):
             self._path.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

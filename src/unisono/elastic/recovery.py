@@ -259,7 +259,7 @@ class Recovery:
                 shots.hand_over(comm, leaving)
             comm.barrier()
             return self._leaving
-        # Of the furthest ranks, one with most samples, as the best estimate of the dead ranks' progress.
+        # Among the furthest ranks, the one with the most samples is the best estimate of the dead ranks' progress.
         progress = [found[:3] for found in everyone]
         leader = progress.index(max(progress))
         serial, step, _ = progress[leader]

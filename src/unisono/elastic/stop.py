@@ -280,8 +280,8 @@ class StopSources(Closing):
             if comm is not None:
                 comm.request_stop(reason)
         except CommError:
-            # The control plane is lost or busy: the ranks may be rebuilding the communicator. If not, they fail as
-            # well.
+            # The control plane is lost or busy: the ranks may be rebuilding the communicator. If they are not, they
+            # fail as well.
             return False
         return True
 

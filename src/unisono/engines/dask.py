@@ -76,7 +76,7 @@ class Dask(Engine):
             known = client.scheduler_info(n_workers=-1)["workers"]
             busy = {address: len(tasks) for address, tasks in client.processing().items()}
         except (OSError, KeyError) as error:
-            # A client that has lost its scheduler lists no workers, or has closed itself.
+            # A client that has lost its scheduler lists no workers, or closes itself.
             raise CommError(f"Dask's scheduler does not answer {client!r}: start it, and make a new client") from error
         has = {address: facts.get("resources", {}) for address, facts in known.items()}
         suitable = [

@@ -33,7 +33,7 @@ class Mpi(Engine):
     @contextmanager
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         futures = required("mpi4py.futures", "mpi")
-        # MPI has its processes already, or starts them with their tasks.
+        # MPI's processes exist already, or are started with their tasks.
         have = required("mpi4py.MPI", "mpi").COMM_WORLD.Get_size() - 1
         if 0 < have < size:
             raise CommError(

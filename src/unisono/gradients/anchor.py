@@ -117,7 +117,7 @@ class Anchor:
         if torch.equal(self.tensors[index], value):
             return False
         self.tensors[index].copy_(value)
-        # The old weights' momentum would move the loaded ones.
+        # Momentum from the old weights would move the loaded ones.
         self.outer.state.pop(self.tensors[index], None)
         return True
 

@@ -143,7 +143,7 @@ class GradientAverager:
         try:
             yield
         finally:
-            # Restore on the current object, because `move_to` may have replaced it.
+            # Restore it on the current object, because `move_to` may have replaced it.
             self._averaging.syncing = before
 
     def weight(self, n_samples: float) -> None:
@@ -221,7 +221,7 @@ class GradientAverager:
             by_rank = [steps for steps, *_ in counts]
             boundaries.catch_up([count for _, *count in counts])
             tensors = [p for _, p in self._named]
-            # Collected only now, because a forward may have assigned buffers.
+            # Collected only now, because a forward pass may have assigned buffers.
             tensors += [] if self._model is None else self._model.buffers()
             broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
         finally:

@@ -55,7 +55,7 @@ class AveragerComms(ReplaceableComms):
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
-            # A rank was lost or did not join, so more than one pass has failed.
+            # A rank was lost or did not join, so more is broken than one pass.
             self.abort_all(f"averaging has failed there: {error}")
         elif first is None:
             self.abort(reason)

@@ -188,7 +188,7 @@ class Averaging(PassOwner):
         self.buckets: Buckets = Buckets(named, self.comms, codec, sizes)
         self._watch = PassWatch("GradientAverager", self.comms)
         self._tracker = BackwardTracker(self, self._parameters, self._watch)
-        # Gradients that passes in no_sync have added to, and no pass has averaged yet.
+        # Gradients that passes in no_sync have accumulated, and that no pass has averaged yet.
         self._accumulated: set[int] = set()
         # If buckets are sent while others fill, the first step records the order in which gradients arrive.
         self._seen: list[torch.Tensor] | None = [] if self.buckets.background else None
@@ -211,7 +211,7 @@ class Averaging(PassOwner):
         self.registry.watch_gradients(self._tracker.arrive)
         # Watching the output detects a pass that fails before reaching a parameter, or reaches none.
         self.registry.watch_forward(self.check, self._watch_outputs, traced=self._settings.find_unused)
-        # Gradients arrive roughly in reverse parameter order.
+        # Gradients arrive roughly in reverse order of the parameters.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def remove(self) -> None:
@@ -268,7 +268,7 @@ class Averaging(PassOwner):
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Outside a pass (say, after one that two threads ran) p.grad belongs to the caller.
+        # Outside a pass (for example, after a pass that two threads ran) p.grad belongs to the caller.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
@@ -297,7 +297,7 @@ class Averaging(PassOwner):
         """Set p.grad aside, and prepare for gradients. Collective after a failed pass."""
         failed = self.phase is not Phase.IDLE
         if failed:
-            # Before the memory is reused: reductions of the failed pass may write to it until their abort.
+            # Before the memory is reused: reductions of the failed pass may write to it until they are aborted.
             self.comms.settle()
             self._reduction.give_up()
         # After a failed pass, memory of the aborted communicator would be reduced more slowly. Replaced only now,
@@ -327,7 +327,7 @@ class Averaging(PassOwner):
         assert saved is not None
         self.check()
         arrived = saved.arrived()
-        # Torch adds nothing to a parameter that was frozen after its forward.
+        # Torch adds nothing to a parameter that was frozen after its forward pass.
         unchanged = self._tracker.arrived - arrived
         others = [i for i in unchanged if self._parameters[i].requires_grad] if unchanged else []
         problem = None
@@ -400,7 +400,7 @@ class Averaging(PassOwner):
         Args:
             averaged: The parameters with sparse gradients that were averaged.
         """
-        # First, because p.grad holds the means, which an error below must not take away.
+        # First, because p.grad holds the means, which an error below must not discard.
         self._saved = None
         if self._accumulated:
             # Gradients accumulated before a parameter was frozen are averaged once it is unfrozen.

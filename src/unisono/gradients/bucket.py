@@ -210,7 +210,7 @@ class BucketContents:
         self.started = True
         self._factor = factor
         if not factor:
-            # A gradient of weight 0 may be NaN, such as the mean over no samples.
+            # A gradient with weight 0 may be NaN, such as the mean over no samples.
             bucket.flat.zero_()
         elif factor != 1.0:
             bucket.flat.mul_(factor)
@@ -252,7 +252,7 @@ class BucketContents:
             self.found = []
             self._backup = None
 
-    # -- after it -------------------------------------------------------------------------------
+    # -- after the reduction --------------------------------------------------------------------
     def read_header(self) -> list[tuple[bool, bool]]:
         """Return for each gradient whether any rank had it, and whether any lacked it.
 

@@ -89,7 +89,7 @@ class CallerHooks:
             self.add(index, partial(self._look, index))
 
     def _look(self, index: int, parameter: torch.Tensor) -> None:
-        # Torch also calls it for a parameter frozen after its forward, and then adds nothing.
+        # Torch also calls it for a parameter frozen after its forward pass, and then adds nothing.
         if parameter.grad is None and parameter.requires_grad:
             self._effects.taken.add(index)
 

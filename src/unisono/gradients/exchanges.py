@@ -92,7 +92,7 @@ class Exchanges(ABC):
         self._fragments = fragments
         self._anchor = anchor
         self._settings = settings
-        # All fragments may have exchanges queued before one.
+        # Exchanges of all fragments may be queued ahead of one.
         self._limit_s = (_CALLS * engine_of(comm).options.timeout_s + grace_s) * len(fragments)
         self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
 
@@ -238,7 +238,7 @@ class Exchanges(ABC):
             else:
                 here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
         if ahead is None and not exchange.alpha:
-            # The parameters equal the anchor now, so there is nothing to weigh.
+            # The parameters equal the anchor now, so there is no change to weight.
             fragment.samples = 0
         return True
 

@@ -61,8 +61,8 @@ class _GossipExchanges(StepExchanges):
     """Exchanges that each rank makes with its neighbours only."""
 
     def _compare(self, state: Mapping[str, Any]) -> None:
-        # No collective compares what only neighbours exchange, and mixing changes nothing that neighbours have in
-        # common.
+        # Ranks exchange only with neighbours, so no collective compares these values. Mixing changes only what differs
+        # between neighbours.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._settings.reduce(mixed, self._comm, state["rounds"])

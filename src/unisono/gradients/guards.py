@@ -97,7 +97,7 @@ class NanGuard:
                 gradient.
         """
         # No hook has seen the gradient of a parameter that was added after the model's last forward, or to a submodule
-        # that was called by itself.
+        # that was called directly.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
             if parameter.grad is not None:
@@ -157,7 +157,7 @@ def _raise_if_any(comm: Communicator, found: Sequence[tuple[str, int, torch.Tens
     if not bad:
         return
     count, size = rows[bad[0]]
-    # As text, because a rank may have parameters that others lack.
+    # As strings, because a rank may have parameters that others lack.
     name = comm.broadcast_object(name, bad[0])
     others = f"; so {'has rank' if len(bad) == 2 else 'have ranks'} {', '.join(map(str, bad[1:]))}" if bad[1:] else ""
     raise NotFiniteError(

@@ -131,7 +131,7 @@ class ParameterRegistry:
             if not compiled:
                 for table, number, hook in self._paused:
                     table[number] = hook
-            # None if the forward has raised.
+            # None if the forward pass has raised.
             if returned is not None and (not traced or compiled or not in_functional_call()):
                 after(returned)
 

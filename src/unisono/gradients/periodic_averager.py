@@ -214,7 +214,7 @@ class PeriodicAverager(PeriodicAction):
         common = type(self).__name__, self._comm, self._fragments
         if self._timed is None:
             return self._by_steps(*common, self._anchor, self._exchange_settings, self._schedules)
-        # Only changes from an anchor are weighed.
+        # Only changes from an anchor are weighted.
         assert self._anchor is not None
         interval_s = positive_timeout(self._timed.interval, "every") / len(self._fragments)
         lag = self._timed.max_lag
@@ -289,7 +289,7 @@ class PeriodicAverager(PeriodicAction):
         names = dict(self._known).keys() ^ dict(named).keys()
         odd = [name for name, _ in (*self._known, *named) if name in names]
         for (name, tensor), (_, known), there in zip(named, self._known, self.anchor, strict=False):
-            # A forward may assign a buffer.
+            # A forward pass may assign a buffer.
             is_new = tensor is not known and isinstance(tensor, torch.nn.Parameter)
             if is_new or tensor.shape != there.shape or tensor.device != there.device:
                 odd.append(name)

@@ -281,7 +281,7 @@ class Normalise(torch.autograd.Function):
         if needs_input:
             both = torch.cat([sums, along]).double()
             ctx.comm.all_reduce(both)
-            # Gradients that the mean and variance of all ranks' inputs pass on to each input.
+            # Gradients that the mean and variance of all ranks' inputs pass back to each input.
             of_mean, of_variance = (both / max(ctx.total, 1)).chunk(2)
             for_input = gradient - _shaped(of_mean, standard) - standard * _shaped(of_variance, standard)
             for_input *= _shaped(scale if weight is None else scale * weight, standard)

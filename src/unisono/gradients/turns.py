@@ -131,7 +131,7 @@ class Turns(Exchanges):
         with self.held():
             interval = self._begun(step)
             if interval.last is not None:
-                # The next turn is not known before.
+                # The next turn is unknown until this one is done.
                 interval.last.done.wait()
             while not interval.is_over:
                 fragment = self._in_turn
@@ -185,7 +185,7 @@ class Turns(Exchanges):
 
     def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
         """Make an exchange the fragment's, and return its task."""
-        # Steps are not compared: ranks of different speed are at different ones.
+        # Steps are not compared: ranks that run at different speeds are at different steps.
         task = self._task(fragment, exchange, None, aside=True)
         fragment.exchange = exchange
         interval.last = exchange
@@ -200,10 +200,10 @@ class Turns(Exchanges):
                 if task is None:
                     return
                 task()
-                # Or its tensors would remain alive until the next turn.
+                # Otherwise its tensors would stay alive until the next turn.
                 del task
         except BaseException as raised:
-            # For example from the outer optimizer, in a missed turn. Training's next step raises it.
+            # For example, the outer optimizer raised in a turn that training missed. The next training step raises it.
             self.error = raised
             # The other ranks must not wait for this one's part in the exchange.
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in a turn: {raised!r}")
@@ -234,7 +234,7 @@ class Turns(Exchanges):
         """Take part without a contribution, because training did not finish a step in time."""
         fragment = self._in_turn
         if fragment.exchange is not None:
-            # Training has not even applied the previous turn's result. It will find it in the anchor.
+            # Training has not even applied the previous turn's result. It will find that result in the anchor.
             self._step_anchor(fragment, fragment.exchange)
         fragment.missed += 1
         _log.warning(
@@ -263,7 +263,7 @@ class Turns(Exchanges):
         # Before the exchange completes, because training may then take the next turn.
         self._number += 1
         interval.due_s = max(began_s + self._interval_s, clock.now())
-        # All ranks were leaving for one turn of each fragment, so nothing is left to contribute.
+        # Every fragment has had a turn in which all ranks were leaving, so nothing is left to contribute.
         interval.is_over = interval.left >= len(self._fragments)
 
     def _weigh(self, interval: _Interval, tensors: Sequence[torch.Tensor], share: Share) -> float:
@@ -280,7 +280,8 @@ class Turns(Exchanges):
         rows: list[list[float]] = everyone.view(self._comm.size, -1).tolist()
         interval.left = interval.left + 1 if all(row[1] for row in rows) else 0
         share.of_all = sum(row[0] for row in rows)
-        # A late rank may be elsewhere in a schedule, so all use the rates of the first rank that was on time.
+        # A late rank may be at another point of its schedule, so all ranks use the rates of the first rank that was on
+        # time.
         share.rates = next((row[3:] for row in rows if row[0]), share.rates)
         for tensor in tensors if share.of_all else ():
             tensor.mul_(share.samples * self._comm.size / share.of_all)

@@ -69,7 +69,7 @@ def library() -> Any:
     if mpi.Is_finalized():
         raise UnavailableError("MPI was finalized in this process and cannot be initialized again; use backend='gloo'")
     if not mpi.Is_initialized():
-        # If the launcher belongs to another MPI, some libraries end the process here.
+        # If the launcher belongs to a different MPI, some libraries end the process here.
         _check_launcher(mpi)
         from mpi4py import rc
 

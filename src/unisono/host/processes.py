@@ -42,7 +42,7 @@ def exit_status(pid: int) -> int | None:
     None while it runs; 0 if unknown, because its parent has collected the status or the platform is not Linux.
     """
     stat = process_stat(pid)
-    # An exiting process has its status before it counts as ended.
+    # An exiting process has a status before it counts as ended.
     code = int(stat[49]) if len(stat) > 49 else 0
     return -(code & 0x7F) or code >> 8 or (0 if stat[0] in "ZX" else None)
 
@@ -50,7 +50,7 @@ def exit_status(pid: int) -> int | None:
 def process_stat(pid: int) -> list[str]:
     """Return the fields of Linux's stat file from the state on; if there is no file, as for a process that is gone."""
     try:
-        # The name before them, in parentheses, may contain any character.
+        # The name comes first, in parentheses, and may contain any character.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ["X", *["0"] * 19]

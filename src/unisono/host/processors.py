@@ -149,7 +149,7 @@ def placement(ranks: int, binding: Binding) -> list[tuple[int, ...]]:
         here = of.count(node)
         for index in range(here):
             first, last = (place * len(cpus) // here for place in (index, index + 1))
-            # With more ranks than processors, several ranks have the same one.
+            # With more ranks than processors, several ranks share one.
             placed.append(cpus[first : max(last, first + 1)])
     return placed
 

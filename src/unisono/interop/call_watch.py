@@ -249,7 +249,7 @@ class Watch:
     def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
         """Send a signature to the monitor, which later reports refer to by index."""
         if len(self._signatures) == _MOST_SIGNATURES:
-            # The monitor drops those whose indices are reused.
+            # The monitor drops signatures whose indices are reused.
             self._signatures.clear()
         _, places, op, size = key
         found = len(self._signatures), signature_of(form, args, op, _line(places), size)
@@ -272,7 +272,7 @@ class Watch:
 
     def _explain(self, error: RuntimeError, form: Form, where: _WatchedGroup, number: int) -> None:
         """Raise another rank's failure if it caused the error in a call."""
-        # A monitored barrier that fails closes connections between ranks that live on.
+        # A monitored barrier that fails closes connections between ranks that are still alive.
         if follows(error) and form.operation != "monitored_barrier":
             self._await_cause(error, form.operation)
         if self._cause is not None:
@@ -440,7 +440,7 @@ def _timeout_s(pg: dist.ProcessGroup) -> float:
 
 def _say(text: str) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        # In one write, so that texts from several ranks do not mix.
+        # In one write, so that output from several ranks does not interleave.
         sys.stderr.write(f"unisono watch: {text}\n")
         sys.stderr.flush()
 

@@ -74,7 +74,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         return _in_thread(thread, lambda: _average(chosen, flat, own, sizes))
 
     comm.after_close(lambda: thread.shutdown(wait=True))
-    # Set as types, because torch compares them with types, and this module's annotations are text.
+    # Set as types, because torch compares them with types, and this module's annotations are strings.
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     hook.__name__ = hook.__qualname__ = f"unisono.{pattern.name}"
     return hook

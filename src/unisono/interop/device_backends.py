@@ -131,7 +131,7 @@ class DeviceBackends:
         backend_type = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
         backend = self._backend(name, store, rank, size)
         if isinstance(backend, dist.ProcessGroup):
-            # Another Python group.
+            # The backend is itself a Python group.
             return backend
         made = dist.ProcessGroup(store, rank, size)
         made._set_default_backend(backend_type)

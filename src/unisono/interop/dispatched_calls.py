@@ -158,7 +158,7 @@ _HIDDEN = not hasattr(torch.classes.c10d.ReduceOp(), "op")
 
 _Seen = Callable[[Operator, Any, Callable[[], Any], tuple[Any, ...]], Any]
 _seen: _Seen | None = None
-# Our groups by the identity of what operators are called on: the group itself, or a C++ group that lives as long.
+# Our groups by the identity of what operators are called on: the group itself, or a C++ group with the same lifetime.
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # Kept, because the registration ends when the library object is collected.
 _libraries: list[torch.library.Library] = []
@@ -226,7 +226,8 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             return passed_on() if _seen is None else _seen(operator, called, passed_on, args)
         first = first_tensor(args)
         if first is not None and first.is_meta:
-            # Meta tensors, which FakeTensorMode makes of its own, have no elements, so torch's kernels do nothing.
+            # Meta tensors (FakeTensorMode turns its tensors into these) have no elements, so torch's kernels do
+            # nothing.
             return passed_on()
         if called is group:
             return operator.made(lambda name, own: getattr(group, name)(*own), args)

@@ -109,7 +109,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor locates its tensors from this: on the CPU only for this name.
+        # Torch's ShardedTensor takes its tensors' location from this name: the CPU only for this one.
         return "unisono" if self.others.names() else "gloo"
 
     @property
@@ -140,7 +140,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         take_calls(self, self)
         return super().boxed()
 
-    # -- what it carries -----------------------------------------------------------------------
+    # -- devices -------------------------------------------------------------------------------
     @property
     def _device_types(self) -> list[torch.device]:
         # Torch assumes that a new group with devices is a C++ group.
@@ -259,7 +259,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         return self._reduce_scatter_singles(outputs, inputs, opts)
 
-    # Not by calling another method, because hooks must be called once.
+    # Don't delegate to another method here: hooks must run exactly once.
     def _reduce_scatter_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
         op = operation(opts)
         pairs = zip(outputs, inputs, strict=True)
@@ -423,7 +423,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             self._batch.append(work)
         return work
 
-    # -- beside it -----------------------------------------------------------------------------
+    # -- for other parts of the library --------------------------------------------------------
     def make_communicator(
         self, timeout_s: float, chunk_bytes: int, check: Literal["auto", "full", "off"]
     ) -> Communicator:
@@ -441,7 +441,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         comm.release_thread()
         return comm
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- lifetime ------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
         self._timeout_s = timeout.total_seconds()

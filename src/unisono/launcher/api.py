@@ -467,7 +467,7 @@ def _options(
     if device is not None:
         chosen = str(device)
     elif backend == "nccl":
-        # A launcher may show each rank only its own GPU, whatever its number.
+        # A launcher may show each rank only its own GPU, whatever that GPU's number.
         chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
     else:
         chosen = "cpu"
@@ -533,7 +533,7 @@ class Topology:
             return
         name = interface_of(self.address)
         if outer == "nccl" and name is not None:
-            # Otherwise NCCL chooses itself, and it has no other setting.
+            # Otherwise NCCL picks an interface itself, and this is its only setting for that.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if backend == outer:
             check_reachability(

@@ -112,8 +112,8 @@ class _LentRanks(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # Deadlines of some ranks, each with a check that is passed whether the time is over and returns the outcome if
-        # there is one.
+        # Deadlines of some ranks, each with a function that takes a flag, whether the deadline has passed, and returns
+        # the outcome if there is one.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)

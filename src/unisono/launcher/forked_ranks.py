@@ -94,7 +94,7 @@ def sets_environment(command: Sequence[str]) -> bool:
     """Return whether a script's source sets an environment variable; True if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            # The ranks print the source's own warnings.
+            # Warnings about the source are printed by the ranks.
             warnings.simplefilter("ignore")
             nodes = [*ast.walk(ast.parse(_text(command)))]
     except (SyntaxError, ValueError):
@@ -181,7 +181,7 @@ def fork_ranks(
     ranks = [ForkedRank(template.pid, *(os.fdopen(reader, "rb") for reader, _ in pair)) for pair in outputs]
 
     def follow() -> None:
-        # Whatever ends the template, even a torn frame, ends its ranks below.
+        # Whatever ends the template, even a truncated frame, ends its ranks below.
         with own, suppress(OSError, ValueError):
             channel = FrameChannel()
             own.sendall(b"".join(channel.encode_json(Kind.ORDER, order) for order in orders))

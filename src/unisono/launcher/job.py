@@ -182,7 +182,7 @@ def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
     notes: list[str] = []
     for outcome in sorted(failures, key=attrgetter("rank")):
         error = outcome.error
-        # For example the same assertion with other values.
+        # For example the same assertion with different values.
         if error is not None and not isinstance(error, CommError):
             line = text_of(error).partition("\n")[0]
             if line != shown.partition("\n")[0] and len(notes) < _SHOWN:

@@ -80,6 +80,6 @@ class LinkedRanks(Closing):
         return [self._outcome(rank) for rank in over]
 
     def _outcome(self, rank: int) -> Outcome:
-        # Children of a dead process may still hold its end of the connection open.
+        # A dead process's children may still hold its end of the connection open.
         outcome = received(rank, self.links[rank]) if self.links[rank].poll() else None
         return outcome or lost(rank, self.size, self.how(rank))

@@ -144,7 +144,7 @@ class LocalHost:
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
         """Pass a stream on as it arrives; the beginning of a line waits briefly for the rest."""
         left = b""
-        # The reader of this output may have gone, as with `| head`.
+        # The reader of this output may be gone, as with `| head`.
         with source, suppress(BrokenPipeError):
             while True:
                 chunk = b""

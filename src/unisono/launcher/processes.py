@@ -125,7 +125,7 @@ class ProcessRanks(LinkedRanks):
         )
         for link in self.links.values():
             link.close()
-        # Processes' descriptors are closed with the objects, which this one would otherwise keep until it is collected.
+        # A process's descriptors are closed when its object is freed, which this object would otherwise delay.
         self._processes.clear()
         if self.control is not None:
             self.control.close()
@@ -376,7 +376,7 @@ def configure_process(threads: int) -> None:
     """Set up a rank's output and threads."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Whole lines, so that those of several ranks do not mix.
+            # Whole lines, so that output from several ranks does not interleave.
             stream.reconfigure(line_buffering=True, write_through=False)
     torch.set_num_threads(threads)
 

@@ -149,7 +149,7 @@ class _Attempt:
             try:
                 _write_bytes(data, target)
             except BrokenPipeError:
-                # The reader has gone, as with `| head`.
+                # The reader is gone, as with `| head`.
                 self._events.put((-1, signal.SIGPIPE))
                 raise
 

@@ -367,7 +367,7 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # Once the pool has begun, nothing reads it: a worker's end becomes an error of its tasks.
+            # Once the pool has begun, nobody reads this: a worker's end becomes an error of its tasks.
             self._begun.put(error)
 
     def _be(self, comm: Communicator, initialize: _Initialize) -> None:

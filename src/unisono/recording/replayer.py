@@ -138,7 +138,7 @@ class RankReplay:
         if self.begun:
             raise ValueError("un.record was called twice in a replay")
         self.begun = True
-        # The rounding of sums depends on it.
+        # How sums are rounded depends on it.
         torch.set_num_threads(self.header["threads"])
         states = self.header["random"]
         random.setstate(_tuples(states["python"]))
@@ -516,7 +516,7 @@ class _Control(ControlPlane):
 
     # -- activity ------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        # Not made again once the replay has begun, because it may write to a checkpoint that is in use.
+        # Not measured again once the replay has begun, because `make` may write to a checkpoint that is in use.
         otherwise = (lambda: self.replay.missing(group, what)) if self.replay.begun else make
         return self._reply("measured", [group, what], otherwise)
 

@@ -190,7 +190,7 @@ class Agent:
         """
         return self.client.rank_of(to)
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- lifetime ------------------------------------------------------------------------------
     def get_worker_info(self, name: Any = None) -> WorkerInfo:
         """Return the name and number of a rank.
 

@@ -192,7 +192,7 @@ class Client:
         if not call.done:
             self._receiver.wait_for_reply(call)
             if not call.done and not self.calls.give_up(call, call.late()):
-                # Another thread is about to end it.
+                # Another thread is about to complete it.
                 call.sleep(SEND_S)
         return self._result(call)
 
@@ -295,7 +295,7 @@ class Client:
         if call.reply is None:
             assert call.error is not None
             if isinstance(call.error, PeerLostError):
-                # One error may end many calls, and each needs its own traceback.
+                # One error may fail many calls, and each needs its own traceback.
                 raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
             raise call.error
         (value,) = self._channel.unpack(call.reply, HEADER.size)

@@ -16,7 +16,7 @@ __all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expo
 
 T = TypeVar("T")
 
-# Module names of a script in itself, and in processes that multiprocessing starts from it.
+# A script's module name, in the script itself and in processes that multiprocessing starts from it.
 _MAIN = ("__main__", "__mp_main__")
 _MARK = "__unisono_exposed__"
 _ASYNC = "__unisono_async__"

@@ -576,7 +576,7 @@ class PendingCalls:
         if call is not None:
             self.windows[call.peer].leave(call.nbytes)
             if call.future is None:
-                # It has no callbacks.
+                # Without a future there are no callbacks, so the call is finished.
                 self._unfinished.discard(number)
         return call
 
@@ -608,7 +608,7 @@ class PendingCalls:
             self.next_due = self._due[0][0] if self._due else float("inf")
         return found
 
-    # -- ends ----------------------------------------------------------------------------------
+    # -- completion ----------------------------------------------------------------------------
     def give_up(self, call: PendingCall, error: CommError) -> bool:
         """End a call without its answer and send a cancel to its peer; False if it was answered meanwhile."""
         if self.pop(call.number) is None:

@@ -257,7 +257,7 @@ class References:
         """Return the number of references pinned for the ranks that received them from this rank."""
         return len(self._pins)
 
-    # -- what others say -----------------------------------------------------------------------
+    # -- messages from other ranks -------------------------------------------------------------
     def arrived(self, peer: int, kind: int, words: tuple[int, ...]) -> None:
         """Handle a protocol message. Messages of one rank must be passed one at a time, in order."""
         if kind == ADD:

@@ -60,7 +60,7 @@ def packed(error: BaseException) -> _Report:
     if isinstance(error, RemoteError):
         # It was raised on a third rank, so report that one.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
-        # Without the whole text: the traceback below contains it, and each further rank would double it.
+        # Without the whole text: the traceback below contains it, and each further rank would double the length.
         text = error.remote_text
     else:
         kind = type(error)
@@ -109,7 +109,7 @@ def _joined(kind: type[BaseException]) -> type[RemoteError]:
             space = {"__module__": kind.__module__, "__doc__": kind.__doc__}
             _classes[kind] = type(kind.__name__, (RemoteError, kind), space)
         except TypeError:
-            # The two cannot be combined.
+            # The two classes cannot be combined.
             _classes[kind] = RemoteError
     return _classes[kind]
 

@@ -27,14 +27,14 @@ __all__ = ["find", "install", "register"]
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-# Module name of a script in itself, and in the processes that multiprocessing starts from it.
+# A script's module name, in the script itself and in processes that multiprocessing starts from it.
 _MAIN = ("__main__", "__mp_main__")
 
-# Of the process, as classes are: a name that arrives has to lead to the one class. Users fill it by `register`.
+# Global to the process, like classes: a received name must resolve to a single class. Users fill it with `register`.
 _registered: dict[str, type[Any]] = {}
-# Caches of what follows from a class alone; weak, so that a local class can be freed.
+# Caches of data derived from a class alone; weak, so that a local class can be freed.
 _encoders: WeakKeyDictionary[type[Any], Encoder] = WeakKeyDictionary()
-# As the encoders.
+# Weak for the same reason.
 _hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 
 
@@ -145,7 +145,7 @@ def _fields(cls: type[Any]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
-# -- encoders: each is made once for a class -------------------------------------------------------
+# -- encoders, each made once per class ------------------------------------------------------------
 def _start(kind: str, name: str) -> bytes:
     parts: Parts = [kind.encode()]
     put_text(parts, name)

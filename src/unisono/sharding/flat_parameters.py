@@ -239,7 +239,7 @@ class FlatParameters:
             return False
         return tensor.untyped_storage() is self._whole.untyped_storage()
 
-    # -- outside of training --------------------------------------------------------------------
+    # -- outside training -----------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:
         """Make the parameters views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)

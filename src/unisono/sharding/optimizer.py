@@ -268,7 +268,7 @@ class ShardedOptimizer(Optimizer):
             self._comms.steps.barrier()
         for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
             self._comms.run(work.wait)
-        # Lets autograd detect a backward through the old values.
+        # Lets autograd detect a backward pass through the old values.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
         self._free_gradients()
 

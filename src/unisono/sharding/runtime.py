@@ -396,10 +396,10 @@ class Runtime(PassOwner):
         try:
             self._recover()
         except BaseException:
-            # `_leave` does not know of a forward that has not begun.
+            # `_leave` does not know of a forward pass that has not begun.
             self._watch.stop()
             raise
-        # Parameters may have changed since, so units kept by an earlier forward are gathered again.
+        # Parameters may have changed since, so units kept by an earlier forward pass are gathered again.
         self.free()
         self._order.begin_forward()
 
@@ -546,7 +546,7 @@ class Runtime(PassOwner):
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
-        # So a rank that fails in its next pass cannot cut off another rank's check: all or none make the step.
+        # So a rank that fails in its next pass cannot cut off another rank's check: all or none take the step.
         self._comms.steps.barrier()
         self._change("agree")
 

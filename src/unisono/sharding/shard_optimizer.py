@@ -327,7 +327,7 @@ class _Trial:
         for optimizer, _ in (whole, *ranks):
             for number, group in enumerate(optimizer.param_groups):
                 if "lr" in group:
-                    # Large enough updates that rounding does not hide them.
+                    # Updates large enough that rounding does not hide them.
                     group["lr"] = group["lr"] * 0 + 0.1 / (1 + number)
         for step in range(12):
             self._step(step, whole, ranks)

@@ -150,7 +150,7 @@ class _Calendar:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._count = count()
-        # Ends of patience are stored separately.
+        # Events that end a task's patience are stored separately.
         self._patient: list[_Entry] = []
         self._others: list[_Entry] = []
 
@@ -314,7 +314,7 @@ class TaskScheduler:
     def before_lock(self) -> None:
         """Yield at random before a lock is acquired, so that state that was read before may change."""
         if self._preempt and not self._over and self._random.random() < self._preempt:
-            # Like preemption by the operating system: messages may arrive meanwhile.
+            # Like preemption by an operating system: messages may arrive meanwhile.
             self.sleep(self._random.choice((0.0, _AWAY_S * self._random.random())))
 
     def sleep(self, seconds: float) -> None:

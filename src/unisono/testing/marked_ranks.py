@@ -74,12 +74,12 @@ class MarkedRanks:
         options = self.options
         timeout_s = resolve_timeout(options.get("timeout"), TIMEOUT_S)
         if self.deadlocked:
-            # Hypothesis tries about 50 smaller examples, most of which also time out, so each need not wait as long.
+            # Hypothesis tries about 50 smaller examples, most of which also time out, so they get a shorter timeout.
             timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}
         backend = _processes() if self.backend == "process" else self.backend
         threads = self.on_threads
-        # Patches by threads affect the process, and only pytest can undo them in order.
+        # Patches made by thread ranks affect the whole process, and only pytest can undo them in order.
         own = kwargs.keys() & ({"subtests"} if threads else {"subtests", "monkeypatch"})
         shared = {name: value for name, value in kwargs.items() if name not in own}
 

@@ -158,7 +158,7 @@ _numbers = itertools.count()
 """Numbers of this process's networks, because namespace names are global to the machine."""
 _INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
-# Removes the hosts in its arguments at a line or the end of its input, and so even if the caller was killed.
+# Removes the hosts named in its arguments when its input yields a line or ends, so also if the caller was killed.
 _REMOVE = """read _
 for name; do
     for process in $(ip netns pids "$name"); do kill -9 "$process"; done

@@ -108,7 +108,7 @@ def _device(namespace: str) -> int:
     with Path("/run/netns", namespace).open() as entered:
         if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
-    # Only Linux has it, as it has these devices.
+    # Only Linux has this function, and these devices.
     import fcntl
 
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)

@@ -195,7 +195,7 @@ def _for_ranks(chosen: Any) -> Any:
 
     # The default deadline is a few hundred milliseconds, and an example may have to start its ranks.
     deadline = None if chosen.deadline == settings().deadline else chosen.deadline
-    # Explanations would name lines that ran here, which are the library's. One mistake fails in several ways on several
-    # ranks, of which one is enough.
+    # Explanations would name lines that ran here, which are the library's. One mistake may show as several failures on
+    # several ranks; one of them is enough.
     phases = [phase for phase in chosen.phases if phase is not Phase.explain]
     return settings(chosen, deadline=deadline, phases=phases, report_multiple_bugs=False)

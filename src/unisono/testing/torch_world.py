@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # whose functions keep the default group of the moment when they are imported
+import torch.distributed.nn  # whose functions capture the default group when they are imported
 
 # Not in torch's annotations.
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]

@@ -403,7 +403,7 @@ class TaggedMessages(ABC):
         for work in self.pending():
             work.complete(cause)
 
-    # -- of each carrier -----------------------------------------------------------------------
+    # -- implemented by each carrier -----------------------------------------------------------
     @abstractmethod
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait until messages have moved, or `done` is true.

@@ -34,7 +34,7 @@ class MessageQueue:
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
-        # Keys of `waiting` by each of a message's two ranks, in order, so that a rank that ends only visits its own
+        # Keys of `waiting`, indexed by each of a message's two ranks, in order: a rank that ends visits only its own
         # messages.
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}

@@ -64,8 +64,8 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
             tracker.complete()
     if is_broken:
         # Renew all models before any of them communicates. Another rank may not know yet that one of them is broken,
-        # and wait at the end of one that is not: renewing that one as well ends the wait, and the rank repeats its
-        # pass.
+        # and wait at the end of one that is not broken: renewing that one as well ends the wait, and the rank repeats
+        # its pass.
         for tracker in begun:
             tracker.owner.renew()
     for tracker in ordered:
@@ -243,7 +243,7 @@ def _is_ahead(parameter: torch.Tensor) -> bool:
     """Return whether the running graph task adds to a parameter's gradient."""
     if not parameter.requires_grad:
         return False
-    # A view is all that torch offers to get at the node of a leaf. One that is freed refuses any use by its class.
+    # Torch has no other way to get at the node of a leaf than a view. A freed view refuses any use by its class.
     with torch.enable_grad(), torch.DisableTorchFunctionSubclass():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None

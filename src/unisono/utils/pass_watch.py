@@ -88,10 +88,11 @@ class PassWatch:
     def _watch(self, done: Event) -> None:
         before = None
         while not done.wait(_EVERY_S):
-            # The origin: what is in use may have been closed, to be made again.
+            # The original communicator, because the one in use may have been closed, to be replaced.
             engine = engine_of(self._comms.every()[0])
             hang = hang_report(engine.control, engine.group)
-            # Ranks answer at different times; a cycle that still exists cannot be a mix of two moments.
+            # Ranks answer at different times; a cycle that still exists cannot be an artifact of inconsistent
+            # snapshots.
             if hang.deadlock and hang.waits == before:
                 self._end_passes({group for group, _ in hang.waits}, hang.report)
                 return

@@ -37,7 +37,7 @@ class LaterComparison:
         self._report = report
         self._worker = SerialWorker(name)
         self._added = 0
-        # Written only by the worker. A reader that misses its last change enters `settle` in vain.
+        # Written only by the worker. A reader that misses its last change calls `settle` needlessly.
         self._compared = 0
         self._failed = False
         self._ended = False

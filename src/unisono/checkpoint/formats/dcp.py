@@ -145,6 +145,6 @@ def _lists(value: Any) -> Any:
     if inner and set(inner) == set(range(len(inner))) and all(type(key) is int for key in inner):
         return [inner[index] for index in range(len(inner))]
     if inner.keys() == {"state", "param_groups"} and isinstance(inner["state"], dict):
-        # DCP has turned the numbers of an optimizer's parameters into names.
+        # DCP has replaced an optimizer's parameter numbers with names.
         inner["state"] = {int(key) if key.isdecimal() else key: item for key, item in inner["state"].items()}
     return inner

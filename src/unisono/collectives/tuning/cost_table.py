@@ -205,7 +205,7 @@ class TableFile:
         """Replace the file, or log why that is impossible."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Created with mode 0600.
+            # The temporary file is created with mode 0600.
             handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:

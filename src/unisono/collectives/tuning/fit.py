@@ -74,7 +74,7 @@ def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[flo
     kept = [column for column in range(4) if weighted[:, column].any()]
     solution = torch.zeros(4, dtype=torch.float64)
     while kept:
-        # Scale columns to about equal size, so that the rank is determined correctly.
+        # Scale the columns to similar magnitudes, so that the matrix's rank is determined correctly.
         scales = weighted[:, kept].norm(dim=0)
         answer = torch.linalg.lstsq(weighted[:, kept] / scales, torch.ones(len(cells), 1, dtype=torch.float64)).solution
         if not (answer < 0).any():

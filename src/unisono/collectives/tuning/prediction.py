@@ -199,7 +199,7 @@ def compare(
     """
     found = [one for name in names for one in _variants(find(collective, name), size, machine.per_host)]
     seconds = {one.label: predicted(one, size, nbytes, machine) for one in found}
-    # Compare rounded times, because sums in another order differ in their last bits.
+    # Compare rounded times, because sums taken in a different order differ in their last bits.
     fewest = {one.label: one.cost(size, nbytes).messages for one in found}
     chosen = min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
     least = seconds.pop(chosen.label)

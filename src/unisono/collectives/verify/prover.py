@@ -143,7 +143,7 @@ def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
 def _counted(checker: ModelChecker, numel: int) -> Cost:
     parts = checker.size if checker.collective == "all_to_all" else checker.chunks
     lengths = [elements(numel, parts, chunk, chunk + 1) for chunk in range(parts)]
-    # The chunks of an all_to_all are counted by destination; only parts of equal length use scratch.
+    # The chunks of an all_to_all are counted by destination; only calls with parts of equal length use scratch memory.
     lengths = (lengths * (checker.chunks // parts + 1))[: checker.chunks]
     return Cost(
         max(model.rounds for model in checker.models),
@@ -257,7 +257,7 @@ class ModelChecker:
 
     def _sent(self, source: RankModel, target: RankModel, key: _Key, recv: Move) -> list[ChunkState]:
         send = source.sends[target.rank, key[1]]
-        # An all_to_all moves equally long parts, and may store a part under another number than the sender.
+        # An all_to_all moves parts of equal length, and may store a part under a different number than the sender does.
         alike = len(send.chunks) == len(recv.chunks) if self.collective == "all_to_all" else send.runs == recv.runs
         if not alike:
             sent = f"rank {source.rank}, which in its step {source.number} sends {named(send)}"

@@ -133,7 +133,7 @@ class RankModel:
                 raise self.error(f"{name}={moves!r} is not a tuple of moves; write {name}=(Move(...),), with the comma")
 
     def _check_moves(self, step: Step) -> None:
-        # No valid algorithm is near this limit, which stops an endless one.
+        # No valid algorithm comes near this limit, which stops an invalid one that never ends.
         if self.number > 64 * (self.size + len(self.chunks)):
             raise self.error("that is more steps than any algorithm needs; does it ever end?")
         if not step.send and not step.recv:

@@ -41,7 +41,7 @@ class Int8(TwoStage):
 
     name = "int8"
     block: int = 1024
-    # Aligns scales as float32 numbers require.
+    # Keeps scales aligned for float32.
     multiple: ClassVar[int] = 4
     steps: ClassVar[int] = 127
 

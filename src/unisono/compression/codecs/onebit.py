@@ -45,7 +45,7 @@ class Onebit(TwoStage):
 
     name = "onebit"
     block: int = 1024
-    # So that bits fill bytes, and magnitudes are aligned as float32 numbers.
+    # So that bits fill whole bytes, and magnitudes are aligned for float32.
     multiple: ClassVar[int] = 32
 
     def __post_init__(self) -> None:

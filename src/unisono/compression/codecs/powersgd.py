@@ -79,7 +79,7 @@ class Powersgd(SteppedCodec):
         if kept is not None:
             self._write(kept, flat, shapes, left, right, comm.size)
         self._sum(right, comm)
-        # The plain parts of `share` already hold their means.
+        # The parts of `share` that are sent uncompressed already hold their means.
         self._write(flat, share, shapes, left, right)
         self._columns = right
         self._step = self._step + 1

@@ -70,7 +70,7 @@ class Topk(Codec):
         total = torch.zeros(blocks * length, dtype=accumulation_dtype(flat.dtype), device=flat.device)
         starts = torch.arange(0, blocks * length, length, device=flat.device).unsqueeze(1)
         for rank in range(comm.size):
-            # A rank's indices are distinct, so additions are in rank order.
+            # A rank's indices are distinct, so each element's contributions are added in rank order.
             places, values = _decode(arrived[rank], starts)
             total.index_add_(0, places, values.to(total.dtype).div_(comm.size))
             if rank == comm.rank and kept is not None:

@@ -28,7 +28,7 @@ class Contiguous(Partitioner):
         if not shuffle:
             return RangeIndices(count)
         lengths = apportion(count, shares)
-        # The part's number makes two runs of equal length differ.
+        # The part's number distinguishes two runs of equal length.
         runs = [IndexShuffle(length, (seed << 20) + part, epoch) for part, length in enumerate(lengths)]
         return Concatenated(runs, [0, *accumulate(lengths)][:-1])
 

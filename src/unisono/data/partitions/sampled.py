@@ -56,7 +56,7 @@ class Sampled(Strided):
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
         if shuffle:
             raise ValueError("a sampler has its own order: leave shuffle out")
-        # A number that depends on all bits of both.
+        # A seed that depends on every bit of both `seed` and `epoch`.
         chance = IndexShuffle(1 << 62, seed, epoch)[0]
         with _one_at_a_time, _seeded(self._sampler, chance):
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):

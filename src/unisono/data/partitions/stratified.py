@@ -49,7 +49,7 @@ class Stratified(AssignmentPartitioner):
         by_label = shuffled[labels[shuffled].argsort(stable=True)]
         owners = torch.empty_like(by_label)
         if len(set(shares)) == 1:
-            # Dealing continues from label to label, which evens out each label's remainder.
+            # Dealing continues from one label to the next, which evens out each label's remainder.
             owners[by_label] = torch.arange(len(samples), device="cpu") % parts
         elif len(samples):
             counts = [count for label in labels.bincount().tolist() for count in apportion(label, shares)]

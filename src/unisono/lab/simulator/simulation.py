@@ -143,7 +143,7 @@ def run_calls(
         try:
             return _in_rounds(calls, size, network, times, itemsize)
         except TypeError as error:
-            # The other engines raise an error of the file itself again.
+            # If the algorithm's own file raised the error, the other engines raise it again.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")
@@ -171,7 +171,7 @@ def _in_rounds(
     from unisono.lab.simulator.rounds import Rotation, Rounds
 
     messages = 0
-    # It represents an integer.
+    # It stands in for an integer.
     rank: Any = Rotation(size)
     for call in calls:
         times = [max(time, call.ready) for time in times]

@@ -82,7 +82,7 @@ def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
     trigger = torch.zeros((), requires_grad=True)
     index = len(record.triggers)
     record.triggers.append(trigger)
-    # Torch's apply has no types.
+    # Torch's apply is untyped.
     arrived: torch.Tensor = _RecvBackward.apply(trigger, record, index, [tensor])  # type: ignore[no-untyped-call]
     return arrived
 

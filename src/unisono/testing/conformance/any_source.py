@@ -263,7 +263,7 @@ def receive_any_reports_a_lost_sender(world: World) -> None:
         return comm.recv(numbers(comm, 0), timeout=never_s)
 
     for probes in (False, True):
-        # Restart ranks that an earlier failure has ended before the clock starts.
+        # Before the clock starts, restart ranks that an earlier failure has ended.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, probes, world.never_s, size=3, on_failure="continue")

@@ -83,7 +83,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
         return "nothing happened"
 
     for collective in (True, False):
-        # Restart ranks that an earlier failure has ended before the clock starts.
+        # Before the clock starts, restart ranks that an earlier failure has ended.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")
@@ -105,7 +105,7 @@ def failed_rank_is_reported_in_subgroups(world: World) -> None:
             raise KeyError("my own mistake")
         work = part.irecv(numbers(comm, 0), 1)
         future = work.get_future()
-        # The other rank may fail only now: perhaps before this one has left the barrier.
+        # The other rank fails only after this barrier, perhaps before this rank has left it.
         with suppress(PeerLostError):
             comm.barrier()
         raised: list[BaseException | None] = []

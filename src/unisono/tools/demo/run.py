@@ -193,7 +193,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-# Not divisible by any number of ranks below it, so the ring's chunks differ in length.
+# Not divisible by any smaller number of ranks, so the ring's chunks differ in length.
 _LENGTH = 100_003
 
 

@@ -124,7 +124,7 @@ class HierarchicalCollectives:
         if self._inside is not None:
             self._inside(Call("all_gather", inputs=(share,), outputs=self._shares(tile), packed=tile), deadline)
 
-    # -- the others ----------------------------------------------------------------------------
+    # -- the other collectives -----------------------------------------------------------------
     def broadcast(self, call: Call, deadline: float) -> None:
         """Broadcast to one rank of each host, and from there to the others."""
         root = _root(call)

@@ -146,7 +146,7 @@ class HostAgreement:
         self._inside(Call("all_gather", inputs=(own,), outputs=all_of_them), deadline)
         return all(torch.equal(own, other) for other in all_of_them)
 
-    # -- between hosts, and back ---------------------------------------------------------------
+    # -- between hosts, and back to their ranks ------------------------------------------------
     def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
         """Compare between hosts and notify all ranks, including partial results of a reduction."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes

@@ -65,7 +65,7 @@ class RankMappedTransport(Wrapper):
     def translate(self, error: BaseException) -> BaseException:
         """Return the error with the ranks renumbered."""
         if error is self._cause or not isinstance(error, CommError):
-            # The cause of an abort already has the whole group's numbers.
+            # The cause of an abort already uses the whole group's rank numbers.
             return error
         translated = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
         translated.peer = None if error.peer is None else self._number(error.peer)

@@ -19,11 +19,10 @@ __all__ = ["Watchdog"]
 _EVERY_S = 0.1
 _GRACE_S = 3.0
 
-# One thread, if any, watches all communicators of the process, and ends with the last of them.
+# At most one thread watches all communicators of the process, and ends with the last of them.
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-# That thread, or None.
 _patrols: list[threading.Thread] = []
-# Guards both of these.
+# Guards both.
 _lock = threading.Lock()
 
 
@@ -69,7 +68,7 @@ class Watchdog:
             if now > deadline:
                 self._give_up()
         elif self._since is None:
-            # The call may have begun while the communicator broke.
+            # The call may have begun just as the communicator broke.
             self._since = now
             self._comms.revoke(cause)
         elif now > self._since + _GRACE_S:

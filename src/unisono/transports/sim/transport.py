@@ -27,7 +27,7 @@ class _NetworkQueue(MessageQueue):
     def __init__(self, network: SimNetwork) -> None:
         super().__init__()
         self.network = network
-        # Keys by each of a message's two ranks, in order.
+        # The messages in flight, listed under both the sender and the receiver, in order.
         self.in_flight: defaultdict[tuple[str, int], dict[InFlightMessage, None]] = defaultdict(dict)
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}

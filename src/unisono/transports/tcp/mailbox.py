@@ -117,7 +117,7 @@ class TcpMailbox(Mailbox):
             self.check(peer)
             frame = channel.encode(Kind.MAIL, message)
             try:
-                # Sent in one call, so that the receiver is woken once, and finds more than a head.
+                # Sent in one call, so that the receiver is woken once, and finds more than a header.
                 self._send_all(
                     connection, peer, [memoryview(frame), *(view_of(b) for b in bodies if b.numel())], timeout
                 )

@@ -58,7 +58,8 @@ def adopt(
     record = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
-            # For ranks on several hosts: the address towards the job's master, which the other hosts can also reach.
+            # For ranks on several hosts: the address on the route to the job's master, which the other hosts can also
+            # reach.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = ControlServer(
                 secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_for_others(far)

@@ -79,7 +79,7 @@ class TorchTransport(Transport):
         self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        # In the order of their start, in which nccl ends them.
+        # In the order in which they were started, which is also the order in which NCCL completes them.
         self._flying: deque[_BackendWork] = deque()
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
@@ -87,7 +87,8 @@ class TorchTransport(Transport):
         self.host_staged: frozenset[str] = declared.host_staged
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
-        # A group of another owner cannot be aborted here. Gloo ends a process whose peers make other calls.
+        # A group that someone else owns cannot be aborted here. Gloo aborts a process if its peers make different
+        # calls.
         self.compares_later: bool = self._cuda and owned
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags: bool = not self._cuda
@@ -106,7 +107,8 @@ class TorchTransport(Transport):
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
         if backend in ("gloo", "mpi"):
-            # Gloo's reduces the whole message on every rank; except for a few bytes, our algorithms are faster.
+            # Gloo's reduce_scatter reduces the whole message on every rank; except for a few bytes, our algorithms are
+            # faster.
             return Capabilities(ACCELERATORS | {"cpu"}, ACCELERATORS, cls.native - {"reduce_scatter"})
         return Capabilities(frozenset({"cuda"}), frozenset(), cls.native)
 
@@ -246,7 +248,8 @@ class TorchTransport(Transport):
         """
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
-        # Nccl connects ranks in the launch of a call, and waits there for one that makes another call, or is lost.
+        # Nccl connects ranks when a call is launched, and waits there for a rank that makes a different call, or is
+        # lost.
         launching = not self._lock.acquire(timeout=_LAUNCH_S)
         try:
             first = self._broken is None
@@ -327,7 +330,7 @@ class _StreamWork(_BackendWork):
     def wait(self, timeout: Timeout | None = None) -> None:
         if self._error is None and self.work is not None:
             try:
-                # The work stays: it keeps its tensors.
+                # Keep the work, because it keeps its tensors alive.
                 self.work.wait()
             except RuntimeError as error:
                 self._error = self._error or translated(error, [])
@@ -355,7 +358,7 @@ class _PolledWork(_BackendWork):
         try:
             if self.work is not None:
                 self._wait_until(started + resolve_timeout(timeout, self._timeout_s))
-                # It keeps its tensors.
+                # It keeps its tensors alive.
                 self.work = None
         except CommError as error:
             self._error = error

@@ -18,7 +18,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
         to = (rank + distance) % size
         source = (rank - distance) % size
-        passed = range(0, size - distance, 2 * distance)  # distance travelled by the chunks that are forwarded
+        passed = range(0, size - distance, 2 * distance)  # distance that the forwarded chunks have travelled
         yield Step(
             (move_of(to, ((rank - way) % size for way in passed)),),
             (move_of(source, ((source - way) % size for way in passed)),),
@@ -27,12 +27,12 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     rounds = (size - 1).bit_length()
-    sent = [0] * size  # by the distance of a chunk's owner before the sending rank
+    sent = [0] * size  # number of sends, by how many ranks the chunk's owner comes before the sender
     for distance in (1 << bit for bit in range(rounds)):
         for way in range(0, size - distance, 2 * distance):
             sent[way] += 1
     least, longer = divmod(numel, size)
-    # The chunks from 0 on are longer: those at ways rank, rank - 1, ... before a rank.
+    # The first `longer` chunks have one element more. Seen from a rank, chunk c lies at distance rank - c.
     extra = sum(sent[-chunk] for chunk in range(longer))
     most = extra
     for rank in range(size):

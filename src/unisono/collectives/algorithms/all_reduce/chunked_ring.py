@@ -35,6 +35,6 @@ def steps(rank: int, size: int, segments: int = 2) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int, segments: int = 2) -> Cost:
-    # The rank that sends most never sends the last chunk in one of the laps, nor the last but one in the other.
+    # The rank that sends most skips the last chunk in one lap and the second-to-last in the other.
     kept = elements(numel, size * segments, (size - 2) * segments, size * segments)
     return Cost(2 * (size - 1), 2 * (size - 1) * segments, 2 * numel - kept)

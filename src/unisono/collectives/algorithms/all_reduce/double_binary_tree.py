@@ -34,7 +34,7 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
         place = (rank + tree) % size + 1
         way = path(place, size)
         for receives, others in enumerate((way[-2:-1], children(place, size))):
-            # Segments rise from depth d to d - 1 from round depth - d on.
+            # Segments move up from depth d to d - 1 from round depth - d on.
             start = depth - len(way) + 1 - receives
             for other, segment in product(others, range(segments)):
                 chunk = tree * segments + segment

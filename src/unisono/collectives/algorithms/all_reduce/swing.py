@@ -27,7 +27,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # For runs of one chunk, two, four, ...: the longer chunks in it, and the most of them that a rank sends.
+    # For runs of 1, 2, 4, ... chunks: how many of the chunks are longer, and how many of those a rank sends at most.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:
         pairs = zip(runs[::2], runs[1::2], strict=True)

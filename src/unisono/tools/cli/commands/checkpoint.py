@@ -129,7 +129,7 @@ def _convert(given: argparse.Namespace) -> int:
         convert(given.path, given.target, to=given.to, trusted=given.trusted)
     except CommError:
         raise
-    # Readers of other formats meet damage with errors of many kinds, some of them paragraphs.
+    # For damaged files, readers of other formats raise many kinds of errors, some of them paragraphs long.
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error

@@ -36,7 +36,7 @@ def _memfd() -> Finding:
     descriptor = os.memfd_create("unisono doctor")
     try:
         os.ftruncate(descriptor, _TRIED_BYTES)
-        # Allocate by the system call, which reports an error where a store would be fatal.
+        # Allocate with the system call, which reports an error where writing to the memory would kill the process.
         os.posix_fallocate(descriptor, 0, _TRIED_BYTES)
         mmap.mmap(descriptor, _TRIED_BYTES).close()
     except OSError as error:

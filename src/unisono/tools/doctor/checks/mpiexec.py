@@ -45,7 +45,7 @@ def check(target: Target) -> Iterator[Finding]:
     elif not on_path:
         yield optional("there is neither mpiexec nor mpirun on the PATH", _install(library), required=required)
     if isinstance(library, str):
-        # The check of the library reports that.
+        # The library check reports that.
         return
     for path in on_path.values():
         reason = _problem(path, library, deadline)

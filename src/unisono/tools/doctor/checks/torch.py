@@ -19,7 +19,7 @@ _OLDEST = (2, 8)
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
-# Packages that torch's CUDA builds bring and no CPU build needs.
+# Packages that torch's CUDA builds install, and no CPU build needs.
 _CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
 # Checks run in threads, and simultaneous imports by two of them break torch.
 _importing = threading.Lock()
@@ -59,7 +59,7 @@ def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
             f"{reinstall} --index-url {_CPU_INDEX}   # then uninstall the packages nvidia-*",
         )
     elif gpu and torch.version.hip is None:
-        # A container sees its host's devices even where it was not given them, so this is not surely a fault.
+        # A container sees its host's devices even where it was not given them, so this is not necessarily a fault.
         obstacle = "cannot use it: see its driver" if torch.version.cuda else "was built without CUDA"
         fix = "nvidia-smi" if torch.version.cuda else reinstall
         yield optional(f"this host has an NVIDIA GPU ({gpu}), but torch {obstacle}", fix)

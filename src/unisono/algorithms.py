@@ -1,4 +1,4 @@
-"""Algorithms of collectives: find, prove, simulate and write them.
+"""Algorithms of collectives: find, verify, simulate and write them.
 
 Each is a file of integers in `unisono.collectives.algorithms`.
 

@@ -84,16 +84,16 @@ class Communicator(Place):
         transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
         options: Options of the transport.
-        check: "auto" compares every rank's operation before each collective, on nccl while it runs; "off" never does;
-            "full" also compares shapes, sent with received contents, and whether a tensor was changed before `wait`.
-        admission: For a rank that replaces a lost one: function of a deadline on the library's clock that returns the
-            communicator of the job that has admitted this rank. `rebuild` calls it.
+        check: "auto" compares all ranks' operations before each collective, or on nccl while it runs; "off" never does;
+            "full" also compares shapes and the contents sent and received, and detects a tensor changed before `wait`.
+        admission: For a rank that replaces a lost one: function that takes a deadline on the library's clock and
+            returns the communicator of the job that admitted this rank. `rebuild` calls it.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
         backend: Name of the transport, such as "gloo".
         device: Default device of tensors.
-        handle: Its key in `BY_HANDLE`, where compiled graphs look it up.
+        handle: Key in `BY_HANDLE`, under which compiled graphs find this communicator.
 
     Example:
         >>> with un.init() as comm:
@@ -185,22 +185,22 @@ class Communicator(Place):
         check: Check = "auto",
         chunk_bytes: int = 2 << 20,
     ) -> Communicator:
-        """Return a communicator on an existing torch process group, which unisono never destroys.
+        """Return a communicator on top of an existing torch process group, which unisono never destroys.
 
-        Collective over the group: every member calls it. The owner may continue to use the group while the communicator
-        does not. Sub-groups are created without `dist.new_group`. On a group of the backend `unisono` the communicator
-        gets its own transport, of the same kind.
+        Collective over the group: every member calls it. The owner may still use the group whenever the communicator
+        does not. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the communicator
+        gets its own transport of the same kind.
 
         Args:
             group: As created by `dist.init_process_group` or `dist.new_group`; None is the default group.
-            timeout: Default of every operation: seconds or a `timedelta`.
+            timeout: Default for every operation: seconds or a `timedelta`.
             check: As for `init`.
             chunk_bytes: As for `init`.
 
         Raises:
-            TypeError, ValueError: It is not a group, or this process is not in it.
-            CommError: Its backend cannot be wrapped.
-            CommTimeoutError: Not all members have called it in time.
+            TypeError, ValueError: `group` is not a group, or this process is not in it.
+            CommError: The group's backend cannot be wrapped.
+            CommTimeoutError: Not all members called this in time.
 
         Example:
             >>> import tempfile, torch.distributed as dist
@@ -225,7 +225,7 @@ class Communicator(Place):
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:
-        """Return a communicator on one dimension of a torch `DeviceMesh`; see `from_group`.
+        """Return a communicator over one dimension of a torch `DeviceMesh`; see `from_group`.
 
         Args:
             mesh: As created by `torch.distributed.init_device_mesh`.
@@ -238,20 +238,20 @@ class Communicator(Place):
     def from_mpi(
         cls, comm: Any, *, timeout: Timeout = 300.0, check: Check = "auto", chunk_bytes: int = 2 << 20
     ) -> Communicator:
-        """Return a communicator on an existing MPI communicator, which unisono never frees.
+        """Return a communicator on top of an existing MPI communicator, which unisono never frees.
 
-        Collective over it: every member calls it. The owner may continue to use it at any time: messages
+        Collective over `comm`: every member calls this. The owner may use `comm` at any time, because messages
         travel on unisono's own communicators.
 
         Args:
             comm: An mpi4py intracommunicator, such as `MPI.COMM_WORLD`.
-            timeout: Default of every operation: seconds or a `timedelta`.
+            timeout: Default for every operation: seconds or a `timedelta`.
             check: As for `init`.
             chunk_bytes: As for `init`.
 
         Raises:
             UnavailableError: mpi4py or an MPI library is missing.
-            CommTimeoutError: Not all members have called it in time.
+            CommTimeoutError: Not all members called this in time.
         """
         from unisono.transports.mpi.transport import adopt
 
@@ -261,7 +261,7 @@ class Communicator(Place):
     def _owning(
         cls, transport: Transport, control: ControlPlane, options: Options, release: Callable[[], None], check: Check
     ) -> Communicator:
-        """Return a communicator that calls `release` when it is closed, or now if it cannot be created."""
+        """Return a communicator that calls `release` when it is closed; if it cannot be created, call `release` now."""
         try:
             made = cls(transport, control, options, check=check)
         except BaseException:
@@ -285,18 +285,18 @@ class Communicator(Place):
 
     @property
     def overlaps(self) -> bool:
-        """Return whether an asynchronous collective progresses while the caller computes, without slowing it much."""
+        """Return whether asynchronous collectives progress while the caller computes, without slowing it down much."""
         transport = self._engine.transport
         return (transport.overlaps or transport.background) and not self._options.deterministic
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.
+        """Return an uninitialised tensor in the memory that this backend reduces fastest. Collective.
 
         The memory remains valid as long as a tensor refers to it, even after `close`.
 
         Args:
             shape: Sizes of the dimensions, or the number of elements.
-            dtype: Of the elements.
+            dtype: Dtype of the elements.
 
         Example:
             >>> def program(comm):
@@ -335,12 +335,12 @@ class Communicator(Place):
         Args:
             tensor: Any dtype that torch can reduce with `op`; a sum of bools is "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
-            scale: Factor for each contribution, in the tensor's dtype: torch's PREMUL_SUM, for "sum" and "avg" of
-                floating and complex dtypes. The same on all ranks. Makes a copy of the tensor.
+            scale: Factor applied to each contribution, in the tensor's dtype (torch's PREMUL_SUM), for "sum" and "avg"
+                of floating-point and complex dtypes. The same on all ranks. Makes a copy of the tensor.
             algorithm: "auto" for the lowest predicted time (see `plan`), a file of
                 `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
                 where the backend has it, or None: native, or else the one with the lowest predicted cost.
-                "fewest_bytes": native, else the algorithm that sends least.
+                "fewest_bytes": native, or else the algorithm that sends the fewest bytes.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
@@ -352,7 +352,7 @@ class Communicator(Place):
                 algorithm.
             CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
 
-        Cost: at least ceil(log2 p) rounds and 2(p-1)/p of the bytes sent by each rank.
+        Cost: at least ceil(log2 p) rounds; each rank sends at least 2(p-1)/p of the tensor's bytes.
 
         Example:
             >>> def program(comm):
@@ -433,17 +433,18 @@ class Communicator(Place):
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
-        Collective. Inputs may differ in length, if all ranks' lists have the same lengths; they remain unchanged.
+        Collective. Inputs may differ in length, as long as all ranks' lists have the same lengths. They remain
+        unchanged.
 
         Args:
             output: Any shape and strides, with as many elements as every rank's input for this rank.
-            input_list: One tensor a rank, of the same dtype.
+            input_list: One tensor per rank, of the same dtype.
             op: As for `all_reduce`.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
 
-        Cost: (p-1)/p of the inputs' bytes sent by each rank, and one copy of the inputs.
+        Cost: each rank sends (p-1)/p of its inputs' bytes, and copies its inputs once.
 
         Example:
             >>> def program(comm):
@@ -483,7 +484,7 @@ class Communicator(Place):
         Otherwise as `reduce_scatter`.
 
         Args:
-            output: Any shape and strides, with as many elements on every rank.
+            output: Any shape and strides, with the same number of elements on every rank.
             input: Of the same dtype, with p times as many elements; the first part is for rank 0.
             op: As for `all_reduce`.
             algorithm, async_op, timeout: As in `all_reduce`.
@@ -527,13 +528,13 @@ class Communicator(Place):
         return self._engine.run(call, async_op=async_op)
 
     def agree(self, value: Any, name: str) -> None:
-        """Find out, with the next collective, whether all ranks have the same value here.
+        """Check, in the next collective, that all ranks have the same value here.
 
         All ranks call it, in the same order. It sends nothing: this thread's next collective on this communicator, or
-        on another one of the same ranks, compares a digest of the value as it is now. `flush_agreements`, `barrier` and
-        `close` compare all pending values. Values are equal if they have the same types, shapes, dtypes and bits; dicts
-        and sets may be in any order, and tensors on any device. With `check="off"`, only `flush_agreements` and `close`
-        compare.
+        on another communicator of the same ranks, compares a digest of the value as it is now. `flush_agreements`,
+        `barrier` and `close` compare all pending values. Values are equal if they have the same types, shapes, dtypes
+        and bits; dicts and sets may be in any order, and tensors on any device. With `check="off"`, only
+        `flush_agreements` and `close` compare.
 
         Args:
             value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
@@ -541,8 +542,8 @@ class Communicator(Place):
 
         Raises:
             TypeError: The value, or a part of it, is of a type that cannot be compared.
-            MismatchError: Raised on every rank by the collective that compares: the first part that differs, and the
-                ranks on each side; or a rank that has not called `agree`. `close` raises it on one rank only.
+            MismatchError: Raised on every rank by the collective that compares; names the first part that differs and
+                the ranks on each side, or a rank that has not called `agree`. `close` raises it on one rank only.
 
         Cost: a hash of the value and about 10 us now, and about 0.1 ms in the next collective.
 
@@ -582,17 +583,18 @@ class Communicator(Place):
         self._engine.flush_agreements(_BARRIER, timeout)
 
     def monitored_barrier(self, timeout: Timeout | None = None) -> None:
-        """Run a barrier over the control plane; on timeout, name every missing rank and where it is now.
+        """Run a barrier over the control plane; on timeout, name every missing rank and what it is doing.
 
-        Collective. Sends nothing over the backend, so it works where the backend is suspect. `barrier` also names
-        missing ranks, but perhaps not all of them; this call finds all, for a round trip to the control plane.
+        Collective. Sends nothing over the backend, so it works even if you suspect the backend. `barrier` also names
+        missing ranks, but perhaps not all of them; this call finds all, at the cost of a round trip to the control
+        plane.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
-            CommTimeoutError: Ranks are missing. Raised on every rank that has joined, with the activity of each missing
-                one.
+            CommTimeoutError: Ranks are missing. Raised on every rank that has joined; says what each missing rank is
+                doing.
             PeerLostError: One of the ranks is gone.
 
         Example:
@@ -627,12 +629,12 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Replace every rank's tensor by rank `src`'s.
+        """Replace every rank's tensor with rank `src`'s.
 
-        Collective. In place. Errors as `all_reduce`.
+        Collective. In place. Raises as `all_reduce` does.
 
         Args:
-            tensor: Any shape and strides, with as many elements of the same dtype on every rank.
+            tensor: Any shape and strides; the same number of elements and dtype on every rank.
             src: The rank whose tensor is sent.
             algorithm, async_op, timeout: As in `all_reduce`.
 
@@ -671,13 +673,13 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Receive `scatter_list[r]` of rank `src` into `tensor` on rank r; the other ranks pass no list.
+        """On rank r, receive `scatter_list[r]` from rank `src` into `tensor`; the other ranks pass no list.
 
         Collective.
 
         Args:
-            tensor: Any shape and strides, with as many elements on every rank.
-            scatter_list: On rank `src`, one tensor a rank, each with as many elements, of the same dtype; else None.
+            tensor: Any shape and strides; the same number of elements on every rank.
+            scatter_list: On rank `src`, one tensor per rank, each of that length and dtype; else None.
             src: The rank that sends.
             algorithm, async_op, timeout: As in `all_reduce`.
 
@@ -721,8 +723,8 @@ class Communicator(Place):
         Collective.
 
         Args:
-            tensor: Any shape and strides, with as many elements on every rank.
-            gather_list: On rank `dst`, one tensor a rank, each with as many elements, of the same dtype; else None.
+            tensor: Any shape and strides; the same number of elements on every rank.
+            gather_list: On rank `dst`, one tensor per rank, each of that length and dtype; else None.
             dst: The rank that receives.
             algorithm, async_op, timeout: As in `all_reduce`.
 
@@ -759,16 +761,16 @@ class Communicator(Place):
     ) -> Work | None:
         """Receive the tensor of rank r into `tensor_list[r]` on every rank.
 
-        Collective. Tensors may differ in length between ranks, if all ranks' lists have the same lengths.
+        Collective. Tensors may differ in length between ranks, as long as all ranks' lists have the same lengths.
 
         Args:
-            tensor_list: One tensor a rank, of any shape and strides; entry r has as many elements as rank r's tensor.
+            tensor_list: One tensor per rank, of any shape and strides; entry r has as many elements as rank r's tensor.
             tensor: This rank's tensor, of the same dtype.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
 
-        Cost: (p-1)/p of the list's bytes sent by each rank.
+        Cost: each rank sends (p-1)/p of the list's bytes.
 
         Example:
             >>> def program(comm):
@@ -801,8 +803,8 @@ class Communicator(Place):
         """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise as `all_gather`.
 
         Args:
-            output: Any shape and strides, with p times as many elements as `input`, and of its dtype.
-            input: This rank's tensor: any shape and strides, as many elements on every rank.
+            output: Any shape and strides, with p times as many elements as `input`, of the same dtype.
+            input: This rank's tensor: any shape and strides, the same number of elements on every rank.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
@@ -839,18 +841,19 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Receive `input_list[r]` of rank s into `output_list[s]` on rank r.
+        """On rank r, receive `input_list[r]` of rank s into `output_list[s]`.
 
-        Collective. Lengths are arbitrary, as long as both ends of each pair agree.
+        Collective. Lengths are arbitrary, as long as sender and receiver agree.
 
         Args:
-            output_list: One tensor a rank, of any shape and strides; entry s has as many elements as rank s sends here.
-            input_list: One tensor a rank, of the same dtype; entry r is sent to rank r.
+            output_list: One tensor per rank, of any shape and strides; entry s has as many elements as rank s sends
+                here.
+            input_list: One tensor per rank, of the same dtype; entry r is sent to rank r.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
 
-        Cost: (p-1)/p of the inputs' bytes sent by each rank.
+        Cost: each rank sends (p-1)/p of its inputs' bytes.
 
         Example:
             >>> def program(comm):
@@ -935,14 +938,14 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
-        """Return the tensors of all ranks, in the order of ranks. No rank needs to know the others' lengths.
+        """Return the tensors of all ranks, in rank order. No rank needs to know the others' lengths.
 
-        Collective. Cost: as `all_gather`, preceded by one of 18 numbers a rank.
+        Collective. Cost: as `all_gather`, preceded by an all_gather of 18 numbers per rank.
 
         Args:
             tensor: Tensor of at most 16 dimensions. The first may differ between ranks.
-            algorithm: As for `all_reduce`, of all_gather.
-            async_op: Return a work immediately; its `result()` returns the tensors. It owns `tensor` until then.
+            algorithm: An all_gather algorithm; as for `all_reduce`.
+            async_op: Return a work immediately; its `result()` returns the tensors. The work owns `tensor` until then.
             timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's if None.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
@@ -977,14 +980,14 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None:
-        """Return the tensors of all ranks, in the order of ranks, on rank `dst`; None on the other ranks.
+        """Return the tensors of all ranks, in rank order, on rank `dst`; None on the other ranks.
 
-        Collective. Cost: as `gather`, preceded by an all_gather of 18 numbers a rank.
+        Collective. Cost: as `gather`, preceded by an all_gather of 18 numbers per rank.
 
         Args:
             tensor: Tensor of at most 16 dimensions. The first may differ between ranks.
             dst: The rank that receives.
-            algorithm: As for `all_reduce`, of gather.
+            algorithm: A gather algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
 
         Returns: On rank `dst` new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
@@ -1021,14 +1024,15 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> torch.Tensor | ResultWork[torch.Tensor]:
-        """Return tensor r of rank `src`'s list on rank r, which need not know its shape or dtype.
+        """Return this rank's tensor from rank `src`'s list; only `src` needs to know shapes and dtype.
 
-        Collective. Cost: as `scatter`, preceded by a broadcast of 18 numbers a rank.
+        Collective. Cost: as `scatter`, preceded by a broadcast of 18 numbers per rank.
 
         Args:
-            tensors: On rank `src`, one tensor a rank, of at most 16 dimensions, equal in all but the first; else None.
+            tensors: On rank `src`, one tensor per rank, of at most 16 dimensions, equal in all but the first; else
+                None.
             src: The rank that sends.
-            algorithm: As for `all_reduce`, of scatter.
+            algorithm: A scatter algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
 
         Returns: A new contiguous tensor, on the communicator's device; with `async_op`, the `ResultWork` in flight.
@@ -1063,11 +1067,11 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
         """Return what each rank sends to this one, in rank order: `tensors[r]` of rank s is entry s on rank r.
 
-        Collective. Cost: as `all_to_all`, preceded by one of 18 numbers for each rank.
+        Collective. Cost: as `all_to_all`, preceded by an all_to_all of 18 numbers per rank.
 
         Args:
             tensors: One tensor per rank, of at most 16 dimensions. The first may differ between tensors.
-            algorithm: As for `all_reduce`, of all_to_all.
+            algorithm: An all_to_all algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
@@ -1095,7 +1099,8 @@ class Communicator(Place):
         Args:
             obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
             src: The rank that sends.
-            trusted: Send anything that cloudpickle supports, which lets peers run code here. The same on all ranks.
+            trusted: Whether to send anything that cloudpickle supports, which lets peers run code here. The same on all
+                ranks.
             timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
                 if None.
 
@@ -1119,7 +1124,7 @@ class Communicator(Place):
         return obj if self.rank == src else decode(buffer, trusted)
 
     def all_gather_object(self, obj: Any, *, trusted: bool = False, timeout: Timeout | None = None) -> list[Any]:
-        """Return every rank's value, in order of rank, on every rank. Collective.
+        """Return every rank's value, in rank order, on every rank. Collective.
 
         Args:
             obj: This rank's value, as for `broadcast_object`.
@@ -1145,7 +1150,7 @@ class Communicator(Place):
     def gather_object(
         self, obj: Any, dst: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
     ) -> list[Any] | None:
-        """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks. Collective.
+        """Return every rank's value, in rank order, on rank `dst`; None on the other ranks. Collective.
 
         Args:
             obj: This rank's value, as for `broadcast_object`.
@@ -1153,7 +1158,7 @@ class Communicator(Place):
             trusted, timeout: As for `broadcast_object`.
 
         Raises:
-            TypeError, ValueError: As `broadcast_object`, on rank `dst` and on the rank of the value.
+            TypeError, ValueError: As `broadcast_object`, on rank `dst` and on the rank that sent the value.
 
         Example:
             >>> un.launch(lambda comm: comm.gather_object({"rank": comm.rank}, dst=1), nprocs=2, backend="thread")
@@ -1169,10 +1174,10 @@ class Communicator(Place):
     def scatter_object(
         self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
     ) -> Any:
-        """Return entry r of rank `src`'s list on rank r; the other ranks pass no list. Collective.
+        """Return this rank's entry of rank `src`'s list; the other ranks pass no list. Collective.
 
         Args:
-            objs: On rank `src`, one value a rank, as for `broadcast_object`; else None.
+            objs: On rank `src`, one value per rank, as for `broadcast_object`; else None.
             src: The rank that sends.
             trusted, timeout: As for `broadcast_object`.
 
@@ -1197,13 +1202,13 @@ class Communicator(Place):
 
     # -- messages --------------------------------------------------------------------------------
     def send(self, tensor: Buffer, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:
-        """Send a tensor to rank `dst`; return when it may be changed again.
+        """Send a tensor to rank `dst`; return once the tensor may be changed again.
 
         Do not rely on buffering: two ranks that both send before they receive may deadlock. Use `sendrecv` instead.
 
         Args:
-            tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
-            dst: The receiver's rank. A message to itself needs a receive posted before, or an `isend`.
+            tensor: Any shape, strides and dtype. The receiver's tensor has the same number of elements and dtype.
+            dst: The receiver's rank. To send to yourself, post the receive first, or use `isend`.
             tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
@@ -1229,7 +1234,7 @@ class Communicator(Place):
 
         Args:
             tensor: As for `send`.
-            src: The sender's rank; any rank if None, served in turn where several have sent.
+            src: The sender's rank. None: any rank; if several have sent, they are served in turn.
             tag: As for `send`.
             timeout: As for `send`.
 
@@ -1274,9 +1279,9 @@ class Communicator(Place):
         return self._messages.post("isend", [Send(tensor, dst, tag)])
 
     def irecv(self, tensor: Buffer, src: int | None = None, tag: int = 0) -> Work:
-        """Start a receive. The tensor holds the message when the work's `wait` has returned.
+        """Start a receive. The tensor holds the message once the work's `wait` has returned.
 
-        If `src` is None, the message may be from any rank, which the work's `source_rank` then returns. Such receives
+        If `src` is None, the message may come from any rank; the work's `source_rank` then returns which. Such receives
         match, in call order, messages from ranks that no other posted receive names.
 
         Args:
@@ -1330,8 +1335,8 @@ class Communicator(Place):
         Args:
             messages: `un.Send` and `un.Recv`, each with a tensor, a peer and a tag.
 
-        Returns: A list of one work for all messages, as torch's function of the same name returns with nccl; empty
-            without messages.
+        Returns: A list with one work for all messages, as torch's function of the same name returns on nccl; empty if
+        there are no messages.
 
         Raises:
             TypeError: An element is neither a `Send` nor a `Recv`.
@@ -1356,13 +1361,13 @@ class Communicator(Place):
         return [self._messages.post("batch_isend_irecv", messages)] if messages else []
 
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
-        """Wait for a message without a posted receive, and return the rank that sent it.
+        """Wait for a message that no posted receive matches, and return the rank that sent it.
 
-        Does not receive it: the next receive from that rank, of this tag, gets the message.
+        Does not receive the message: the next receive from that rank with this tag gets it.
 
         Args:
             src: The sender's rank; any rank if None.
-            tag: Of the message.
+            tag: The message's tag.
             timeout: Seconds or a `timedelta`; the communicator's if None. The communicator remains usable after a
                 timeout.
 
@@ -1392,7 +1397,7 @@ class Communicator(Place):
         return work.source_rank()
 
     def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
-        """Return the sender of a message that has arrived, or None. Otherwise as `probe`.
+        """Return the sender of a message that has already arrived, or None. Otherwise as `probe`.
 
         Args:
             src, tag: As for `probe`.
@@ -1407,8 +1412,8 @@ class Communicator(Place):
     def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
         """Return a mailbox, and the metadata that each rank passed. Collective.
 
-        For libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not
-        the mailboxes: they `mark_lost` that rank alone.
+        For libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not the
+        mailboxes: they only `mark_lost` that rank.
 
         Args:
             metadata: A value that `unisono.serialization` supports, sent to all ranks.
@@ -1416,7 +1421,7 @@ class Communicator(Place):
         Raises:
             CommTimeoutError: Not all ranks joined.
 
-        Cost: a few exchanges over the control plane, and one request for each other rank.
+        Cost: a few exchanges over the control plane, and one request to each other rank.
 
         Example:
             >>> def program(comm):
@@ -1436,9 +1441,9 @@ class Communicator(Place):
     @overload
     def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create a communicator for each color, of the ranks that passed it, in the order of their keys.
+        """Create a communicator for each color, containing the ranks that passed it, ordered by key.
 
-        Collective over this communicator. Equal keys keep the order of ranks. A rank that passes `color=None` gets
+        Collective over this communicator. Ranks with equal keys keep their order. A rank that passes `color=None` gets
         None. Subgroups can be used concurrently with each other and with their parent.
 
         Args:
@@ -1469,7 +1474,7 @@ class Communicator(Place):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        # The color becomes part of the group's name, where True and 1 must be equal.
+        # The color becomes part of the group's name, in which True and 1 must be equal.
         color = color if color is None else int(color)
         self._splits += 1
         group = self._engine.group
@@ -1526,11 +1531,11 @@ class Communicator(Place):
         return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check, self._options)
 
     def dup(self, *, check: Check | None = None, deterministic: bool | None = None) -> Communicator:
-        """Return a second communicator of the same ranks, for another thread or library. Collective.
+        """Return a second communicator over the same ranks, for another thread or library. Collective.
 
         Args:
             check, deterministic: As for `init`; None copies this communicator's setting. check="off" suits a library
-                whose ranks have agreed on the calls to come.
+                whose ranks have already agreed on the calls that follow.
 
         Example:
             >>> def program(comm):
@@ -1551,28 +1556,29 @@ class Communicator(Place):
 
     # -- after a failure -----------------------------------------------------------------------
     def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
-        """Return a new communicator of the remaining ranks, renumbered in their old order, and of newcomers.
+        """Return a new communicator of the remaining ranks, renumbered in their old order, and any newcomers.
 
-        Collective over the live ranks: each calls it after a failed call, or all at the same point of the program to
-        admit newcomers. It does not wait for ranks that have left or die meanwhile. This communicator is unusable
-        afterwards; its subgroups are unaffected. The new communicator takes over what the old one would have closed.
+        Collective over the live ranks: each calls it after a failed call, or all call it at the same point of the
+        program to admit newcomers. It does not wait for ranks that have left or that die meanwhile. This communicator
+        is unusable afterwards; its subgroups are unaffected. The new communicator takes over everything that the old
+        one would have closed.
 
         Args:
-            grow: Number of newcomers, by `unisono.join`, to wait for and admit; they get the last ranks.
-            size: Instead of `grow`: number of ranks of the new communicator. Waits for enough newcomers to reach it,
-                replacing any that are lost meanwhile. Ranks that pass neither accept the `size` of the others.
+            grow: Number of newcomers (calling `unisono.join`) to wait for and admit; they get the highest ranks.
+            size: Instead of `grow`: number of ranks in the new communicator. Waits for enough newcomers to reach it,
+                replacing any that are lost meanwhile. Ranks that pass neither accept the other ranks' `size`.
             timeout: Time within which the others must join; the communicator's timeout if None. A live rank that has
                 not joined by then (a stopped process, say) is excluded permanently, and its call raises `AbortedError`.
 
         Raises:
             AbortedError: The other ranks continued without this rank.
-            CommTimeoutError: Newcomers have not joined.
+            CommTimeoutError: Newcomers did not join in time.
             MismatchError: Ranks passed different arguments.
             CommError: More ranks remain than `size`.
 
-        On a communicator that `is_replacement` it joins the others, and ignores every argument but the timeout.
+        On a communicator that `is_replacement`, this joins the other ranks and ignores every argument but the timeout.
 
-        Cost: one exchange over the control plane, and the time to connect: some milliseconds on one host.
+        Cost: one exchange over the control plane, and the time to connect: a few milliseconds on one host.
 
         Example:
             >>> def program(comm):
@@ -1612,7 +1618,7 @@ class Communicator(Place):
         return made
 
     def _attempt(self, grow: int, size: int, deadline: float) -> Communicator | None:
-        """Return the new communicator; None if another rank was lost while it was created."""
+        """Return the new communicator; None if another rank was lost while creating it."""
         group = self._engine.group
         self._rebuilds += 1
         try:
@@ -1621,7 +1627,7 @@ class Communicator(Place):
             )
         except CommError as error:
             raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None
-        # All ranks have joined, so no rank is in a call of the old communicator any more.
+        # All ranks have joined, so no rank is still in a call on the old communicator.
         self._engine.retire()
         members = rebuilt.members
         new = Group(rebuilt.name, members.index(group.members[group.rank]), members)
@@ -1654,7 +1660,7 @@ class Communicator(Place):
 
     # -- choice of algorithms --------------------------------------------------------------------
     def tune(self, seconds: float = 2.0) -> CostTable:
-        """Measure what messages cost, for `algorithm="auto"` to choose by from now on. Collective.
+        """Measure what messages cost, so that `algorithm="auto"` chooses by measurement from now on. Collective.
 
         Times a few algorithms and sizes, and fits latency, bandwidth, reduction speed and overhead per message to them.
         All ranks use rank 0's result, which rank 0 stores in the user's cache folder for later programs with the same
@@ -1687,15 +1693,15 @@ class Communicator(Place):
         op: str | ReduceOp = "sum",
         algorithm: str | None = None,
     ) -> Choice:
-        """Return which algorithm `"auto"` chooses for a call, why, and the predicted times of the others.
+        """Return which algorithm `"auto"` chooses for a call, why, and the predicted times of the alternatives.
 
-        Collective on the first call, unless `tune` or a call with "auto" came before: ranks agree on a cost table.
+        Collective on the first call, when ranks agree on a cost table, unless `tune` or a call with "auto" came first.
 
         Args:
-            collective: "all_reduce", "broadcast", ...; roots are rank 0.
-            nbytes: Bytes of one rank's input or output, whichever is longer.
+            collective: "all_reduce", "broadcast", ...; the root is rank 0.
+            nbytes: Size in bytes of one rank's input or output, whichever is larger.
             dtype, op: As in the call; floating-point reductions allow fewer algorithms.
-            algorithm: Another algorithm to predict.
+            algorithm: Another algorithm whose time to predict.
 
         Raises:
             ValueError: No such collective or algorithm, or the algorithm cannot serve the call.
@@ -1717,23 +1723,23 @@ class Communicator(Place):
     def metrics(self) -> dict[str, Any]:
         """Return figures of the latest calls, and the rank that holds up the others, if any. Collective.
 
-        For a training loop, every 100 steps or so. Covers the calls since the last time, from 100 to 2,048; they should
-        span at least 20 steps. Names a rank that lags the others by 2 % of the time (8 % with two ranks), more steadily
-        than chance would explain. Rank 0 logs this once, as a warning on the logger `unisono`. From then on ranks
-        sample their stacks 200 times a second, and later calls of this method report what the slow rank is doing. Times
-        are host times: a kernel that waits on a GPU takes none.
+        Call it in a training loop, every 100 steps or so. Covers the calls since the last report, from 100 to 2,048 of
+        them; they should span at least 20 steps. Names a rank that lags the others by 2 % of the time (8 % with two
+        ranks), more steadily than chance would explain. Rank 0 logs this once, as a warning on the logger `unisono`.
+        From then on ranks sample their stacks 200 times a second, and later calls of this method report what the slow
+        rank is doing. Times are host times, so a kernel waiting on a GPU takes none.
 
         Returns:
             The same on every rank: "calls" (number of collectives that all ranks have recorded), "seconds" (the time
             they span), "outside_s" (for each rank, the part of it spent outside this communicator's calls), and
             "straggler": None, or a dict of "rank"; "where", the call before which it is late; "late_s" and "share", its
-            delay in total and as a fraction of the time; "doing" ("computing", "in a collective" of another group, or
+            delay in seconds and as a fraction of the time; "doing" ("computing", "in a collective" of another group, or
             "in the loader") and "line", both None until there are enough samples to distinguish it from other ranks.
 
         Raises:
             CommError: As any collective.
 
-        Cost: 2 short collectives with 24 bytes for each recorded call; recording adds 50 ns to every call.
+        Cost: 2 short collectives with 24 bytes per recorded call; recording adds 50 ns to every call.
 
         Example:
             >>> import time
@@ -1770,7 +1776,7 @@ class Communicator(Place):
         self._engine.activity.owner = 0
 
     def allow_any_thread(self) -> None:
-        """Allow every thread to use it from now on. The caller ensures that only one is in a collective at a time.
+        """Allow every thread to use this from now on. The caller ensures that only one is in a collective at a time.
 
         Raises:
             CommError: Another thread owns it.
@@ -1789,12 +1795,12 @@ class Communicator(Place):
 
     # -- stopping at the same step -----------------------------------------------------------------
     def stop_requested(self) -> bool:
-        """Return whether all ranks stop here. Every rank calls it once a step, at the same place in its loop.
+        """Return whether all ranks stop here. Every rank calls it once per step, at the same place in its loop.
 
-        Each call is a step boundary. After any rank has requested a stop, it becomes true on all ranks at the same
-        boundary, the next one that no rank has passed, and remains true. Until a request, it sends nothing and never
-        waits. `un.stop.batches` wraps a loader in it; `un.stop.enable` lets signals, deadlines and files request a
-        stop.
+        Each call is a step boundary. After any rank has requested a stop, it returns True on all ranks from the same
+        boundary on: the first that no rank has passed yet. Until a request, it sends nothing and never waits.
+        `un.stop.batches` calls it for each batch of a loader; `un.stop.enable` lets signals, deadlines and files
+        request a stop.
 
         Raises:
             ClosedError: The communicator is closed.
@@ -1829,7 +1835,7 @@ class Communicator(Place):
         return boundaries.stops_at is not None and boundaries.stopped
 
     def request_stop(self, reason: str = "the program asked for it") -> None:
-        """Request that all ranks stop at the same step, where `stop_requested` becomes true. Callable from any thread.
+        """Request that all ranks stop at the same step, where `stop_requested` returns True. Callable from any thread.
 
         Only the first request counts. After `rebuild`, the request goes to the new communicator.
 
@@ -1848,7 +1854,7 @@ class Communicator(Place):
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason of the request for which this rank has stopped; None before."""
+        """The reason given in the stop request, once this rank has stopped; None before."""
         return boundaries_of(self).reason
 
     @property
@@ -1857,7 +1863,7 @@ class Communicator(Place):
         return self if self._successor is None else self._successor.latest
 
     def abort(self, reason: str = "the program asked for it") -> None:
-        """End every wait on every rank with `AbortedError`, and break the communicator. Callable from any thread.
+        """Make every wait on every rank raise `AbortedError`, and break the communicator. Callable from any thread.
 
         Args:
             reason: Part of the error's text on every rank.
@@ -1880,7 +1886,7 @@ class Communicator(Place):
 
         First waits for background saves, then up to a second for the other ranks, so that nothing in flight is cut off.
         Both waits end immediately if the communicator is broken. If a save has failed, its error is raised at the end.
-        On nccl, so is a difference between the last calls, which ranks have compared while they ran.
+        On nccl, a mismatch between the last calls, which ranks compare while they run, is raised here as well.
         A communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
         works.
 
@@ -1930,7 +1936,7 @@ class Communicator(Place):
         self._engine.ending.closers.append(action)
 
     def _finish(self) -> None:
-        """Wait for background users to finish, while the communicator still works."""
+        """Wait for background users to finish while the communicator still works."""
         if self._successor is not None:
             self._successor._finish()
         while self._before_close:
@@ -1969,7 +1975,7 @@ class Communicator(Place):
         try:
             self.close()
         except Exception:
-            # The error of a background save must not replace the one that ends the program.
+            # An error in a background save must not replace the one that ends the program.
             if error is None:
                 raise
 
@@ -1994,7 +2000,7 @@ class Communicator(Place):
 
 
 def join_part(comm: Communicator, part: Group, check: Check, options: Options) -> Communicator:
-    """Return a communicator of some ranks of another one. Only its members call this, with a new name.
+    """Return a communicator of some of another communicator's ranks. Only those ranks call this, with a new name.
 
     Args:
         comm: The communicator of all ranks.
@@ -2048,9 +2054,9 @@ def boundaries_of(comm: Communicator) -> StepBoundaries:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Replace the transport and control plane, for this communicator and those made from it later.
+    """Replace the transport and control plane of this communicator and of those made from it later.
 
-    For example with a recording wrapper, and with the originals again when the recording ends.
+    Used to install a recording wrapper, and to restore the originals when recording ends.
     """
     comm._control = control
     comm._engine.wrap(transport, control)

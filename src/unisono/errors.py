@@ -23,15 +23,15 @@ _FIELDS = ("rank", "size", "group", "operation", "call", "peer", "nbytes", "wait
 class CommError(RuntimeError):
     """Base class of the library's errors: a failure of communication between ranks.
 
-    The code that raises it passes the fields it knows; the layers above add where it happened with :meth:`locate`. The
+    The code that raises it passes the fields it knows; higher layers add where it happened with :meth:`locate`. The
     text is formatted only when it is read.
 
     Args:
-        message: The text without the place.
-        rank, size, group: The rank that raised, the size of its group, and which group that is, in words.
+        message: The text without the location.
+        rank, size, group: The rank that raised, the size of its group, and a description of that group.
         operation, call: The operation's name and its number in the group, counted from 1.
-        peer: The rank of the same group that caused it, if there is one.
-        nbytes: Bytes of the message in question.
+        peer: The rank in the same group that caused the error, if there is one.
+        nbytes: Size of the message in bytes.
         waited_s: Seconds waited before giving up.
 
     Attributes:
@@ -72,7 +72,7 @@ class CommError(RuntimeError):
         """Fill in attributes that are still unset.
 
         Args:
-            known: Values by the attributes' names.
+            known: Values by attribute name.
 
         Returns: The error itself.
 
@@ -135,7 +135,7 @@ class PeerLostError(CommError, ConnectionError):
 
 
 class MismatchError(CommError, ValueError):
-    """Ranks called different operations, or the same one with incompatible arguments.
+    """Ranks called different operations, or the same operation with incompatible arguments.
 
     Example:
         >>> un.launch(lambda comm: comm.all_reduce(torch.ones(1 + comm.rank)), 2, "thread")

@@ -3,7 +3,7 @@
     sampler = un.data.PartitionSampler(dataset, comm)
     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
 
-Each partitioner is a file in `partitions`, found by its name.
+Each partitioner is a file in `partitions`, looked up by name.
 """
 
 from __future__ import annotations

@@ -19,17 +19,17 @@ __all__ = ["GlobalBatchSampler"]
 
 
 class GlobalBatchSampler(Sampler[list[Any]]):
-    """Sampler that cuts an epoch into batches, and each batch into the ranks' parts: `DataLoader(batch_sampler=...)`.
+    """Sampler that cuts an epoch into batches, and each batch into one part per rank: `DataLoader(batch_sampler=...)`.
 
-    All ranks make equally many steps, and step s uses the same samples on any number of ranks, even after resuming with
-    a different number. So training is the same up to rounding, if means are over samples: use
+    All ranks make the same number of steps, and step s uses the same samples on any number of ranks, even after
+    resuming with a different number. So training is the same up to rounding, provided that means are over samples: use
     `averager.weight(len(batch))`, or divide the loss by the size of the whole batch.
 
     Args:
         dataset: Anything with a length.
         batch_size: Number of samples in one step, over all ranks.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        partition: A partitioner that deals samples in turns: "shuffled", "strided", or a sampler wrapped in
+        partition: A partitioner that assigns samples to parts in turn: "shuffled", "strided", or a sampler wrapped in
             `un.data.sampled`.
         shuffle, seed: As for `PartitionSampler`.
         drop_last: Whether to drop a shorter last batch.
@@ -42,10 +42,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     Raises:
         TypeError: As `PartitionSampler`.
-        ValueError: The last batch would leave ranks without a sample, without `allow_empty_batches`; the partitioner
-            does not deal in turns; `batch_size` is less than 1; or as `PartitionSampler`.
+        ValueError: The last batch would leave ranks without a sample, and `allow_empty_batches` is not set; the
+            partitioner does not assign samples in turn; `batch_size` is less than 1; or as `PartitionSampler`.
 
-    Cost: 20 ns for each sample of the global batch.
+    Cost: 20 ns per sample of the global batch.
 
     Example:
         >>> options = {"batch_size": 4, "num_replicas": 2, "shuffle": False}
@@ -92,7 +92,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     @property
     def epoch(self) -> int:
-        """Epoch set by `set_epoch`."""
+        """The epoch set by `set_epoch`."""
         return self._sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -155,19 +155,19 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: State of any rank, or a list of states of ranks at the same step.
+            state: State of any rank, or a list of the states of ranks at the same step.
 
         Raises:
-            ValueError: The state belongs to another dataset, partitioner, order or format.
+            ValueError: The state belongs to a different dataset, partitioner, order or format.
         """
         self._sampler.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
-        """Move to a communicator of other ranks. Collective over it, including newcomers.
+        """Move to a communicator with different ranks. Collective over it, including newcomers.
 
         Args:
             comm: The new communicator; its `all_gather_object` exchanges the ranks' states.
-            like: Rank of it from whose step all ranks resume; None for the furthest step of any rank.
+            like: Rank in the new communicator from whose step all ranks resume; None for the furthest step of any rank.
 
         Raises:
             ValueError: The last batch has fewer samples than there are new ranks, without `allow_empty_batches`; or

@@ -13,7 +13,7 @@ __all__ = ["codes", "digest", "numbers", "of_dataset"]
 
 
 def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
-    """The first of these attributes that a dataset has; for a subset, only its own samples' values.
+    """The first of these attributes that a dataset has; for a subset, only the values of its own samples.
 
     Raises a `ValueError` that says how to pass them instead.
     """
@@ -38,7 +38,7 @@ def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
 
 
 def codes(values: Iterable[Any], name: str) -> torch.Tensor:
-    """Code each value from 0 on, equal values alike: numbers in sorted order, others in order of occurrence."""
+    """Number the distinct values from 0: numbers in sorted order, others in order of occurrence."""
     if isinstance(values, torch.Tensor):
         given = values.detach().to("cpu")
         if given.dim() != 1:
@@ -50,7 +50,7 @@ def codes(values: Iterable[Any], name: str) -> torch.Tensor:
 
 
 def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
-    """One float64 for each sample, checked to be finite and not negative."""
+    """One float64 per sample, checked to be finite and non-negative."""
     listed = values if isinstance(values, torch.Tensor) else list(values)
     given = torch.as_tensor(listed, dtype=torch.float64, device="cpu").detach()
     if given.dim() != 1:
@@ -63,7 +63,7 @@ def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
 
 
 def digest(values: torch.Tensor) -> str:
-    """A digest that distinguishes these values from others, for saved states."""
+    """A digest of these values, for comparison with saved states."""
     held = values.contiguous()
     return hashlib.blake2b(
         (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b"", digest_size=8

@@ -16,7 +16,7 @@ __all__ = ["IndexShuffle", "seeded_permutation"]
 
 _DOUBLE_ROUNDS = 3
 _TILE = 16384
-# Below this count, a table is no larger than the rounds' own constants, and every order is equally likely.
+# Below this count, a table is no larger than the rounds' constants, and makes every order equally likely.
 _TABLE = 4096
 # Odd and without a pattern, because multiplying by them is the only mixing of bits in the round function.
 _FIRST = -1640531535
@@ -31,19 +31,19 @@ class IndexShuffle(Indices):
 
     Args:
         count: From 0 to 2^62.
-        seed: A whole number, 0 or more.
-        epoch: A whole number, 0 or more; each epoch has its own order.
+        seed: An integer, 0 or more.
+        epoch: An integer, 0 or more; each epoch has its own order.
 
     Raises:
         ValueError: `count`, `seed` or `epoch` is negative, or `count` too large.
-        TypeError: One of them is not a whole number.
+        TypeError: One of them is not an integer.
 
     Cost: none to construct; about 20 ns per index in large batches, with half a MiB of temporary memory.
 
-    The method is the second of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): an index is a
-    pair of numbers, the halves modify each other in turn (Luby and Rackoff, "How to construct pseudorandom permutations
-    from pseudorandom functions", SIAM J. Comput. 17, 1988), and a result that is too large is permuted again ("cycle
-    walking"), here about once in sqrt(count) times. For shuffling, not for secrets.
+    The method is the second of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): an index is
+    split into two halves, which modify each other in turn (Luby and Rackoff, "How to construct pseudorandom
+    permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), and a result that is too large is permuted
+    again ("cycle walking"), here about once in sqrt(count) times. Suitable for shuffling, not for cryptography.
 
     Example:
         >>> shuffle = un.data.IndexShuffle(10, seed=1)
@@ -105,7 +105,7 @@ class IndexShuffle(Indices):
         return _wrapped(self._keys[2 * turn + 1] + (number ^ number >> 15) * _SECOND)
 
     def _turn(self, places: torch.Tensor, into: torch.Tensor) -> None:
-        """One pass of all rounds, which maps numbers below `highs * 2^bits` to such numbers."""
+        """One pass through all rounds; permutes the numbers below `highs * 2^bits`."""
         if self._made is None:
             self._made = _Constants(self._keys, self._bits, self._highs)
         c = self._made
@@ -165,10 +165,10 @@ class _Constants:
 
 
 def seeded_permutation(count: int, seed: int) -> torch.Tensor:
-    """The numbers below `count` in an order that depends only on the seed. Costs about 0.1 us a sample.
+    """The numbers below `count` in an order that depends only on the seed. Costs about 0.1 us per sample.
 
-    Only `Random.random` is promised to give the same output on every platform and in every version; hence a stable sort
-    by such keys instead of a library's shuffle.
+    Only `Random.random` is guaranteed to give the same output on every platform and in every version, so this is a
+    stable sort by such keys instead of a library's shuffle.
 
     Example:
         >>> seeded_permutation(8, 1234).tolist()

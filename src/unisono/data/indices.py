@@ -1,4 +1,4 @@
-"""Sequences of samples that are computed on access, so that they may have any length."""
+"""Sequences of samples that are computed on access, so they may have any length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK = 4096
 
 
 class Indices(ABC):
-    """The samples of an epoch, or of a part of it, in order; a sequence of integers.
+    """The samples of an epoch, or of part of it, in order; a sequence of integers.
 
     Example:
         >>> half = un.data.IndexShuffle(10**12, seed=1)
@@ -111,7 +111,7 @@ class RangeIndices(Indices):
 
 
 class Listed(Indices):
-    """Output of a sampler: numbers, or anything else that can index a dataset."""
+    """Output of a sampler: integers, or anything else that can index a dataset."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -127,7 +127,7 @@ class Listed(Indices):
 
 
 class Selected(Indices):
-    """Some positions of another sequence. Create it with `select`, which flattens."""
+    """Selected positions of another sequence. Create it with `select`, which flattens nested selections."""
 
     def __init__(self, base: Indices, places: Places) -> None:
         self.base = base
@@ -152,7 +152,7 @@ class Selected(Indices):
 
 
 class Concatenated(Indices):
-    """Sequences one after another, each with its own offset added to its samples."""
+    """Concatenation of sequences, each with its own offset added to its samples."""
 
     def __init__(self, parts: Sequence[Indices], starts: Sequence[int] | None = None) -> None:
         self._parts = parts
@@ -190,7 +190,7 @@ class Concatenated(Indices):
 
 
 def select(base: Indices, pieces: Sequence[Places]) -> Indices:
-    """The positions of all pieces, one after another. Ranges of ranges become one, so resuming is often free.
+    """Concatenate the positions in all pieces. Ranges of ranges become a single range, so resuming is often free.
 
     Example:
         >>> list(select(select(RangeIndices(100), [range(10, 50, 2)]), [range(3), range(10, 12)]))
@@ -207,12 +207,12 @@ def _selected(base: Indices, piece: Places) -> Indices:
 
 
 def are_integers(numbers: torch.Tensor) -> bool:
-    """Return whether a tensor holds whole numbers: not a mask, nor fractions that would be truncated."""
+    """Return whether a tensor holds integers: neither a mask, nor fractions that would be truncated."""
     return not (numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex())
 
 
 def taken_from(places: Places, start: int, stop: int) -> torch.Tensor:
-    """Some of the positions as a tensor."""
+    """The values at some of the positions, as a tensor."""
     piece = places[start:stop]
     if isinstance(piece, range):
         return torch.arange(piece.start, piece.stop, piece.step, device="cpu")

@@ -1,4 +1,4 @@
-"""Evaluation metrics over ranks with uneven parts, in which every sample counts once."""
+"""Evaluation metrics over ranks with uneven parts, in which every sample counts exactly once."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def gather_metrics(
 ) -> dict[str, float]:
     """The mean of each metric over the samples of all ranks, the same on every rank.
 
-    Sums are exact: the mean is the float64 nearest to the true one, so it depends neither on the number of ranks nor on
-    which samples each had.
+    Sums are exact: the mean is the float64 nearest to the true mean, so it depends neither on the number of ranks nor
+    on which samples each rank had.
 
     Collective over `comm`; ranks may have different numbers of samples, including none.
 
     Args:
         comm: A communicator; None for a world of one.
-        metrics: By name, a one-dimensional tensor or sequence with a number for each of this rank's samples; or a
-            single number, the sum over this rank's `count` samples.
+        metrics: Metrics by name: a one-dimensional tensor or sequence with a number for each of this rank's samples, or
+            a single number, the sum over this rank's `count` samples.
         count: This rank's number of samples, needed if any metric is a sum.
 
     Raises:
@@ -40,9 +40,9 @@ def gather_metrics(
         MismatchError: Ranks passed metrics with different names.
 
     Returns:
-        The mean by name; nan if no rank has a sample.
+        The means by name; nan if no rank has a sample.
 
-    Cost: one exchange of a few hundred bytes for each metric.
+    Cost: one exchange of a few hundred bytes per metric.
 
     Example:
         >>> def program(comm):
@@ -72,14 +72,15 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         outputs: A tensor with this rank's samples along the first dimension, or a list of plain values.
         indices: The dataset index of each output: a list or a one-dimensional tensor.
         count: Number of samples in the dataset; if set, a missing sample is an error.
-        dst: The only rank that receives the result; None: every rank.
+        dst: The only rank that receives the result; None for every rank.
 
     Raises:
         ValueError: On every rank: indices and outputs differ in number, indices are not integers, samples differ in
             shape, or one is duplicated or missing.
 
     Returns:
-        A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None on ranks but `dst`.
+        A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None on ranks other than
+        `dst`.
 
     Example:
         >>> def program(comm):
@@ -90,7 +91,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         [[0, 10, 20, 30, 40], [0, 10, 20, 30, 40]]
     """
     given = torch.as_tensor(indices).detach().to("cpu")
-    # Indices that are not integers are sent as they are, so that they are an error on every rank.
+    # Indices that are not integers are sent unchanged, so that they raise an error on every rank.
     positions = given.long() if not given.numel() or are_integers(given) else given
     local = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
     if comm is None:
@@ -98,7 +99,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     elif dst is None:
         everyone = comm.all_gather_object((positions, local))
     else:
-        # All ranks get counts and indices, so that invalid ones are an error on every rank.
+        # All ranks get counts and indices, so that invalid ones raise an error on every rank.
         _check(comm.all_gather_object((positions, *_described(local))), count)
         everyone = comm.gather_object((positions, local), dst)
         if everyone is None:
@@ -114,7 +115,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
 
 
 def _described(values: torch.Tensor | list[Any]) -> tuple[int, tuple[int, ...] | None]:
-    """Return the number of samples, and the shape of one if they are tensors; -1 for a zero-dimensional tensor."""
+    """Return the number of samples (-1 for a zero-dimensional tensor), and the shape of one if they are tensors."""
     if not isinstance(values, torch.Tensor):
         return len(values), None
     return (len(values), tuple(values.shape[1:])) if values.dim() else (-1, ())
@@ -142,7 +143,7 @@ def summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int
     """Return the number of samples and their exact sum: a multiple of 2^-1130 in hexadecimal, or a non-finite value."""
     given = _exact(name, values)
     if given.dim() == 0:
-        # A Python integer: numpy's would silently overflow later.
+        # Use a Python integer, because numpy's would silently overflow later.
         many = -1 if count is None else operator.index(count)
         if many < 0:
             raise ValueError(f"{name!r} is a sum: pass count=..., the number of its samples")
@@ -176,7 +177,7 @@ def _exact_sum(values: torch.Tensor) -> str | float:
     integers = (mantissas * 2.0**53).long()
     lowest = int(exponents.min())
     shifts = (exponents - lowest).long()
-    # Summed in halves, so that 2^36 of them fit.
+    # Summed as two halves, so that 2^36 of them fit.
     length = int(shifts.max()) + 1
     halves = (integers >> 27, integers & (1 << 27) - 1)
     high, low = (

@@ -24,7 +24,7 @@ class _Indexable(Protocol[T_co]):
 
 
 class Partition(Dataset[T_co]):
-    """Some samples of a dataset, in any order: a torch dataset, and a sequence.
+    """A selection of a dataset's samples, in any order; both a torch dataset and a sequence.
 
     A slice gives a `Partition` of the same data. A negative index counts from the end.
 
@@ -38,7 +38,7 @@ class Partition(Dataset[T_co]):
 
     Raises:
         IndexError: On indexing past either end.
-        TypeError: `indices` are not integers, but a mask, for example.
+        TypeError: `indices` are not integers (but a mask, for example).
         ValueError: `indices` are not one-dimensional.
 
     Example:
@@ -64,7 +64,7 @@ class Partition(Dataset[T_co]):
     @overload
     def __getitem__(self, index: slice) -> Partition[T_co]: ...
     def __getitem__(self, index: int | slice) -> T_co | Partition[T_co]:
-        # Slices go through a range, because tensors refuse a negative step.
+        # Slices go through a range, because tensors don't support a negative step.
         if isinstance(index, slice):
             return Partition(self.data, self.indices[list(range(len(self))[index])])
         position = operator.index(index)
@@ -80,25 +80,25 @@ class DataPartitioner(Generic[T_co]):
     """Division of a dataset into parts: every sample is in exactly one part, whatever the fractions.
 
     The same number of samples, `sizes` and `seed` give the same parts on every rank and platform. Global random
-    generators are neither read nor changed. Costs 8 bytes and one sort key a sample.
+    generators are neither read nor changed. Costs 8 bytes and one sort key per sample.
 
     Args:
         data: Anything with a length that can be indexed. It is not copied.
         sizes: The fraction of each part; they sum to 1. Every part is within one sample of its fraction: the samples
-            left over by rounding down go to the parts that it cut most; ties go to the first.
-        seed: A whole number, 0 or more.
-        partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own guarantee of balance. None
-            for a random permutation that is kept in memory.
+            left over by rounding down go to the parts that lost most by it; ties go to the first.
+        seed: An integer, 0 or more.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own balance guarantee. None for a
+            random permutation that is kept in memory.
         shuffle: Whether the order is shuffled; None for the partitioner's default.
 
     Attributes:
         data: As given.
-        partitions: For each part a one-dimensional int64 tensor of the samples' indices.
+        partitions: For each part, a one-dimensional int64 tensor of its samples' indices.
 
     Raises:
         ValueError: `sizes` do not sum to 1, or one is negative or NaN; `seed` is negative; or the partitioner is
-            unknown, or does not fit the data.
-        TypeError: `data` has no length, `seed` is not a whole number, or `partition` is not a partitioner.
+            unknown or does not fit the data.
+        TypeError: `data` has no length, `seed` is not an integer, or `partition` is not a partitioner.
 
     Example:
         >>> partitioner = DataPartitioner(range(10, 20), sizes=[1 / 3, 1 / 3, 1 / 3])
@@ -145,7 +145,7 @@ class DataPartitioner(Generic[T_co]):
         return (self.use(rank) for rank in range(len(self)))
 
     def use(self, rank: int) -> Partition[T_co]:
-        """Return the part of this rank.
+        """Return the part of a rank.
 
         Args:
             rank: From 0 to the number of `sizes` - 1.

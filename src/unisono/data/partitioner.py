@@ -1,4 +1,4 @@
-"""Base classes of partitioners, which order an epoch's samples and assign them to parts in exact shares."""
+"""Base classes of partitioners, which order an epoch's samples and assign them to parts of exact sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound:
-    """Balance of the parts that a partitioner guarantees.
+    """Balance that a partitioner guarantees for its parts.
 
     Attributes:
         what: The quantity measured, such as "samples".
@@ -46,7 +46,7 @@ class Bound:
     def around(
         cls, what: str, load: Callable[[torch.Tensor], float], total: float, shares: Sequence[float], slack: float
     ) -> Bound:
-        """Bound of less than `slack` away from the share of the total (up to rounding of the shares)."""
+        """Bound that allows less than `slack` deviation from the share of the total (up to rounding of the shares)."""
         slack += 1e-6 + 1e-9 * total
         middle = [share * total for share in shares]
         return cls(what, load, [max(0.0, much - slack) for much in middle], [much + slack for much in middle])
@@ -60,11 +60,11 @@ class Partitioner(ABC):
 
     Attributes:
         shuffles: Whether an epoch is shuffled by default.
-        interleaves: Whether equal parts take turns (part r of p has places r, r + p, r + 2p, ...), so that the
-            samples used by all parts together are a prefix of the order. The global order then does not depend on
-            the number of parts.
+        interleaves: Whether equal parts take turns (part r of p has places r, r + p, r + 2p, ...), so the samples used
+            by all parts together are a prefix of the order. The global order then does not depend on the number of
+            parts.
         in_step: Whether ranks can be expected to use their parts at the same pace.
-        draws: Whether each rank draws the order itself, so that `PartitionSampler` must compare it between ranks.
+        draws: Whether each rank draws the order itself, in which case `PartitionSampler` compares it between ranks.
 
     Example:
         >>> class Reversed(un.data.Partitioner):
@@ -82,7 +82,7 @@ class Partitioner(ABC):
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """Return a partitioner for a dataset, with the attributes that it needs from it.
+        """Return a partitioner for a dataset, reading the dataset attributes that it needs.
 
         Args:
             dataset: Anything with a length. "balanced" reads its attribute `costs` or `lengths`, "dirichlet" and
@@ -99,11 +99,11 @@ class Partitioner(ABC):
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return all samples in the order of an epoch that begins with these parts.
+        """Return all samples in the order of an epoch that begins with this division into parts.
 
         Args:
             count: Number of samples in the dataset.
-            shuffle: Whether the order is drawn from `seed` and `epoch`; else it is the dataset's.
+            shuffle: Whether the order is drawn from `seed` and `epoch`; if not, it is the dataset's order.
             seed, epoch: Integers, 0 or more.
             shares: The fraction of each part; "contiguous" shuffles inside the parts only.
 
@@ -119,12 +119,12 @@ class Partitioner(ABC):
 
     @abstractmethod
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        """Return the positions of each part in `samples`, ascending.
+        """Return each part's positions in `samples`, ascending.
 
         Args:
-            samples: All samples of an epoch, or the rest of them.
+            samples: All samples of an epoch, or those that remain.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: Seed of random choices. Parts depend on the epoch only through its order.
+            seed: Seed of random choices. The parts depend on the epoch only through its order.
 
         Raises:
             ValueError: A sample has no known label, group or cost, or the partitioner does not support these shares.
@@ -135,7 +135,7 @@ class Partitioner(ABC):
         """
 
     def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
-        """Return the guaranteed bounds of the parts of `samples`; by default less than one sample from each share.
+        """Return the guaranteed bounds for the parts of `samples`; by default, less than one sample from each share.
 
         Args:
             samples, shares: As in `divide`.
@@ -150,7 +150,7 @@ class Partitioner(ABC):
     def together(self, samples: torch.Tensor) -> torch.Tensor | None:
         """Return a number for each sample; samples with the same number are always in the same part.
 
-        None: no guarantee.
+        None means no guarantee.
 
         Args:
             samples: Dataset indices: int64, one-dimensional, on the CPU.
@@ -162,7 +162,7 @@ class Partitioner(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may differ after resuming with another number of parts, as plain values.
+        """Return the settings that may differ after resuming with a different number of parts, as plain values.
 
         Example:
             >>> un.data.weighted([3, 1]).settings()
@@ -174,7 +174,7 @@ class Partitioner(ABC):
         """Return this partitioner with the settings of an earlier phase.
 
         Args:
-            settings: A result of `settings` of a partitioner of the same class.
+            settings: Result of `settings` of a partitioner of the same class.
 
         Example:
             >>> un.data.weighted([3, 1]).replaced({"weights": [1.0, 1.0]}).settings()
@@ -183,7 +183,7 @@ class Partitioner(ABC):
         return self
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for partitioners that deal alike, and different for others, up to collisions.
+        """Return a digest that is equal for partitioners that assign alike, and otherwise differs, up to collisions.
 
         Example:
             >>> un.data.strided().fingerprint(), un.data.strided().fingerprint() == un.data.shuffled().fingerprint()
@@ -233,11 +233,11 @@ def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
     """Return integers that sum to `count`, each less than one away from its fraction.
 
-    Hamilton's method (largest remainder): the units left over by rounding down go to the fractions that it cut most;
-    ties go to the first. Also useful for the batch sizes of ranks with different speeds.
+    Hamilton's method (largest remainder): the units left over by rounding down go to the fractions that lost most by
+    it; ties go to the first. Also useful for the batch sizes of ranks that run at different speeds.
 
     Args:
-        count: The whole, such as a number of samples; 0 or more.
+        count: The total, such as a number of samples; 0 or more.
         sizes: Fractions from 0 to 1, which sum to 1 within 1e-9 for each.
 
     Raises:
@@ -253,7 +253,7 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
     total = math.fsum(fractions)
     if not fractions or abs(total - 1) > 1e-9 * len(fractions):
         raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total:.12g}; divide each of them by the sum")
-    # Integers from here on, so that equal fractions are rounded equally. 0.7 means seven tenths.
+    # Use integers from here on, so that equal fractions are rounded equally. 0.7 means exactly seven tenths.
     weights = [round(fraction * 10**15) for fraction in fractions]
     total_weight = sum(weights)
     quotas = [divmod(count * weight, total_weight) for weight in weights]
@@ -267,7 +267,7 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
 class AssignmentPartitioner(Partitioner):
     """Base class of partitioners that assign samples by content instead of position in the order.
 
-    Parts remain the same from epoch to epoch, and each is shuffled internally. Takes about 50 bytes a sample on every
+    Parts remain the same from epoch to epoch, and each is shuffled internally. Takes about 50 bytes per sample on every
     rank while dividing, and 8 afterwards.
 
     Args:
@@ -315,7 +315,7 @@ class AssignmentPartitioner(Partitioner):
 
 
 def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    """Return for each part the positions of its number in `owners`, ascending."""
+    """For each part, return the positions of its number in `owners`, ascending."""
     counts = owners.bincount(minlength=parts).tolist() if len(owners) else [0] * parts
     pieces: tuple[torch.Tensor, ...] = owners.argsort(stable=True).split(counts)
     return pieces

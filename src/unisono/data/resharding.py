@@ -1,4 +1,4 @@
-"""Deals the remaining samples of an epoch to parts, and finds what remains when each part has used some."""
+"""Assigns the remaining samples of an epoch to parts, and determines what remains when each part has used some."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Evening = Literal["none", "drop", "pad"]
 
 @dataclass(frozen=True)
 class ShardingPhase:
-    """A finished stretch of an epoch, before the number of parts changed.
+    """A finished phase of an epoch, before the number of parts changed.
 
     Attributes:
         parts: Number of parts.
-        taken: Number of committed samples of each part.
+        taken: Number of samples that each part has committed.
         settings: The partitioner's settings at the time.
     """
 
@@ -65,7 +65,7 @@ class Resharding:
         return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Positions to repeat: the first ones of an interleaved order, otherwise the part's own."""
+        """Positions to repeat as padding: the first ones of an interleaved order, otherwise the part's own."""
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
             return (number + len(self.parts) * more) % len(self.rest)
@@ -75,7 +75,7 @@ class Resharding:
 def deal(
     rule: Partitioner, order: Indices, phases: Sequence[ShardingPhase], parts: int, seed: int, evening: Evening = "none"
 ) -> Resharding:
-    """Replay the finished phases of an epoch, and deal the remaining samples."""
+    """Replay the finished phases of an epoch, and assign the remaining samples to parts."""
     for phase in phases:
         earlier = rule.replaced(phase.settings).divide(order, equal_shares(phase.parts), seed)
         order = select(order, leftover(earlier, phase.taken, len(order)))
@@ -83,7 +83,7 @@ def deal(
 
 
 def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
-    """The remaining positions of a sequence of `count`, ascending, when each part has used `taken` of its samples.
+    """The remaining positions in a sequence of `count`, ascending, when each part has used `taken` of its samples.
 
     Example:
         >>> leftover([range(0, 9, 3), range(1, 9, 3), range(2, 9, 3)], [2, 1, 1], 9)
@@ -108,7 +108,7 @@ def _start(part: range) -> int:
 
 
 def in_step(lengths: Sequence[int], total: int) -> list[int]:
-    """Return how many samples each part has used when all together have used `total` in turns; skips finished parts.
+    """Return how many samples each part has used when all have used `total` in turn; finished parts are skipped.
 
     Example:
         >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)
@@ -131,7 +131,7 @@ def added(
 ) -> list[ShardingPhase]:
     """Return the phases with one appended, in the shortest form.
 
-    Parts that take turns and have kept step have together used the first positions of the order, whatever their number.
+    Parts that take turns and are in step have together used the first positions of the order, whatever their number.
     So a job that is resumed a thousand times has one phase.
     """
     total = sum(last.taken)

@@ -18,7 +18,7 @@ def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> 
     """Return the values common to all states; raise `ValueError` if they contradict each other or `expected`.
 
     Args:
-        states: States of one job's ranks at one time.
+        states: States of one job's ranks, all from the same time.
         expected: This sampler's values, under the same keys.
     """
     for state in states:
@@ -57,9 +57,9 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     Args:
         states: States of some ranks of the job, or of all.
         lengths: Number of samples of each rank.
-        in_step: Whether ranks may be assumed to have kept step.
-        lost: Whether ranks without a state have died; they are assumed to be no further than the furthest reported
-            rank.
+        in_step: Whether ranks may be assumed to be in step.
+        lost: Whether ranks without a state have died; they are assumed to have got no further than the furthest rank
+            with a state.
 
     Raises:
         ValueError: The counts cannot be inferred; the states of all ranks are needed.

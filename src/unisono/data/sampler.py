@@ -1,4 +1,4 @@
-"""`PartitionSampler`: this rank's samples and progress, and the rest of an epoch when the ranks change."""
+"""`PartitionSampler`: this rank's samples and progress, and re-partitioning of an epoch when the ranks change."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["EpochProgress", "EpochWarning", "PartitionSampler", "unchanged_on_er
 class PartitionSampler(DistributedSampler[Any]):
     """Sampler of this rank's samples, in a new order each epoch; replaces torch's `DistributedSampler`.
 
-    It is a subclass, so that frameworks that test for one, such as Lightning, do not divide the samples again.
+    It is a subclass of it, so frameworks that test for one, such as Lightning, do not divide the samples again.
 
     Every sample of the dataset is assigned to exactly one rank, so ranks may have one more than others; `drop_last` or
     `padding` makes them equal. `advance` commits the samples that were trained on; the sampler's state counts only
-    these, not what a loader has prefetched. A state can be loaded mid-epoch on another number of ranks: the remaining
-    samples are dealt to them, in their original order.
+    these, not what a loader has prefetched. A state can be loaded mid-epoch on a different number of ranks: the
+    remaining samples are distributed over them, in their original order.
 
     Args:
         dataset: Anything with a length.
@@ -40,21 +40,21 @@ class PartitionSampler(DistributedSampler[Any]):
         num_replicas, rank: Alternative to `comm`. Without any of the three: torch's default group if there is one, else
             a single rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
-        shuffle: Whether each epoch has another order; None for the partitioner's default.
+        shuffle: Whether each epoch has a different order; None for the partitioner's default.
         seed: The same on all ranks.
-        drop_last: Whether to leave out the surplus in this epoch, so that ranks have equally many samples.
-        padding: Whether to repeat samples, as torch's sampler does, so that ranks have equally many.
+        drop_last: Whether to drop the surplus in this epoch, so that all ranks have the same number of samples.
+        padding: Whether to repeat samples, as torch's sampler does, so that all ranks have the same number.
 
     Attributes:
         epoch: As set by `set_epoch`; initially 0.
-        rule: The partitioner. Other attributes are named like the arguments.
+        rule: The partitioner. The other attributes are named like the arguments.
 
     Raises:
-        TypeError: The dataset has no length (see `StreamPartition`) or is a sampler, or `comm` no rank and size.
+        TypeError: The dataset has no length (see `StreamPartition`) or is a sampler, or `comm` has no rank and size.
         ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. When an epoch
             begins: ranks have drawn different samples (see `Sampled`), or Accelerate would divide the samples again.
 
-    Cost: 20 ns per index. Memory: the partitioner's; less than a MiB for the default, at any dataset length.
+    Cost: 20 ns per index. Memory: the partitioner's; less than 1 MiB for the default one, at any dataset length.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(10), num_replicas=3, rank=rank) for rank in range(3)]
@@ -117,7 +117,7 @@ class PartitionSampler(DistributedSampler[Any]):
     def __iter__(self) -> StatefulIterator:
         """Iterate over this rank's uncommitted samples of this epoch, or over all of them if the epoch was complete.
 
-        Rank 0 warns once (`EpochWarning`) if a loop has reached the end and `set_epoch` was not called since.
+        Rank 0 warns once (`EpochWarning`) if an iteration has reached the end and `set_epoch` was not called since.
         """
         refuse_second_split(self.num_replicas)
         current = self._now()
@@ -175,7 +175,7 @@ class PartitionSampler(DistributedSampler[Any]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """Number of samples of all ranks together, counted as `len` does for one rank."""
+        """Number of samples on all ranks together, counted as `len` does for one rank."""
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
     def advance(self, count: int) -> None:
@@ -207,11 +207,11 @@ class PartitionSampler(DistributedSampler[Any]):
         """Resume where a job stopped, on any number of ranks. Every rank calls it, with the same state or its own.
 
         Args:
-            state: State of one rank, valid for all if they have kept step; or a list of all ranks' states, which may
+            state: State of one rank, valid for all if they are in step; or a list of the states of all ranks, which may
                 have progressed unequally.
 
         Raises:
-            ValueError: The state belongs to another dataset or partitioner; or the other ranks' progress cannot be
+            ValueError: The state belongs to a different dataset or partitioner; or the other ranks' progress cannot be
                 inferred from it, because parts are unequal, or because with loader workers others may have had one more
                 sample.
         """
@@ -238,15 +238,15 @@ class PartitionSampler(DistributedSampler[Any]):
             self._close(common, self._counts(states, common))
 
     def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
-        """Move to a communicator of other ranks, and deal this epoch's uncommitted samples to them.
+        """Move to a communicator with different ranks, and distribute this epoch's uncommitted samples over them.
 
-        Collective over `comm`. Newcomers call it too, on a sampler with the same arguments. A lost rank is assumed to
+        Collective over `comm`. Newcomers also call it, on a sampler with the same arguments. A lost rank is assumed to
         have advanced as far as the furthest survivor. Restart the iteration afterwards.
 
         Args:
             comm: The new communicator.
-            like: Rank of it whose progress counts for all ranks. Broadcast its model to all afterwards.
-            states: States of its ranks, in order; None to exchange them with `comm.all_gather_object`.
+            like: Rank in `comm` whose progress counts for all ranks. Broadcast its model to all ranks afterwards.
+            states: States of the ranks of `comm`, in order; None to exchange them with `comm.all_gather_object`.
 
         Raises:
             ValueError: The ranks' samplers differ.
@@ -271,11 +271,11 @@ class PartitionSampler(DistributedSampler[Any]):
             self._now()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except the communicator, which remains in its process."""
+        """Return all attributes except the communicator, which cannot leave its process."""
         return {**vars(self), "_require_same": None}
 
     def compare_on(self, comm: Any) -> None:
-        """Compare this rank's draws for an epoch with those of the other ranks of a communicator.
+        """Compare this rank's draws for an epoch with those of a communicator's other ranks.
 
         Args:
             comm: A `Communicator`, which is not kept alive; with anything else, nothing is compared.
@@ -341,7 +341,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return counts_of(states, self._dealt(self._phases, common["parts"], rule).lengths, rule.in_step, lost)
 
     def _close(self, common: dict[str, Any], counts: Sequence[int]) -> None:
-        """Close the phase in which the parts used `counts` samples; deal the rest to the current ranks."""
+        """Close the phase in which the parts used `counts` samples; distribute the rest over the current ranks."""
         rule = self.rule.replaced(common["settings"])
         lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
@@ -354,7 +354,7 @@ class PartitionSampler(DistributedSampler[Any]):
         current.start = current.taken = taken
 
     def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
-        """Return the state of an iteration of whose pass `given` samples are committed."""
+        """Return the state of an iteration with `given` samples of its pass committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
@@ -362,7 +362,7 @@ class PartitionSampler(DistributedSampler[Any]):
     def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
         """Load the state of an iteration, and return the position at which to resume.
 
-        A loader that was complete starts over; but if the state's epoch is requested, it yields nothing until the next
+        A loader that was complete starts over. But if the state's epoch is requested, it yields nothing until the next
         `set_epoch`, because other ranks may have samples of that epoch left.
         """
         requested = self._requested_epoch
@@ -399,13 +399,13 @@ class EpochProgress:
     Attributes:
         state: The constant part of the state.
         indices: The samples of the pass.
-        start, taken: Number of samples committed at the start of the pass, and now.
+        start, taken: Number of samples committed at the start of the pass, and so far.
         batch: Largest number of samples committed in one call.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Whether ranks with one more sample have used it; None if unknown. Needed only when this rank has used
+        through: Whether ranks with one more sample have used it; None if unknown. Needed only once this rank has used
             all its samples.
-        over: Whether it was loaded complete, for the requested epoch, so that it must not begin again.
+        over: Whether it was already complete when loaded, for the requested epoch, so that it must not begin again.
     """
 
     state: dict[str, Any]
@@ -425,8 +425,8 @@ class EpochProgress:
     def advance(self, count: int) -> None:
         self.taken += count
         if count and self.complete:
-            # A short batch is the last one on all ranks. If a loader has prefetched, the end of its iteration shows
-            # nothing about that.
+            # A short batch is the last one on all ranks. If a loader prefetches, the end of its iteration says nothing
+            # about that.
             self.through = True if count < self.batch else None if self.ended else False
         self.batch = max(self.batch, count)
 

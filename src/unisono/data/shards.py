@@ -18,7 +18,7 @@ __all__ = ["ShardPartition", "read_lines"]
 T_co = TypeVar("T_co", covariant=True)
 
 _FORMAT = "shards 1"
-_Job = tuple[int, int]  # Number of a shard, and number of its samples to skip.
+_Job = tuple[int, int]  # Index of a shard, and how many of its samples to skip.
 
 
 def read_lines(url: str) -> Iterator[str]:
@@ -57,15 +57,15 @@ class ShardPartition(IterableDataset[T_co]):
     """Samples of the shards that are assigned to this rank and this loader worker.
 
     Each shard is read from its beginning by one worker of one rank, and not opened by any other. Every sample is
-    returned once, for any number of ranks and workers.
+    returned exactly once, for any number of ranks and workers.
 
     Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        shards: Names or URLs, the same list on every rank. With fewer shards than workers of all ranks together,
-            some workers have none.
-        read: Function of a shard that returns its samples, the same each time.
+        shards: Names or URLs, the same list on every rank. If there are fewer shards than workers on all ranks
+            together, some workers have none.
+        read: Function that takes a shard and returns its samples, the same each time.
         comm, num_replicas, rank: As for `PartitionSampler`.
         shuffle: Whether shards are reordered each epoch. Samples remain in the order of their shard.
         seed: The same on all ranks.
@@ -77,7 +77,7 @@ class ShardPartition(IterableDataset[T_co]):
     Raises:
         TypeError, ValueError: As `PartitionSampler`, for the ranks, and for `seed` if shards are shuffled.
 
-    Balance: ranks differ by at most one shard, and so by the samples of one shard.
+    Balance: ranks differ by at most one shard, and so by the samples in one shard.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
@@ -136,7 +136,7 @@ class ShardPartition(IterableDataset[T_co]):
     def advance(self, count: int) -> None:
         """Commit this rank's next `count` samples, for a loader without workers. The next iteration resumes there.
 
-        With workers, let torchdata's StatefulDataLoader keep the state: only workers know where a shard ended.
+        With workers, let torchdata's StatefulDataLoader keep the state: only workers know where a shard ends.
 
         Args:
             count: Samples trained on since the last call.
@@ -176,11 +176,12 @@ class ShardPartition(IterableDataset[T_co]):
         """Resume where a job stopped.
 
         Args:
-            state: This rank's state, on as many ranks as before; or a list of all ranks' states, on any number.
+            state: This rank's state, on as many ranks as before; or a list of all ranks' states, on any number of
+                ranks.
 
         Raises:
-            ValueError: The states belong to another job, different times, or another number of shards; or the number of
-                ranks has changed, and a rank's state is missing.
+            ValueError: The states belong to a different job, to different times, or to a different number of shards; or
+                the number of ranks has changed, and a rank's state is missing.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "seed", "shards", "jobs", "parts")

@@ -21,7 +21,7 @@ _LONGEST = 4096
 
 
 class SampleSource:
-    """Iterators over runs of a sequence, from some position on; at the end it is `over`, and calls `ended`."""
+    """Iterators over runs of a sequence, from a given position; at the end, it sets `over` and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
         self._indices = indices
@@ -48,7 +48,7 @@ class SampleSource:
         return self._at - length_hint(self._run)
 
     def replace(self, other: SampleSource) -> None:
-        """Continue like another source."""
+        """Continue from another source's position."""
         deque(self._run, maxlen=0)
         self._indices = other._indices
         self._at = other._at
@@ -65,7 +65,7 @@ class _StatefulSampler(Protocol):
 class StatefulIterator(chain[Any]):
     """An iterator with a state, as torchdata's StatefulDataLoader expects; `next` runs no Python code.
 
-    The state is the sampler's, as if all samples yielded so far were committed.
+    The state is the sampler's as if all samples yielded so far were committed.
     """
 
     _source: SampleSource

@@ -1,4 +1,4 @@
-"""Streams: datasets that can only be read from the beginning, shared by ranks and loader workers."""
+"""Streams: datasets that can only be read from the beginning, divided among ranks and loader workers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _FORMAT = "stream 1"
 class StreamPartition(IterableDataset[T_co]):
     """This rank's share of a stream that every rank reads: each sample goes to exactly one rank, and one worker.
 
-    Ranks take samples in turns, so their numbers differ by at most one. Workers of a `DataLoader` take whole batches in
-    turns. So a loop has always trained on a prefix of its rank's samples, whatever the number of workers, and a state
-    can be loaded with another number of ranks and workers.
+    Ranks take samples in turn, so their counts differ by at most one. Workers of a `DataLoader` take whole batches in
+    turn. So a loop has always trained on a prefix of its rank's samples, whatever the number of workers, and a state
+    can be loaded with a different number of ranks and workers.
 
     Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        dataset: An iterable that yields the same samples each time, in all workers of a loader: `get_worker_info` is
-            None while it runs, so that a dataset that divides itself among workers yields all. Its `set_epoch` is
-            called if it has one.
+        dataset: An iterable that yields the same samples each time, in all workers of a loader: `get_worker_info`
+            returns None while it runs, so that a dataset that would divide itself among workers yields all its samples.
+            Its `set_epoch` is called if it has one.
         comm, num_replicas, rank: As for `PartitionSampler`.
         batch_size: The loader's batch size, if it has workers.
 
@@ -73,7 +73,7 @@ class StreamPartition(IterableDataset[T_co]):
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
         self.epoch: int = 0
-        # Committed by earlier ranks: all positions below the edge except the holes.
+        # Positions committed by earlier ranks: all below the edge except the holes.
         self._edge = 0
         self._taken = 0
         self._holes: list[int] = []
@@ -122,11 +122,11 @@ class StreamPartition(IterableDataset[T_co]):
         """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: State of one rank, valid for all if each has used equally many samples; or a list of all ranks'
+            state: State of one rank, valid for all if each has used the same number of samples; or a list of all ranks'
                 states, needed if ranks reached the end of the stream at different times.
 
         Raises:
-            ValueError: The states are not from a `StreamPartition`, or from different jobs or times.
+            ValueError: The states are not from a `StreamPartition`, or are from different jobs or times.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "edge", "holes", "parts")
@@ -155,7 +155,7 @@ class StreamPartition(IterableDataset[T_co]):
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self._position(int(number)) for piece in pieces for number in piece]
         edge = self._position(count)
-        # The contiguous run at the end needs no list.
+        # The contiguous run at the end need not be listed.
         while left and left[-1] == edge - 1:
             edge = left.pop()
         self._edge = edge

@@ -1,4 +1,4 @@
-"""Loader workers: which rank and worker this process is, and errors for data that is divided twice."""
+"""Loader workers: which rank and worker this process is, and errors for data that would be divided twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _hidden(call: Callable[..., Any], *given: Any) -> Any:
 
 
 class WorkerEpochCheck:
-    """Pass counter of a worker's copy of a dataset: a copy with a loaded state is valid for one pass.
+    """Pass counter for a worker's copy of a dataset: a copy with a loaded state is valid for one pass only.
 
     Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so they would skip the samples before the
     saved state in every epoch.
@@ -84,7 +84,7 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
 
     Raises:
         TypeError: `comm` has no rank and size, or a number is not an integer.
-        ValueError: Both alternatives were given, or half of one, or the rank is not below the number of ranks.
+        ValueError: Both alternatives were given, or only half of one, or the rank is not below the number of ranks.
 
     Example:
         >>> ranks_of(num_replicas=4, rank=3)

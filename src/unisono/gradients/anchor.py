@@ -1,4 +1,4 @@
-"""The anchor that ranks have in common, and the outer optimizer that steps it with the mean of their changes."""
+"""The anchor that ranks share, and the outer optimizer that steps it with the mean of their changes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class OuterUpdate:
-    """Setting of `PeriodicAverager`: ranks average changes from an anchor, which an outer optimizer steps.
+    """Option of `PeriodicAverager`: ranks average their changes from an anchor, which an outer optimizer steps.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        optimizer: Factory of the outer optimizer, from the anchor's tensors.
+        optimizer: Function that takes the anchor's tensors and returns the outer optimizer.
         anchor_dtype: Dtype of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
-        compression: A codec of `un.compression`, which computes the mean change. Complex parameters are sent
+        compression: A codec from `un.compression`, which computes the mean change. Complex parameters are sent
             uncompressed.
 
     Raises:
@@ -51,7 +51,7 @@ class OuterUpdate:
 
 
 class Anchor:
-    """Copies of the parameters as they were when all ranks were last equal, and their optimizer.
+    """Copies of the parameters from when all ranks were last equal, and the optimizer that steps them.
 
     Args:
         parameters: The parameters.
@@ -77,7 +77,7 @@ class Anchor:
         return [float(group["lr"]) for group in self.outer.param_groups if "lr" in group]
 
     def step(self, part: list[torch.Tensor], changes: list[torch.Tensor], rates: Sequence[float] = ()) -> None:
-        """Step a part of the anchor with changes as its gradient, and with these learning rates if given."""
+        """Step part of the anchor, using these changes as its gradient, and these learning rates if given."""
         for group, rate in zip(self.outer.param_groups, rates, strict=False):
             group["lr"] = rate
         for there, change in zip(part, changes, strict=True):
@@ -88,9 +88,9 @@ class Anchor:
     def look_ahead(
         self, part: list[torch.Tensor], here: list[torch.Tensor], changes: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Move a rank to the result predicted from its own contribution, and return that.
+        """Move a rank to the result predicted from its own contribution, and return the prediction.
 
-        The anchor and its optimizer stay unchanged: the step is made on copies that temporarily replace them.
+        The anchor and its optimizer remain unchanged: the step runs on copies that temporarily replace them.
         """
         settings = [dict(group) for group in self.outer.param_groups]
         places = [there.data for there in part]
@@ -112,7 +112,7 @@ class Anchor:
         return expected
 
     def load(self, index: int, value: torch.Tensor) -> bool:
-        """Replace the anchor's value of a parameter; return False if it is equal already."""
+        """Replace the anchor's value of a parameter; return False if it is already equal."""
         value = value.to(self.tensors[index])
         if torch.equal(self.tensors[index], value):
             return False

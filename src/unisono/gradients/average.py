@@ -33,22 +33,22 @@ def average_gradients(
     """Replace each gradient with its mean over all ranks. Call it between `backward()` and `step()`.
 
     Collective. In place on `p.grad`. A parameter without a gradient contributes zeros, so ranks that skipped a branch
-    agree with those that did not. If no rank has a gradient, `p.grad` remains None, and the optimizer leaves the
-    parameter unchanged.
+    stay consistent with those that did not. If no rank has a gradient, `p.grad` remains None, and the optimizer leaves
+    the parameter unchanged.
 
     Args:
         model: A module, or its parameters.
         comm: The ranks that average; the model has the same parameters on all of them.
-        bucket_cap_mb: Largest size of a message in MiB; gradients are packed into messages.
+        bucket_cap_mb: Maximum message size in MiB; gradients are packed into messages.
 
     Raises:
-        MismatchError: Ranks have different parameters; names the first difference.
+        MismatchError: Ranks have different parameters; the error names the first difference.
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        ValueError: `model` is an exhausted iterator, or `bucket_cap_mb` is less than a byte.
+        ValueError: `model` is an exhausted iterator, or `bucket_cap_mb` is less than one byte.
 
-    Cost: one all_reduce of the gradients' bytes in few messages, two copies, and one all_gather of 16 bytes. The first
-    call for these parameters compares their names and shapes in one all_gather. If ranks have gradients for different
-    parameters, one all_reduce of a byte a parameter.
+    Cost: one all_reduce of the gradients, in few messages, two copies, and one all_gather of 16 bytes. The first call
+    for these parameters compares their names and shapes in one all_gather. If ranks have gradients for different
+    parameters, one more all_reduce, of a byte per parameter.
 
     Example:
         >>> def program(comm):
@@ -80,7 +80,7 @@ def broadcast_parameters(
 ) -> None:
     """Make every rank's parameters and buffers equal to rank `src`'s. Call it once, before training.
 
-    Collective. In place; for a module including its buffers. Ranks may have frozen different parameters.
+    Collective. In place; includes a module's buffers. Different parameters may be frozen on different ranks.
 
     Args:
         model, comm, bucket_cap_mb: As in `average_gradients`.
@@ -89,7 +89,7 @@ def broadcast_parameters(
     Raises:
         MismatchError, TypeError, ValueError: As `average_gradients`.
 
-    Cost: one broadcast of the parameters' bytes in few messages, two copies, and one all_gather of 16 bytes.
+    Cost: one broadcast of the parameters, in few messages, two copies, and one all_gather of 16 bytes.
 
     Example:
         >>> def program(comm):
@@ -108,7 +108,7 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Compare these tensors with the other ranks' ones: by name once per communicator, then by a number.
+    """Compare these tensors with the other ranks': by name once per communicator, and then by a digest.
 
     Return whether the digest is the same on all ranks.
     """

@@ -25,54 +25,56 @@ __all__ = ["GradientAverager"]
 class GradientAverager:
     """Hooks that average the gradients of a plain model over all ranks while `backward()` computes them.
 
-    Takes one line before the training loop; the loop, the model and the optimizer remain unchanged. When `backward()`
-    returns, each `p.grad` is the mean over all ranks, bitwise identical on each. The hooks keep the averager alive, so
-    you need not keep a reference. Torch hides such hooks from the garbage collector: an unused model is freed only
-    after `remove()`.
+    Needs one line before the training loop; the loop, the model and the optimizer remain unchanged. When `backward()`
+    returns, each `p.grad` is the mean over all ranks, bitwise identical on all of them. The hooks keep the averager
+    alive, so you need not keep a reference. Torch hides such hooks from the garbage collector: an unused model is freed
+    only after `remove()`.
 
-    Collective: every rank creates one for the same model, and calls `backward()` equally often. Gradients
+    Collective: every rank creates one for the same model, and calls `backward()` the same number of times. Gradients
     are views of the averager's memory: clone a gradient to keep it past the next `backward()`.
 
     Args:
         model: A module, or its parameters.
         comm: The ranks that average. The averager derives three dedicated communicators from it.
-        bucket_cap_mb: Size of a message in MiB, a trade-off between latency and overlap. By default 25 if messages are
-            sent while others fill (`comm.overlaps`) or are compressed, and unlimited otherwise.
-        first_bucket_mb: Size of the first message: by default 1 if each rank has a core that reduces it while
-            others fill.
-        compression: A codec of `unisono.compression`, its name, or None.
-        average: "mean", or "sum" for losses that are divided by the global batch already. A sum includes everything in
-            `p.grad`, so zero the gradients of earlier steps first.
+        bucket_cap_mb: Maximum message size in MiB, a trade-off between latency and overlap. By default 25 if messages
+            are sent while others fill (`comm.overlaps`) or are compressed, and otherwise unlimited.
+        first_bucket_mb: Maximum size of the first message: by default 1 if each rank has a core that can reduce it
+            while others fill.
+        compression: A codec from `unisono.compression`, its name, or None.
+        average: "mean", or "sum" for losses that are already divided by the global batch size. A sum includes
+            everything in `p.grad`, so zero the gradients of earlier steps first.
         find_unused_parameters: Whether ranks may lack a gradient that others have: they contribute zeros. Pass the
-            module, not its parameters, if a rank may lack all gradients.
+            module, not its parameters, if a rank may have no gradients at all.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
-        deterministic: Whether gradients are summed in one fixed order, independent of backend, algorithms and bucket
-            sizes; see `unisono.init`. For independence of the number of ranks, see `un.gradients.LogicalShards`.
+        deterministic: Whether gradients are summed in a fixed order that does not depend on backend, algorithms and
+            bucket sizes; see `unisono.init`. For results that do not depend on the number of ranks, see
+            `un.gradients.LogicalShards`.
 
     Raises:
-        ValueError: Another averager is attached to the model or a part of it, or an argument is out of range.
+        ValueError: Another averager is attached to the model or part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings. From `backward()`, on every rank: a rank lacks a
             gradient that others have, without `find_unused_parameters`.
-        AbortedError: From `backward()`: another rank's pass failed half-way, or its model changed; or ranks run the
-            passes of several averagers in different orders (noticed within a second).
-        RuntimeError: From a forward, from `backward()` or from `check()`: a parameter was replaced, swapped or added.
-        CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; names the parameters.
+        AbortedError: From `backward()`: another rank's pass failed half-way, or its model changed; or ranks ran the
+            passes of several averagers in different orders (detected within a second).
+        RuntimeError: From the forward pass, `backward()` or `check()`: a parameter was replaced, swapped or added.
+        CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; the error names the parameters.
 
     A backward pass that raises is undone on its rank: p.grad and the settings of `no_sync` and `weight` are restored.
-    If a part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are paired by
-    number: if a rank skips a batch, for example after an exception in forward, its next pass counts in the others'
-    current step. It must also skip that optimizer step; this is not checked, but `un.checkpoint.assert_in_sync`
+    If part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are matched by
+    number: if a rank skips a batch, for example after an exception in forward, its next pass belongs to the other
+    ranks' current step. It must also skip that optimizer step; this is not checked, but `un.checkpoint.assert_in_sync`
     compares models.
 
-    If several models have an averager each, ranks run their passes in the same order, or in one `backward()` of a
-    common loss. That ends them in the order in which the averagers were created, after sharded models.
+    If several models each have an averager, all ranks must run the models' passes in the same order, or in one
+    `backward()` of a common loss. That finishes the passes in the order in which the averagers were created, after
+    sharded models.
 
-    Cost per step: one all_reduce a bucket, with two extra elements a parameter and two a bucket, and one copy of each
-    gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters before the forward
-    and after the backward (0.1 us each). Memory: the buckets, which hold the gradients themselves once backward has
-    ended. Source of the buckets: Li et al., "PyTorch Distributed", VLDB 2020.
+    Cost per step: one all_reduce per bucket, with two extra elements per parameter and two per bucket, and one copy of
+    each gradient; 1.5 us per parameter for a hook that runs before its gradient is added; a check of all parameters
+    before the forward and after the backward pass (0.1 us each). Memory: the buckets, which hold the gradients
+    themselves once backward has ended. Source of the buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
     Example:
         >>> def program(comm):
@@ -125,7 +127,7 @@ class GradientAverager:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes only add to `p.grad`; the next one outside averages all of it.
+        """Return a context in which backward passes only add to `p.grad`; the next pass outside averages the total.
 
         Example:
             >>> def program(comm):
@@ -150,10 +152,10 @@ class GradientAverager:
         """Set the weight of this rank's next gradient. Every rank sets one, before `backward()`.
 
         The mean becomes sum(weight * gradient) / sum(weight). A gradient accumulated over several passes in `no_sync`
-        has a single weight: call this once a step.
+        has a single weight: call this once per step.
 
         Args:
-            n_samples: The weight, such as the number of samples; finite, 0 or more.
+            n_samples: The weight, such as the number of samples; finite and non-negative.
 
         Raises:
             ValueError: `n_samples` is negative or not finite, or the averager has average="sum"; from `backward()`,
@@ -184,13 +186,13 @@ class GradientAverager:
     def join(self) -> Iterator[None]:
         """Return a context for a loop with uneven numbers of steps: `with averager.join():`.
 
-        A rank that has finished contributes nothing to the others' steps until all have finished; means
-        are over the ranks that still have data. At the end all ranks have the parameters of a rank
-        that finished last. Collective.
+        A rank that has finished keeps taking part, contributing nothing, until all ranks have finished; means are over
+        the ranks that still have data. At the end, all ranks have the parameters of a rank that was among the last to
+        finish. Collective.
 
-        Cost: an additional all_gather of 16 bytes a step.
+        Cost: an additional all_gather of 16 bytes per step.
 
-        Method: as torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
+        Method: that of torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
 
         Example:
             >>> def program(comm):
@@ -232,7 +234,7 @@ class GradientAverager:
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after the averager was created: it is not averaged.
 
-        The averager checks this before each forward of the model and after each backward; call it where neither runs.
+        The averager checks this before each forward and after each backward pass; call it where neither runs.
 
         Raises:
             RuntimeError: Names the parameter. The other ranks get an `AbortedError` from their next `backward()`.
@@ -240,7 +242,7 @@ class GradientAverager:
         self._averaging.check()
 
     def abort(self, reason: str) -> None:
-        """End all running and later calls on all ranks, for example after an error that other ranks do not know of.
+        """Abort all running and later calls on all ranks, for example after an error that other ranks don't know about.
 
         Args:
             reason: Text for the other ranks' `AbortedError`.
@@ -277,10 +279,10 @@ class GradientAverager:
         """
         self._averaging.remove()
 
-    # -- from step to step ----------------------------------------------------------------------
+    # -- state and ranks ------------------------------------------------------------------------
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters in each message, in the order of messages."""
+        """The names of the parameters in each message, in message order."""
         buckets = self._averaging.buckets
         return list(map(buckets.names_of, buckets.ordered))
 
@@ -294,7 +296,7 @@ class GradientAverager:
         """Resume from a state of the same rank.
 
         Args:
-            state: A result of `state_dict` of an averager with the same model and arguments.
+            state: Result of `state_dict` of an averager with the same model and arguments.
 
         Raises:
             ValueError: The state belongs to another model, or has codec state for other bucket sizes.
@@ -315,7 +317,7 @@ class GradientAverager:
         self._averaging.steps = state["steps"]
 
     def _codecs(self) -> list[tuple[list[str], Codec]]:
-        """Codecs with a state, each with the names of its parameters."""
+        """Codecs that have state, each with the names of its parameters."""
         buckets = self._averaging.buckets
         made = map(buckets.codec_of, buckets.ordered)
         return [(names, codec) for names, codec in zip(self.buckets, made, strict=True) if codec is not None]

@@ -14,14 +14,14 @@ __all__ = ["AveragerComms"]
 
 
 class AveragerComms(ReplaceableComms):
-    """Communicators of an averager, replaced after a pass that failed when a part of it had been sent.
+    """Communicators of an averager, replaced after a pass that failed when part of it had been sent.
 
-    Calls on `data` are not compared between ranks, so after such a pass a message could match one of another bucket.
+    Calls on `data` are not compared between ranks, so after such a pass a message could match another bucket's.
     When the averager becomes unusable, the communicator that these were derived from is also aborted.
 
     Args:
         comm: The ranks that average. Collective.
-        deterministic: Whether sums are reduced in one fixed order; if not, as on `comm`.
+        deterministic: Whether sums are reduced in a fixed order; if not, as on `comm`.
 
     Attributes:
         control: Communicator for everything but the buckets.
@@ -40,18 +40,18 @@ class AveragerComms(ReplaceableComms):
         return self.control, self.data
 
     def replace(self) -> None:
-        """Make new ones where a failed pass has aborted the old ones. Collective."""
+        """Replace communicators that a failed pass has aborted. Collective."""
         self.control.close()
         super().replace()
         self.control = self.dup()
 
     def abort_pass(self, reason: str, first: Work | None) -> None:
-        """End the running pass on all ranks.
+        """Abort the running pass on all ranks.
 
         Args:
             reason: For the other ranks' errors.
             first: Reduction of the pass's first bucket, if in progress. Until it ends, other ranks may still be in the
-                previous pass, which has succeeded here and must not be cut off there.
+                previous pass, which has succeeded here and must not be aborted there.
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
@@ -69,7 +69,7 @@ class AveragerComms(ReplaceableComms):
         self.abort(reason)
 
     def settle(self) -> None:
-        """Wait until all ranks have reached their first bucket, and the abort of the last pass has begun there."""
+        """Wait until all ranks have reached their first bucket and begun to abort the last pass."""
         if self._aborting is not None:
             self._aborting.join()
             self._aborting = None

@@ -64,12 +64,12 @@ class AveragerSettings:
     """Arguments of a `GradientAverager`, the same on all ranks.
 
     Attributes:
-        sizes: Maximum bytes of a bucket, and of the first one; None for defaults.
+        sizes: Maximum bytes in a bucket, and in the first one; None for defaults.
         compression: As passed.
         total: Whether gradients are summed.
         find_unused: Whether ranks may lack a gradient that others have.
         sync_buffers: Whether to broadcast rank 0's buffers after each pass.
-        deterministic: Whether gradients are summed in one fixed order.
+        deterministic: Whether gradients are summed in a fixed order.
     """
 
     sizes: tuple[int | None, int | None]
@@ -94,7 +94,7 @@ class AveragerSettings:
 class Averaging(PassOwner):
     """Averaging of one model over one communicator; a new communicator needs a new object.
 
-    Phases of a backward pass, and what leads from one to the next:
+    Phases of a backward pass, and the events that lead from one to the next:
 
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
     phase     begin  begin held  hold  reduce    average   finish  fail    fail unsent
@@ -110,16 +110,16 @@ class Averaging(PassOwner):
 
     begin: The first gradient of the outermost call of autograd is about to be added. begin held: Likewise, if the
     calling thread would have to reduce, or passes of other models are open. hold: A full bucket could not be sent,
-    because another rank's pass has failed. The pass decides at its end what to do: if it fails by itself before, there
-    is nothing to repeat. reduce: The outermost call has succeeded outside of `no_sync`. Another rank's failure repeats
-    the reduction in this phase, with that rank's next pass, if this rank still has all that it has sent. average: All
-    buckets are reduced. Late gradients are added, and errors that all ranks see are raised now. finish: The pass has
-    ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced. fail: The pass has raised after
+    because another rank's pass has failed. The pass decides at its end what to do: if this pass fails first, there is
+    nothing to repeat. reduce: The outermost call has succeeded outside `no_sync`. If another rank fails in this phase,
+    the reduction is repeated with that rank's next pass, provided that this rank still has everything it sent. average:
+    All buckets are reduced. Late gradients are added, and errors that all ranks see are raised now. finish: The pass
+    has ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced. fail: The pass has raised after
     sending a bucket. Before AVERAGED, all ranks drop the pass. fail unsent: The pass has raised before sending
-    anything. Other ranks may be in theirs, and break it off later, so this rank's next try keeps copies of what it
-    sends. An autograd call that never reaches a parameter does this in IDLE.
+    anything. Other ranks may be in their pass, and abort it later, so this rank's next attempt keeps copies of what it
+    sends. An autograd call that never reaches a parameter causes this event in IDLE.
 
-    Two objects hold shorter-lived state: `SavedGradients` that of one pass, and `Reduction` that of one step. Passes in
+    Two objects hold shorter-lived state: `SavedGradients` for one pass, and `Reduction` for one step. Passes in
     `no_sync` belong to the step of the next pass outside.
 
     Args:
@@ -132,7 +132,7 @@ class Averaging(PassOwner):
         owner: The averager.
 
     Attributes:
-        phase: Where the pass is.
+        phase: Phase of the backward pass.
         steps: Number of steps made.
         syncing: Whether passes average; False in `no_sync`.
         registry, comms, buckets: Its components.
@@ -152,7 +152,7 @@ class Averaging(PassOwner):
         init_sync: bool,
         owner: object = None,
     ) -> None:
-        # Hooks keep this object alive, and so the averager: the caller needs no reference to it.
+        # Hooks keep this object, and so the averager, alive: the caller needs no reference to it.
         self._owner = owner
         self.phase: Phase = Phase.IDLE
         self.steps: int = 0
@@ -165,7 +165,7 @@ class Averaging(PassOwner):
         self._weights = weights
         # Weak, so that a communicator that the program drops can leave its group.
         self._origin = ref(comm)
-        # First, because it refuses a model that already has an averager, perhaps on this rank alone, before anything is
+        # First, because it rejects a model that already has an averager, perhaps on this rank alone, before anything is
         # sent.
         self.registry: ParameterRegistry = ParameterRegistry(model, named)
         codec = codec_for(settings.compression)
@@ -209,13 +209,13 @@ class Averaging(PassOwner):
 
     def _install(self) -> None:
         self.registry.watch_gradients(self._tracker.arrive)
-        # Watching the output detects a pass that fails before reaching a parameter, or reaches none.
+        # Watching the output detects a pass that fails before it reaches a parameter, or that reaches none.
         self.registry.watch_forward(self.check, self._watch_outputs, traced=self._settings.find_unused)
         # Gradients arrive roughly in reverse order of the parameters.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def remove(self) -> None:
-        """Remove the hooks, and release the communicators. `RuntimeError` in a pass."""
+        """Remove the hooks, and release the communicators. Raises `RuntimeError` in a pass."""
         if self._tracker.is_open:
             raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
         self.registry.remove()
@@ -233,7 +233,7 @@ class Averaging(PassOwner):
             raise RuntimeError(problem)
 
     def _change(self, event: str) -> None:
-        """Move to the phase that follows an event; only this method changes the phase."""
+        """Move to the phase that an event leads to; only this method changes the phase."""
         self.phase = TRANSITIONS[event][self.phase]
 
     def _new_reduction(self) -> Reduction:
@@ -242,13 +242,13 @@ class Averaging(PassOwner):
 
     # -- hooks ----------------------------------------------------------------------------------
     def _add_parameters(self, indices: Sequence[int]) -> None:
-        """Average these parameters too, from now on."""
+        """Average these parameters as well from now on."""
         self.buckets.add([i for i in indices if i not in self._spread])
         self._sparse += [i for i in indices if i in self._spread]
         self._hook_chunks()
 
     def _hook_chunks(self) -> None:
-        """Copy gradients in when a chunk is complete; for the last chunk, the end of the pass does it."""
+        """Copy gradients in when a chunk is complete; those of the last chunk are copied at the end of the pass."""
         self._hooks.clear()
         chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
         for number, slots in chunks[:-1]:
@@ -265,14 +265,14 @@ class Averaging(PassOwner):
                 self._hooks.add(index, self._seen.append)
 
     def _on_chunk_ready(self, number: int, slots: Sequence[int], _parameter: torch.Tensor) -> None:
-        """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
+        """Hook on the last parameter of a chunk: its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
         # Outside a pass (for example, after a pass that two threads ran) p.grad belongs to the caller.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
-            # A gradient with a graph remains in p.grad where the pass does not add to it.
+            # A gradient with a graph remains in p.grad if the pass does not add to it.
             bucket = contents.bucket
             slots = [i for i in slots if bucket.parameters[i].grad is not saved.staying.get(bucket.indices[i])]
         contents.take(slots)
@@ -283,7 +283,7 @@ class Averaging(PassOwner):
                 self._change("hold")
 
     def _watch_outputs(self, returned: Any) -> None:
-        # If ranks may lack gradients, a rank joins the average even when its pass reaches no parameter.
+        # If ranks may lack gradients, a rank joins the averaging even when its pass reaches no parameter.
         find_unused = self._settings.find_unused
         watch_outputs(returned, self._on_output_gradient if find_unused else self._tracker.follow)
 
@@ -300,22 +300,22 @@ class Averaging(PassOwner):
             # Before the memory is reused: reductions of the failed pass may write to it until they are aborted.
             self.comms.settle()
             self._reduction.give_up()
-        # After a failed pass, memory of the aborted communicator would be reduced more slowly. Replaced only now,
-        # because the last step's p.grad was in it until it was used.
+        # After a failed pass, the aborted communicator's memory would be reduced more slowly. It is replaced only now,
+        # because it held the last step's p.grad until that was used.
         stale = self.buckets.comm is not self.comms.data
         if stale:
             self.buckets.recreate(list(self.buckets.where))
         if failed or stale:
             self._reduction = self._new_reduction()
-        # A new hook of the caller's runs after the averager's, until these are registered again.
+        # If the caller has added a hook, it runs after the averager's until these are registered again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
         held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
-        # With several models, nothing is sent before the end of the pass, where all ranks have the same order. If a
-        # rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait for the
-        # repeat, although an earlier model has ended for good.
+        # With several models, nothing is sent before the end of the pass, where all ranks follow the same order. If a
+        # rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait for it to be
+        # repeated, although an earlier model has already finished.
         early = len(self._watch.peers) == 1
         # Last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
@@ -390,7 +390,7 @@ class Averaging(PassOwner):
         try:
             self.comms.replace()
         except AbortedError as error:
-            # The data communicator is gone for good, and the caller gets the reason from its own error.
+            # The data communicator is gone for good, and its own error tells the caller why.
             raise aborted from error
         self._weights.attach(self.comms.control)
 
@@ -428,7 +428,7 @@ class Averaging(PassOwner):
         self._hook_chunks()
 
     def fail(self) -> None:
-        """Undo a pass that raised: restore p.grad and weights. Fails ranks that have received a part of it."""
+        """Undo a pass that raised: restore p.grad and weights. Makes ranks that have received part of it fail."""
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
@@ -468,7 +468,7 @@ class Averaging(PassOwner):
         return {self._sparse[place] for place in averaged}
 
     def _refuse_used(self, problem: str | None) -> None:
-        """Raise on all ranks, because hooks have taken gradients away before they were averaged. Collective."""
+        """Raise on all ranks, because hooks removed gradients before they were averaged. Collective."""
         by_rank = self.comms.control.all_gather_object(problem)
         if problem is not None:
             raise RuntimeError(problem)
@@ -481,9 +481,9 @@ class Averaging(PassOwner):
         )
 
     def _look_at(self, first: int) -> None:
-        """Raise `MismatchError` on all ranks if some lack a gradient that others have, from this bucket on."""
+        """Raise `MismatchError` on all ranks if some lack a gradient, in this bucket or later, that others have."""
         looked = self._reduction.contents[first:]
-        # Decide from flags that all ranks have read, so that all or none of them gather.
+        # Decide based on flags that all ranks have read, so that either all of them gather or none.
         if not any(had and lacked for contents in looked for had, lacked in contents.found):
             return
         lacking = [
@@ -496,7 +496,7 @@ class Averaging(PassOwner):
         check_skipped(self._names, by_rank, self._weights.active, self.comms.control)
 
     def _on_unfrozen(self, saved: SavedGradients, thawed: list[int], arrived: set[int]) -> None:
-        """Average parameters that were unfrozen: the gradients that they have now, and from now on."""
+        """Average parameters that were unfrozen: the gradients that they have now, and those of later passes."""
         names = [self._names[i] for i in thawed]
         with ErrorContext(f"comparing frozen parameters; no longer frozen on rank {self.comms.rank}: {names}"):
             agree_on_parameters(self._named, self.comms.control)
@@ -504,7 +504,7 @@ class Averaging(PassOwner):
         known = len(self.buckets.ordered)
         self._add_parameters(thawed)
         self._reduction.extend()
-        # Not repeated if another rank fails, because it may have used means of the other buckets.
+        # Not repeated if another rank fails, because that rank may already have used means from the other buckets.
         self._reduction.reduce_all(saved, arrived, known)
         self._reduction.conclude(known)
         if self._reduction.uneven and not self._settings.find_unused:

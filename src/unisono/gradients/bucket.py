@@ -1,4 +1,4 @@
-"""One message: gradients of some parameters in contiguous memory, and a header of which ones this rank has or lacks."""
+"""One message: gradients of some parameters in contiguous memory, and a header that says which ones this rank has."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class GradientBucket:
         name: Names of its first and last parameter, for error messages.
 
     Attributes:
-        memory: The whole message: the gradients, two header elements for each, and some for requests.
+        memory: The whole message: the gradients, two header elements per gradient, and some for requests.
         flat: The gradients.
         header: The header elements, sent separately if the gradients are sent compressed.
         full_header: The header of a rank that has all gradients.
-        views: View of the memory for each gradient.
-        chunks: Runs of slots whose gradients are copied together. The last chunk is all slots.
+        views: For each gradient, its view of the memory.
+        chunks: Runs of slots whose gradients are copied together. The last chunk contains all slots.
         complete: The result of `read_header` if every rank has all gradients.
-        low, high: Addresses of the first gradient's first byte, and of the byte after the last one.
+        low, high: Address of the first gradient's first byte, and of the byte after the last gradient.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class GradientBucket:
         return grad.layout == torch.strided and grad.numel() > 0 and self.low <= grad.data_ptr() < self.high
 
     def is_place(self, slot: int, grad: torch.Tensor) -> bool:
-        """Return whether a gradient is stored where its mean goes."""
+        """Return whether a gradient is stored in the place where its mean will be."""
         return self.holds(grad) and _same(grad, self.views[slot])
 
 
 class BucketContents:
     """State of a bucket in one step, dropped at the end of the step.
 
-    `take` fills the bucket, `finalize` completes it, and it is reduced until its header is read; then it holds the
-    means. `rewind` undoes an aborted reduction, if there is a copy.
+    `take` fills the bucket, and `finalize` completes it. It is then reduced; once its header has been read, it holds
+    the means. `rewind` undoes an aborted reduction, if there is a copy.
 
     Args:
         bucket: Its memory.
@@ -102,12 +102,12 @@ class BucketContents:
     Attributes:
         bucket: As passed.
         inside: For each slot, a byte that is 1 once its gradient has been copied in.
-        arrived: For each slot, once the bucket is filled, whether this rank has its gradient.
+        arrived: For each slot, whether this rank has its gradient; valid once the bucket is full.
         started: Whether the bucket is being reduced, or has been.
         work: The reduction, while it is in flight.
         found: The result of `read_header`; empty before that call.
-        asked: Whether any rank makes each of the requests; set by `read_header`.
-        observed_s: Start of a recorded reduction, from `time.perf_counter`.
+        asked: For each request, whether any rank makes it; set by `read_header`.
+        observed_s: Start time of a recorded reduction, from `time.perf_counter`.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
@@ -133,7 +133,7 @@ class BucketContents:
         for slot in slots:
             parameter = bucket.parameters[slot]
             grad = parameter.grad
-            # It has not arrived, or a hook has removed it.
+            # The gradient has not arrived, or a hook has removed it.
             if grad is None:
                 continue
             if grad.requires_grad or grad.layout != torch.strided:
@@ -151,7 +151,7 @@ class BucketContents:
                 self.inside[slot] = True
                 views.append(view)
                 grads.append(grad)
-            # A later gradient arrives alone, and is added.
+            # A later gradient arrives by itself, and is added.
             parameter.grad = None
         if not bucket.memory.is_cpu:
             self._streams.update(current_streams([bucket.memory.device]))
@@ -182,7 +182,7 @@ class BucketContents:
             earlier: p.grad from before the pass, by index, to add.
             factor: This rank's weight.
             here: Whether this rank has data: a rank without data neither has a gradient nor lacks it.
-            flags: Requests of this rank to all ranks.
+            flags: This rank's requests to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
         bucket = self.bucket
@@ -201,7 +201,7 @@ class BucketContents:
             if not (inside or has):
                 bucket.views[slot].zero_()
         self.take(range(len(bucket.parameters)))
-        # After `take`, which overwrites slots that were not inside.
+        # After `take`, which overwrites slots whose gradient had not been copied in.
         for slot, held in more:
             bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
@@ -220,7 +220,7 @@ class BucketContents:
                 bucket.header[index - _REQUESTS] = bucket.scale
 
     def _partial_header(self, here: bool) -> torch.Tensor:
-        """This rank's header where it lacks gradients."""
+        """This rank's header, if it lacks some gradients."""
         lacks = [here and not arrived for arrived in self.arrived]
         header = [*self.arrived, *lacks, *[False] * _REQUESTS]
         return torch.tensor(header, dtype=self.bucket.header.dtype).mul_(self.bucket.scale)
@@ -235,8 +235,8 @@ class BucketContents:
     def is_late(self) -> bool:
         """Return whether a gradient arrived during the reduction.
 
-        That is between `take`, which clears `p.grad`, and `read_header`, which fills `found`. A synchronous reduction
-        has no such time: nothing is sent before the pass ends.
+        That is, between `take`, which clears `p.grad`, and `read_header`, which fills `found`. With synchronous
+        reductions this cannot happen: nothing is sent before the pass ends.
         """
         return not self.found and any(p.grad is not None for p in self.bucket.parameters)
 
@@ -256,7 +256,7 @@ class BucketContents:
     def read_header(self) -> list[tuple[bool, bool]]:
         """Return for each gradient whether any rank had it, and whether any lacked it.
 
-        Both are read as zero or non-zero, because a count of many ranks is not exact in 16 bits.
+        Both are only compared with zero, because a count of many ranks is not exact in 16 bits.
         """
         header: list[float | complex] = self.bucket.header.tolist()
         count = len(self.inside)
@@ -298,7 +298,7 @@ class BucketContents:
                 if self._factor:
                     view.add_(self._plain(slot, grad), alpha=self._factor)
                 parameter.grad = None
-        # All ranks hold the same means, so averaging them again keeps them and adds the mean of the late gradients.
+        # All ranks hold the same means, so averaging them again keeps them, and adds the mean of the late gradients.
         bucket.memory.mul_(bucket.scale)
 
 

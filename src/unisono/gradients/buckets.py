@@ -36,16 +36,16 @@ class Buckets:
 
     Args:
         named: All parameters, with their names.
-        comms: Communicators; `data` reduces the buckets and nothing else.
+        comms: Communicators; `data` is used for reducing the buckets and nothing else.
         codec: Cloned for each bucket of real numbers; None reduces the gradients uncompressed.
-        sizes: Maximum bytes of a bucket, and of the first one if that differs.
+        sizes: Maximum bytes in a bucket, and in the first one if that differs.
 
     Attributes:
         ordered: The buckets.
-        where: For each parameter that has a bucket, the bucket's number and its slot there.
+        where: For each parameter that has a bucket, the bucket's number and the slot in it.
         background: Whether a bucket is sent while others fill.
         codec: As passed.
-        comm: The communicator for which the memory was allocated; after a failed pass another one is in use.
+        comm: The communicator for which the memory was allocated; after a failed pass a different one is in use.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Buckets:
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate memory that the backend reduces fastest. Collective."""
         if device.type == "cpu":
-            # If a failed pass has aborted the communicator, use plain memory until it is replaced.
+            # If a failed pass has aborted the communicator, use plain memory until the communicator is replaced.
             with suppress(AbortedError):
                 return self._comms.data.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
@@ -116,20 +116,21 @@ class Buckets:
         """The bucket's own codec, if it has one."""
         if self.codec is None or not bucket.flat.is_floating_point():
             return None
-        # Keyed by parameters instead of stored in the bucket, because a codec's residual outlives a rebuilt bucket.
+        # Keyed by parameters instead of stored in the bucket, because a codec's residual must survive rebuilding
+        # buckets.
         found = self._codecs.get(bucket.indices)
         if found is None:
             found = self._codecs[bucket.indices] = self.codec.clone()
         return found
 
     def within(self, held: Iterable[tuple[int, torch.Tensor]]) -> set[int]:
-        """Return which gradients lie in the buckets' memory, each in its own place.
+        """Return which gradients are stored in the buckets' memory, each in its own place.
 
         Args:
             held: Index and p.grad of parameters.
 
         Raises:
-            RuntimeError: One lies in the place of another parameter, whose mean would overwrite it.
+            RuntimeError: A gradient is in the place of another parameter, whose mean would overwrite it.
         """
         return {index for index, grad in held if self._is_within(index, grad)}
 

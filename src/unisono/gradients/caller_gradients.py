@@ -31,11 +31,11 @@ class _Effects:
 
 
 class CallerHooks:
-    """The hooks that run after a gradient is added to p.grad: the caller's, and those of one averager.
+    """The hooks that run after a gradient is added to p.grad: the caller's, and one averager's.
 
-    The caller's hooks see what they would see without an averager, so p.grad remains in place where there are any.
-    Torch calls hooks in registration order, so the averager registers its own again whenever the caller has added one:
-    they run last, and see what the caller's have left.
+    The caller's hooks see what they would see without an averager: on parameters that have any, p.grad remains in
+    place. Torch calls hooks in registration order, so the averager registers its own again whenever the caller has
+    added one. They run last, and see what the caller's hooks have left.
 
     Args:
         parameters: All parameters of the averager.
@@ -68,7 +68,7 @@ class CallerHooks:
             self._watched = {index for index, table in hooks if table and len(table) > self._own[index]}
             # Never shrinks: after its hook is removed, a parameter merely costs one more copy.
             self.stays |= self._watched
-        # Version counters reveal a hook that runs the optimizer, which p.grad does not show.
+        # Version counters reveal a hook that runs the optimizer; p.grad does not.
         self._effects = _Effects(list(map(_version, self._parameters)) if count else None)
         return changed
 
@@ -84,7 +84,7 @@ class CallerHooks:
         self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(after))
 
     def watch(self, index: int) -> None:
-        """Note whether the caller's hooks of a parameter, if it has any, leave its gradient in p.grad."""
+        """Record whether the caller's hooks on a parameter, if it has any, leave its gradient in p.grad."""
         if index in self._watched:
             self.add(index, partial(self._look, index))
 
@@ -94,10 +94,10 @@ class CallerHooks:
             self._effects.taken.add(index)
 
     def used(self, lost: Iterable[int]) -> list[int]:
-        """Return the parameters whose gradient a hook of the caller's has used before it was averaged.
+        """Return the parameters whose gradient one of the caller's hooks has used before it was averaged.
 
         Args:
-            lost: Parameters whose gradient has arrived, and is neither in p.grad nor in a bucket.
+            lost: Parameters whose gradient has arrived, but is neither in p.grad nor in a bucket.
         """
         used = sorted(self._effects.taken.union(lost))
         versions = self._effects.versions
@@ -110,14 +110,14 @@ class CallerHooks:
 class SavedGradients:
     """Gradients from before the running pass, made at its start and dropped at its end.
 
-    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied. A
-    copy is made only of memory that the pass writes, and where p.grad remains for user hooks that read it. Gradients
-    that the pass does not reach, such as those of frozen parameters, are included and remain unchanged.
+    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive by themselves and nothing is
+    copied. Copies are made only of memory that the pass writes to, and where p.grad remains for user hooks that read
+    it. Gradients that the pass does not reach, such as those of frozen parameters, are included and remain unchanged.
 
     Args:
         parameters: All parameters of the averager.
         held: Index and p.grad of each that has one.
-        within: Indices of those whose p.grad is memory of a bucket.
+        within: Indices of those whose p.grad is in a bucket's memory.
         stays: Indices of the parameters that keep p.grad in place.
 
     Attributes:
@@ -155,7 +155,7 @@ class SavedGradients:
             parameters[index].grad = None
 
     def arrived(self) -> set[int]:
-        """Indices of the parameters whose p.grad is another tensor than before, and has not been taken."""
+        """Indices of the parameters whose p.grad is a different tensor than before, and has not been taken."""
         return {
             index
             for index, parameter in enumerate(self._parameters)

@@ -1,4 +1,4 @@
-"""An exchange of one fragment of a model's parameters, and the phases that it passes through."""
+"""An exchange of one fragment of a model's parameters, and the phases that it goes through."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ TRANSITIONS: dict[str, dict[Phase, Phase]] = {
 
 @dataclass(eq=False)
 class Share:
-    """A rank's part in a turn: what it reports to the others, and what all agree on.
+    """A rank's part in a turn: what it reports to the others, and what all ranks agree on.
 
     Attributes:
         samples: Weight of this rank's contribution; 0 if it is late.
         leaving: Whether this rank has nothing more to contribute.
         behind_s: Time from the start of the turn until this rank took it.
         rates: Learning rates of the outer optimizer, one for each parameter group.
-        of_all: Total weight of all ranks; if it is 0 there is no result.
+        of_all: Total weight of all ranks; if it is 0, there is no result.
     """
 
     samples: float
@@ -56,7 +56,7 @@ class Share:
 
 @dataclass(eq=False)
 class Ahead:
-    """Predicted result that training continues from, if its change since then is added to the true result.
+    """Predicted result from which training continues; the change since then is added to the true result.
 
     Attributes:
         expected: The predicted parameters.
@@ -71,7 +71,7 @@ class Ahead:
 class Exchange:
     """An exchange of one fragment: this rank's contributions, which become the result.
 
-    Phases, and what leads from one to the next:
+    Phases, and the events that lead from one to the next:
 
     =========  =======  ========  =======  ======
     phase      arrive   load      apply    fail
@@ -85,10 +85,9 @@ class Exchange:
     =========  =======  ========  =======  ======
 
     arrive: The thread that owns the fragments finds that the exchange has ended.
-    load: The model has loaded other values for a parameter of the fragment. This does not affect an exchange that is
-        over.
+    load: The model has loaded other values for a parameter of the fragment. This does not affect a finished exchange.
     apply: The result steps the anchor, or is about to be copied to the parameters.
-    fail: The thread that owns the fragments finds that the exchange has raised.
+    fail: The thread that owns the fragments finds that the exchange has raised an error.
 
     Only the thread that owns the fragments (see `Turns`) changes the phase. The thread that reduces writes `tensors`
     and `share`, and then completes `done`.
@@ -103,7 +102,7 @@ class Exchange:
         ahead: The predicted result, if training continues from one.
         share: This rank's part in a turn; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
-        phase: The present one.
+        phase: The current phase.
     """
 
     due: int
@@ -118,7 +117,7 @@ class Exchange:
     phase: Phase = Phase.UNDER_WAY
 
     def change(self, event: str) -> None:
-        """Go on to the phase that follows an event: the only place that changes it."""
+        """Move to the phase that an event leads to; only this method changes the phase."""
         self.phase = TRANSITIONS[event][self.phase]
 
     def wait(self) -> None:
@@ -126,7 +125,7 @@ class Exchange:
         try:
             self.done.wait()
         except BaseException:
-            # An exchange may still end after its wait was interrupted, or timed out.
+            # An exchange may still finish after the wait for it was interrupted or timed out.
             if self.done.is_completed() and self.phase is not Phase.FAILED:
                 self.change("fail")
             raise
@@ -135,7 +134,7 @@ class Exchange:
             self.change("arrive")
 
     def load(self) -> None:
-        """Drop the result, because the model has loaded other values."""
+        """Drop the result, because the model has loaded new values."""
         if self.phase in TRANSITIONS["load"]:
             self.change("load")
 
@@ -149,7 +148,7 @@ class Fragment:
         anchor: Their part of the anchor, if there is one.
         codecs: One for each message; None for an uncompressed one. Empty without compression.
         rounds: Number of exchanges applied.
-        missed: Number of exchanges without this rank's contribution because it was late.
+        missed: Number of exchanges that lacked this rank's contribution because it was late.
         samples: Number of samples that this rank has trained on since its last contribution.
         exchange: The exchange in flight.
         is_loaded: Whether this rank has loaded the anchor since the last exchange; ranks then compare it.

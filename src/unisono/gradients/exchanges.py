@@ -1,4 +1,4 @@
-"""Exchanges of a model's fragments over one communicator: their common part, and the exchanges by steps."""
+"""Exchanges of a model's fragments over one communicator: the common base class, and exchanges scheduled by steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tensors = Callable[[Fragment], list[torch.Tensor]]
 
 
 class Reduction(Protocol):
-    """Reduction of one flat message over the ranks, in place; the same function on all ranks."""
+    """In-place reduction of one flat message over the ranks; the same function on all ranks."""
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> object: ...
 
@@ -43,10 +43,10 @@ class ExchangeSettings:
     """How fragments are exchanged; arguments of `PeriodicAverager`.
 
     Attributes:
-        lag: Number of steps that training continues before it applies a result.
+        lag: Number of steps for which training continues before it applies a result.
         alpha: Share of this rank's own parameters when a result is applied, if any.
         reduce: The reduction.
-        cap: Bytes of a message.
+        cap: Maximum message size in bytes.
     """
 
     lag: int
@@ -60,7 +60,7 @@ class ExchangeSettings:
 
 
 class Exchanges(ABC):
-    """Exchanges of fragments over one communicator. Another communicator gets another object.
+    """Exchanges of fragments over one communicator. A different communicator needs a new object.
 
     Everything but the reduction runs in the thread that owns the fragments: the training thread, unless a subclass says
     otherwise.
@@ -71,10 +71,10 @@ class Exchanges(ABC):
         fragments: The fragments.
         anchor: None if the parameters themselves are averaged.
         settings: How they are exchanged.
-        grace_s: How much longer than its calls an exchange may take.
+        grace_s: Seconds that an exchange may take beyond the timeouts of its calls.
 
     Attributes:
-        error: Error of the first exchange that failed. None begins after it.
+        error: Error of the first exchange that failed. No exchange begins after it.
     """
 
     def __init__(
@@ -115,22 +115,22 @@ class Exchanges(ABC):
     # -- when fragments are exchanged -----------------------------------------------------------
     @abstractmethod
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
-        """Send the fragments that are due after a step, and apply the results that are; return whether any was."""
+        """Send the fragments and apply the results that are due after a step; return whether any result was applied."""
 
     @abstractmethod
     def exchange_all(self, step: int, tensors: Tensors) -> None:
-        """Exchange all fragments now, and continue from the results, without this rank's share of parameters."""
+        """Exchange all fragments now, and continue from the results alone, without this rank's share of parameters."""
 
     @abstractmethod
     def finish(self, step: int, tensors: Tensors) -> None:
-        """Wait for the exchanges in flight, apply their results, and average the changes since."""
+        """Wait for the exchanges in flight, apply their results, and average the changes made since."""
 
     def held(self) -> AbstractContextManager[object]:
         """Context in which this thread owns the fragments."""
         return nullcontext()
 
     def check_between(self) -> None:
-        """Raise `RuntimeError` if the state of the fragments is not one to resume from."""
+        """Raise `RuntimeError` if training cannot be resumed from the fragments' current state."""
 
     # -- an exchange ---------------------------------------------------------------------------
     def _contribution(self, fragment: Fragment, here: list[torch.Tensor], *, in_place: bool) -> list[torch.Tensor]:
@@ -169,12 +169,12 @@ class Exchanges(ABC):
         return Completion(self._limit_s * len(self._settings.messages(given)))
 
     def _task(self, fragment: Fragment, exchange: Exchange, step: int | None, *, aside: bool) -> Callable[[], None]:
-        """Return the task that reduces a new exchange; it raises nothing.
+        """Return the task that reduces a new exchange; the task never raises.
 
         Args:
-            fragment: Whose exchange it is.
+            fragment: The fragment to exchange.
             exchange: The exchange.
-            step: The present step, if all ranks are at the same one.
+            step: The current step, if all ranks are at the same one.
             aside: Whether another thread will run the task.
         """
         streams = current_streams(t.device for t in exchange.tensors) if aside else []
@@ -190,7 +190,7 @@ class Exchanges(ABC):
     def _run(
         self, fragment: Fragment, exchange: Exchange, after: Sequence[torch.Stream], state: Mapping[str, object]
     ) -> None:
-        """Reduce the contributions of an exchange, ordered after the work queued on streams."""
+        """Reduce the contributions of an exchange, after the work already queued on the streams."""
         error: BaseException | None = None
         what = f"averaging fragment {self._fragments.index(fragment)}, whose result is for step {exchange.due}"
         try:
@@ -269,13 +269,13 @@ class Exchanges(ABC):
 
 
 class StepExchanges(Exchanges):
-    """Exchanges after the steps that a schedule names, so that ranks agree on their order without a message.
+    """Exchanges at the steps that a schedule selects, so that ranks agree on their order without a message.
 
     If a result may lag, a worker thread runs the exchanges in that order; otherwise the training thread does.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.
-        schedules: For each fragment, a predicate of the step: whether it is sent after it.
+        schedules: For each fragment, a predicate: whether it is sent after a given step.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class StepExchanges(Exchanges):
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
         applied = False
         for fragment in self._due(step):
-            # First: a fragment may be due again before its result is.
+            # First, because a fragment may be due again before its result is.
             applied |= self.apply(fragment, tensors)
             self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
         return self._apply_due(step, tensors) or applied

@@ -25,14 +25,14 @@ class NeighbourMean:
     """Reduction to the mean over a rank and its neighbours, with weights that keep the mean over all ranks.
 
     Args:
-        topology: Function of the number of ranks and of the round, which returns the neighbours of each rank.
+        topology: Function that takes the number of ranks and the round, and returns the neighbours of each rank.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
     def __repr__(self) -> str:
-        # Ranks compare the topology's name, or its first round.
+        # Ranks compare the topology's name, or, for a function, its first round.
         return "NeighbourMean"
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> None:
@@ -80,32 +80,32 @@ class Gossip(PeriodicAverager):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    No rank waits for all others. Each round moves ranks towards the mean, which itself is kept (up to rounding). Finite
-    parameters that are equal on all neighbours do not change, unless all ranks are neighbours (two or three on a ring,
-    for example): then an all_reduce may round. Method: Lian et al., Can decentralized algorithms outperform centralized
-    algorithms? (D-PSGD, 2017), with mixing after the optimizer's step; "exponential" is from Assran et al., Stochastic
-    gradient push (2019). Construction is collective over all ranks.
+    No rank waits for all others. Each round moves ranks towards the mean, and preserves the mean itself (up to
+    rounding). Finite parameters that are equal on all neighbours do not change, unless all ranks are neighbours (two or
+    three on a ring, for example): then an all_reduce may round. Method: Lian et al., Can decentralized algorithms
+    outperform centralized algorithms? (D-PSGD, 2017), with mixing after the optimizer's step; "exponential" is from
+    Assran et al., Stochastic gradient push (2019). Construction is collective over all ranks.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged.
         comm: The ranks that take part.
-        topology: "ring", "exponential" (one peer a round, at changing distances), "grid", "complete"; or
-            for each rank a list of the ranks that it receives from; or a function of the number of ranks and
-            of the round (from 0) that returns such lists, the same on every rank.
+        topology: "ring", "exponential" (one peer per round, at varying distances), "grid", "complete"; or, for each
+            rank, a list of the ranks that it receives from; or a function that takes the number of ranks and the round
+            (from 0) and returns such lists, the same on every rank.
         every: 1, or an `every(...)`, or a function of the step's number (from 1).
         overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. With `every=1` and `overlap_steps=1`, a rank
             adds the change of step n + 1 to the mix of the parameters after step n: D-PSGD as published.
 
     Raises:
         MismatchError: Ranks have different parameters or arguments. From a round: neighbours have taken different
-            numbers of steps, or resumed from different ones.
+            numbers of steps, or resumed from different steps.
         ValueError: An unknown topology, or one that does not keep the mean or connect all ranks.
 
     Attributes:
         rounds: Number of rounds so far.
 
-    Cost: a round first exchanges 16 bytes, and then the parameters' bytes, with each neighbour. If all ranks are
-    neighbours, as with "complete", it is an all_reduce.
+    Cost: a round exchanges 16 bytes, and then the parameters, with each neighbour. If all ranks are neighbours, as with
+    "complete", it is an all_reduce.
 
     Example:
         >>> from unisono.gradients.gossip import Gossip

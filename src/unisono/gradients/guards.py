@@ -27,21 +27,21 @@ class NanGuard:
     """Detector of NaN or infinite gradients during backward, before any averaging.
 
     Averaging spreads one rank's NaN to all ranks, which hides its origin. The guard inspects each gradient before it is
-    added to `p.grad`, so it also works with `GradientAverager`'s hooks. Construction is collective, and so is `check`,
-    to be called after `backward()`.
+    added to `p.grad`, so it works together with `GradientAverager`'s hooks. Construction is collective, and so is
+    `check`, to be called after `backward()`.
 
     Parameters of a module that are unfrozen, replaced or added later are hooked before the next forward. For a gradient
     that no hook has seen, `check` inspects `p.grad`.
 
     Args:
-        model: A module, or its parameters, or its named parameters. In a list, only unfreezing is noticed.
+        model: A module, its parameters, or its named parameters. With a list, only unfreezing is detected.
         comm: The ranks to compare.
 
     Raises:
         MismatchError: Ranks have different parameters.
 
-    Cost: one pass over each gradient (about 0.3 ns a float32 on one core); before each forward 0.1 us a parameter;
-    `check` gathers 16 bytes a rank. Memory: 8 bytes a parameter.
+    Cost: one pass over each gradient (about 0.3 ns per float32 on one core); before each forward, 0.1 us per parameter;
+    `check` gathers 16 bytes per rank. Memory: 8 bytes per parameter.
 
     Example:
         >>> from unisono.gradients import NanGuard
@@ -62,8 +62,7 @@ class NanGuard:
         named = named_tensors(model)
         agree_on_parameters(named, comm, of="NanGuard", frozen=False)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
-        # By name, in order of arrival: size of the gradient, and its number of non-finite elements in the worst of
-        # several passes.
+        # By name, in order of arrival: size of the gradient, and the number of non-finite elements in the worst pass.
         self._seen: dict[str, tuple[int, torch.Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._follow()
@@ -90,11 +89,11 @@ class NanGuard:
             self._seen[name] = gradient.numel(), torch.maximum(before, count)
 
     def check(self) -> None:
-        """Raise on all ranks if any has seen a NaN or an infinity since the last call. Collective.
+        """Raise on all ranks if any rank has seen a NaN or an infinity since the last call. Collective.
 
         Raises:
-            NotFiniteError: On every rank: which rank had the first (also its `peer`), and in which parameter's
-                gradient.
+            NotFiniteError: On every rank; says which rank had the first (also the error's `peer`), and in which
+                parameter's gradient.
         """
         # No hook has seen the gradient of a parameter that was added after the model's last forward, or to a submodule
         # that was called directly.
@@ -173,20 +172,21 @@ class DivergenceGuard(PeriodicAction):
     """Check, every n-th step, that all ranks hold the same parameters, bit for bit.
 
     Averaged gradients and equal optimizers keep ranks equal; a forgotten broadcast, a different seed, a parameter that
-    is not averaged or faulty memory makes them diverge. NaNs of the same bits are equal; 0.0 and -0.0 are not.
+    is not averaged, or faulty memory makes them diverge. NaNs with the same bits are equal; 0.0 and -0.0 are not.
     Construction is collective, and so is each check.
 
     Args:
         model: A module, or its parameters.
         comm: The ranks that should be equal.
         every: 100, or an `every(...)`, or a function of the step's number (from 1).
-        buffers: Also check a module's buffers. BatchNorm's differ, unless it is a `SyncBatchNorm`.
+        buffers: Also check a module's buffers. BatchNorm's buffers differ between ranks, unless it is a
+            `SyncBatchNorm`.
 
     Raises:
-        MismatchError: From `step` and `check`, on every rank: which parameters differ, and on which ranks. Training may
-            continue, for example after `un.broadcast_parameters`.
+        MismatchError: From `step` and `check`, on every rank; says which parameters differ, and on which ranks.
+            Training may continue, for example after `un.broadcast_parameters`.
 
-    Cost: reads the parameters once (about 1 ns for 4 bytes on one core), and gathers 8 bytes a rank. A single
+    Cost: reads the parameters once (about 1 ns per 4 bytes on one core), and gathers 8 bytes per rank. A single
     changed parameter element is always detected; changes of several cancel out with probability 2**-32.
 
     Example:
@@ -222,11 +222,11 @@ class DivergenceGuard(PeriodicAction):
 def agree_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, *, every: int | Schedule = 1
 ) -> RemovableHandle:
-    """Compare model, optimizer state and options of all ranks after each n-th step of the optimizer.
+    """Compare the model, optimizer state and options of all ranks after every n-th optimizer step.
 
     Uses `Communicator.agree`: the values are compared in the next collective of the thread that makes the steps,
     without an extra message. Every 100 steps it compares what is still pending, for example because an averager
-    communicates in its own thread. Call it on every rank, before the same step.
+    communicates in its own thread. Call it on every rank before the same step.
 
     Args:
         model: Parameters and buffers, which should be the same on all ranks; not a sharded one.
@@ -238,10 +238,10 @@ def agree_step(
 
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
-        MismatchError: From the collective that compares, on every rank: the first part that differs, and the ranks on
-            each side; or a rank that has made a different number of steps.
+        MismatchError: From the collective that compares, on every rank; names the first part that differs and the ranks
+            on each side, or a rank that has made a different number of steps.
 
-    Cost: a hash of all values (about 1 ns for 4 bytes on one core) for each comparison; every 100 steps a barrier, and
+    Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and
     a round trip to the control plane.
 
     Example:
@@ -265,7 +265,7 @@ def agree_step(
     def hook(*_: object) -> None:
         step = next(steps)
         if schedule(step):
-            # First, because different options make parameters differ, not vice versa.
+            # First, because different options make parameters differ, but not vice versa.
             comm.agree(optimizer, f"the optimizer after step {step}")
             comm.agree(model, f"the model after step {step}")
         if step % _FLUSH_EVERY == 0:

@@ -19,28 +19,28 @@ __all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
 
 
 class LocalSGD(PeriodicAverager):
-    """Local SGD: average parameters over ranks every n-th step, instead of gradients at each step.
+    """Local SGD: average the parameters over ranks every n-th step, instead of the gradients at each step.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Method: Stich, Local SGD converges fast and communicates little (2019). After an average
-    all ranks hold the same bits. Construction is collective, and so is each `step` that averages.
+    Method: Stich, Local SGD converges fast and communicates little (2019). After averaging, all ranks hold the same
+    bits. Construction is collective, and so is each `step` that averages.
 
     Args:
-        model: A module, or its parameters; frozen ones are averaged too, so leave them out if they are many. Integer
-            ones remain unchanged.
+        model: A module, or its parameters; frozen ones are averaged as well, so leave them out if there are many.
+            Integer ones remain unchanged.
         comm: The ranks that average.
         every: 8, or `every(8, warmup=100)`, or a function of the step's number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
-        average_state: Also average the state that the attached optimizer keeps for each parameter in
-            the parameter's shape (momentum, Adam's moments). Needs `attach`.
-        bucket_cap_mb: Size of a message in MiB.
+        average_state: Also average the optimizer state that has the parameter's shape (momentum, Adam's moments).
+            Requires `attach`.
+        bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
         MismatchError: Ranks have different parameters or arguments, or optimizers in different states.
         ValueError: `every` is less than 1.
 
-    Cost: each n-th step one all_reduce of the parameters' bytes; nothing in between.
+    Cost: every n-th step one all_reduce of the parameters; nothing in between.
 
     Example:
         >>> from unisono.gradients.local_sgd import LocalSGD
@@ -86,7 +86,7 @@ class LocalSGD(PeriodicAverager):
         tensors = super()._tensors(fragment)
         if self._average_state:
             state = self._state()
-            # Optimizers create state at a parameter's first gradient, which may arrive on some ranks only.
+            # Optimizers create state at a parameter's first gradient, which may arrive on only some ranks.
             agree_on_parameters(state, self._comm, of="the optimizer's state", frozen=False)
             tensors += [tensor for _, tensor in state]
         return tensors
@@ -104,38 +104,39 @@ class LocalSGD(PeriodicAverager):
 
 
 class DiLoCo(PeriodicAverager):
-    """Outer optimizer that takes the ranks' mean parameter change as its gradient, every n-th step.
+    """Local training with an outer optimizer whose gradient is the ranks' mean parameter change, every n-th step.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Ranks start from a common anchor, train independently for n steps, and average anchor - parameters. The outer
     optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from the anchor.
     Method: Douillard et al., DiLoCo, distributed low-communication training of language models (2023). After each outer
-    step all ranks hold the same bits. The inner optimizer and its state remain with each rank. Construction is
+    step, all ranks hold the same bits. The inner optimizer and its state are local to each rank. Construction is
     collective, and so is each `step` that runs the outer optimizer.
 
     Args:
         model: A module, or its parameters, equal on all ranks. Integer parameters remain unchanged.
         comm: The ranks that train.
-        every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks of
-            different speed, or an `every(timedelta(...), max_lag=...)` (see `PeriodicAverager`).
+        every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks that run
+            at different speeds, or an `every(timedelta(...), max_lag=...)` (see `PeriodicAverager`).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
-        outer: Factory of another outer optimizer, from the anchor's tensors; overrides the three settings above.
+        outer: Function that takes the anchor's tensors and returns another outer optimizer; overrides the three
+            settings above.
         compression, anchor_dtype: As for `OuterUpdate`.
-        options: Of `PeriodicAverager`: `fragments`, `reduce`, `overlap_steps`, `alpha`, `bucket_cap_mb`. Streaming
-            DiLoCo (Douillard et al., 2025) is, for instance, `every=100, fragments=4, overlap_steps=5, alpha=0.5,
-            compression="int4"`.
+        options: Options of `PeriodicAverager`: `fragments`, `reduce`, `overlap_steps`, `alpha`, `bucket_cap_mb`.
+            Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100, fragments=4, overlap_steps=5,
+            alpha=0.5, compression="int4"`.
 
     Raises:
         MismatchError: Ranks have different arguments or parameters (including values: see `un.broadcast_parameters`).
-        ValueError: `every` is less than 1, or `PeriodicAverager` or the outer optimizer refuses an option.
+        ValueError: `every` is less than 1, or `PeriodicAverager` or the outer optimizer rejects an option.
 
     Attributes:
         anchor: For each parameter, its value when all ranks were last equal: float32, or wider.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
 
-    Cost: each n-th step one all_reduce of the anchor's bytes. Memory: the parameters twice more (the anchor, the
-    momentum), and once again while the outer optimizer steps.
+    Cost: every n-th step one all_reduce of the anchor. Memory: two more copies of the parameters (anchor and momentum),
+    and a third while the outer optimizer steps.
 
     Example:
         >>> from unisono.gradients.local_sgd import DiLoCo
@@ -175,7 +176,7 @@ class DiLoCo(PeriodicAverager):
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.
 
-        Momentum counts as after a whole interval, so soon after another outer step it moves the anchor too far.
+        Momentum is applied as after a whole interval, so a call soon after another outer step moves the anchor too far.
 
         Example:
             >>> def program(comm):
@@ -195,8 +196,8 @@ class SlowMo(torch.optim.Optimizer):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    With a constant inner learning rate it is `DiLoCo`'s SGD without Nesterov. Method: Wang, Tantia, Ballas, Rabbat:
-    SlowMo, improving communication-efficient distributed SGD with slow momentum (2020).
+    With a constant inner learning rate, it equals `DiLoCo`'s SGD without Nesterov momentum. Method: Wang, Tantia,
+    Ballas, Rabbat: SlowMo, improving communication-efficient distributed SGD with slow momentum (2020).
 
     Args:
         anchor: Tensors to step.
@@ -233,7 +234,7 @@ class SlowMo(torch.optim.Optimizer):
             closure: Not used.
 
         Raises:
-            ValueError: The inner learning rate is 0, so that changes have no gradient.
+            ValueError: The inner learning rate is 0, so changes cannot be converted to gradients.
         """
         fast = float(self._inner.param_groups[0]["lr"])
         if not fast:

@@ -1,4 +1,4 @@
-"""Gradients of a step by logical shard, summed in one balanced binary tree on any number of ranks."""
+"""Gradients of a step by logical shard, summed in the same balanced binary tree on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Step:
-    """This rank's part of a step: made with its first shard, and dropped when the step is averaged.
+    """This rank's part of a step: created with its first shard, and dropped when the step is averaged.
 
     Attributes:
         before: p.grad of each parameter when the step began.
@@ -55,16 +55,16 @@ class _Shard:
 
 
 class LogicalShards:
-    """Averaging of gradients with the same bits on any number of ranks: the mean over logical shards of the data.
+    """Averages gradients over logical shards of the data, with the same bits on any number of ranks.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Each step's data is cut into `count` shards, dealt to the ranks in consecutive runs of equal length. Each rank runs
-    the backward passes of its shards in `shard`, each once a step and in any order. When its last one ends, each
-    `p.grad` is the mean over all shards: their sum in one balanced binary tree over the shards, in which the first half
-    is the longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of ranks
-    nor on the backend, provided that each shard's computation does not: that depends on torch's version, kernels and
-    number of threads, and on the batch shape.
+    Each step's data is cut into `count` shards, assigned to the ranks in consecutive runs of equal length. Each rank
+    runs the backward passes of its shards in `shard`, each once per step, in any order. When its last one ends, each
+    `p.grad` is the mean over all shards. They are summed in a balanced binary tree over the shards, in which the first
+    half is the longer one, and each addition is rounded in the parameter's dtype. So the bits depend neither on the
+    number of ranks nor on the backend, provided that each shard's computation does not: that depends on torch's
+    version, kernels and number of threads, and on the batch shape.
 
     Collective: every rank creates one for the same model. Torch hides hooks from the garbage collector: an unused
     model is freed only after `remove()`.
@@ -73,7 +73,7 @@ class LogicalShards:
         model: A module, or its parameters.
         comm: The ranks that average. The sums travel over a dedicated communicator derived from it.
         count: Number of shards in all, a multiple of the number of ranks.
-        average: "mean", or "sum" for losses that are divided by the global batch already.
+        average: "mean", or "sum" for losses that are already divided by the global batch size.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each step.
 
@@ -82,14 +82,14 @@ class LogicalShards:
         rank, size: This rank, and the number of ranks.
 
     Raises:
-        ValueError: Another averager has the model, or a part of it; or an argument is out of range.
+        ValueError: Another averager is attached to the model or part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings.
-        RuntimeError: From `backward()`: it runs outside of a shard.
+        RuntimeError: From `backward()`: it runs outside a shard.
 
-    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank, since sums
+    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards per rank, since sums
     are formed as soon as both halves of a subtree exist. One all_reduce of the gradients if the number of ranks is a
-    power of two or the number of shards, else an all_gather of up to 2 log2(s) gradients from each rank.
+    power of two or equals the number of shards; otherwise an all_gather of up to 2 log2(s) gradients from each rank.
 
     Example:
         >>> def program(comm):
@@ -161,7 +161,7 @@ class LogicalShards:
     def shard(self, number: int) -> Iterator[None]:
         """Return a context for the backward passes of one shard: `with shards.shard(number):`.
 
-        This rank's last shard of a step is collective, because it averages. A shard that raises may be repeated.
+        A rank's last shard in a step is collective, because it averages. A shard that raises may be repeated.
 
         Args:
             number: One of `local`. The same data must have the same number on any number of ranks.
@@ -206,7 +206,7 @@ class LogicalShards:
             self._finish(step)
 
     def check(self) -> None:
-        """Raise if a parameter was replaced, swapped or added after construction: it is not averaged.
+        """Raise if a parameter was replaced, swapped or added after construction: it would not be averaged.
 
         Each shard also checks this at its end.
 
@@ -219,7 +219,7 @@ class LogicalShards:
             raise RuntimeError(problem)
 
     def abort(self, reason: str) -> None:
-        """End all running and later averaging on all ranks, for example after an error that others do not know of.
+        """Abort all running and later averaging on all ranks, for example after an error that others don't know about.
 
         Args:
             reason: Text for the `AbortedError` of the other ranks.
@@ -254,7 +254,7 @@ class LogicalShards:
         """Resume from a state of any rank.
 
         Args:
-            state: A result of `state_dict`.
+            state: Result of `state_dict`.
         """
         self._steps = int(state["steps"])
 
@@ -263,7 +263,7 @@ class LogicalShards:
         return f"<LogicalShards {mine}, rank {self.rank} of {self.size}>"
 
     def _arrive(self, index: int, _gradient: torch.Tensor) -> None:
-        """Hook of every gradient: raise outside of a shard, where it would belong to none."""
+        """Hook on every gradient: raise outside a shard, because the gradient would belong to none."""
         if self._open is None:
             raise RuntimeError(
                 "backward() ran outside of a logical shard; put each backward pass into `with shards.shard(number):`"

@@ -37,7 +37,7 @@ class ParameterRegistry:
     with the registered ones: before each forward of the model or of a submodule called separately, and in `problem`.
 
     Args:
-        model: The module; None for parameters without one.
+        model: The module; None for parameters without a module.
         named: Its parameters, with their names.
         owner: Class of the object that averages.
 
@@ -102,19 +102,19 @@ class ParameterRegistry:
     def watch_gradients(self, before: Callable[[int, torch.Tensor], None]) -> None:
         """Call `before` with the parameter's index and the gradient, before the gradient is added to p.grad.
 
-        Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
+        Includes frozen parameters, which may be unfrozen later: until then, torch accepts no hook on them.
         """
         self.hooked = True
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
     def watch_forward(self, check: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
-        """Call `check` before each forward of the model or its modules; in a compiled forward, when it is traced.
+        """Call `check` before each forward of the model or its modules; for a compiled forward, when it is traced.
 
         Args:
-            check: Raises if there is a problem.
-            after: Called with what each forward of the model returned.
-            traced: Whether to call `after` where the forward is compiled.
+            check: Function that raises if there is a problem.
+            after: Called with the value that each forward of the model returned.
+            traced: Whether to call `after` if the forward is compiled.
         """
         model = self.model
         if model is None:
@@ -202,7 +202,7 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
 
 
 def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
-    """Call a hook before each forward of a model; not of its copies, and not where the forward is compiled.
+    """Call a hook before each forward of a model; not for its copies, and not in a compiled forward.
 
     Does nothing unless the model is a module that is not scripted.
     """
@@ -216,8 +216,8 @@ class _ModuleHook:
 
     Args:
         call: The hook; None for nothing.
-        traced: Whether to call it where Dynamo traces the forward.
-        constant: Function to call there instead.
+        traced: Whether to call the hook when Dynamo traces the forward.
+        constant: Function to call instead while tracing.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _ModuleHook:
 
 
 def _constant(check: Callable[[], None]) -> Callable[[], int]:
-    """Return a check for a forward that Dynamo traces, and traces again after the model changes.
+    """Return a check for a forward that Dynamo traces, and re-traces after the model changes.
 
     Dynamo calls it while tracing, and treats the result as a constant.
     """
@@ -253,6 +253,6 @@ def _constant(check: Callable[[], None]) -> Callable[[], int]:
         check()
         return 0
 
-    # What torch.compiler.assume_constant_result sets, without importing Dynamo, which takes seconds.
+    # Set what torch.compiler.assume_constant_result sets, without importing Dynamo, which takes seconds.
     constant.__dict__["_dynamo_marked_constant"] = True
     return constant

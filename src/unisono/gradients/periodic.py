@@ -42,7 +42,7 @@ def whole_number(name: str, value: object, least: int, of: str = "step") -> None
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """Schedule that `every` returns: true for the first `warmup` steps, then for each n-th, `offset` steps later."""
+    """Schedule that `every` returns: true for the first `warmup` steps, then each n-th one, `offset` steps later."""
 
     n: int
     warmup: int = 0
@@ -58,7 +58,7 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """Schedule that `every` returns for a time: ranks of different speed exchange at the same time, in any step.
+    """Schedule that `every` returns for a time: ranks at different speeds exchange at the same time, whatever the step.
 
     Attributes:
         interval: Time from one exchange of all parameters to the next.
@@ -79,23 +79,23 @@ def every(n: int, *, warmup: int = 0) -> PeriodicSchedule: ...
 @overload
 def every(n: timedelta, *, max_lag: Timeout | None = None) -> TimedSchedule: ...
 def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None) -> PeriodicSchedule | TimedSchedule:
-    """Return the schedule of each of the first `warmup` steps, and then of each n-th step; or that of a time.
+    """Return a schedule: each of the first `warmup` steps, and then each n-th step; or a time interval.
 
-    To synchronize each step at first and less often later is known as post-local SGD (Lin, Stich,
-    Patel, Jaggi: Don't use large mini-batches, use local SGD, 2020).
+    Synchronizing at each step at first, and less often later, is known as post-local SGD (Lin, Stich, Patel, Jaggi:
+    Don't use large mini-batches, use local SGD, 2020).
 
     Args:
         n: Number of steps from one action to the next, 1 or more. Or a `timedelta`, which `PeriodicAverager` and
-            `DiLoCo` take for ranks of different speed.
-        warmup: Number of steps before that, 0 or more; n is counted from there.
+            `DiLoCo` accept for ranks that run at different speeds.
+        warmup: Number of initial steps that each run the action, 0 or more; n is counted from the last of them.
         max_lag: With a `timedelta`: seconds, or a timedelta, that an exchange waits for a late rank. After that it
-            proceeds without this rank's contribution, and the rank continues from the anchor after its next step. None:
-            the time between exchanges.
+            proceeds without the late rank's contribution, and that rank continues from the anchor after its next step.
+            None: the time between exchanges.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
-        ValueError: `n` is less than 1, or `warmup` less than 0; a time is not positive; `warmup` with a `timedelta`, or
-            `max_lag` without.
+        ValueError: `n` is less than 1, or `warmup` less than 0; a time is not positive; `warmup` was passed with a
+            `timedelta`, or `max_lag` without one.
 
     Example:
         >>> from unisono.gradients.periodic import every
@@ -119,20 +119,20 @@ def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None
     Args:
         comm: The ranks.
         state: These values, by name.
-        owner: Name of the class that acts, for the error.
+        owner: Name of the acting class, for the error.
     """
     if engine_of(comm).checked:
         comm.agree(state, f"an action of {owner}")
 
 
 class PeriodicAction(ABC):
-    """Step counter that acts on the parameters on a schedule. Construction is collective.
+    """Step counter that runs an action on the parameters on a schedule. Construction is collective.
 
     Sends messages over its own communicator (`dup`), so that they never match the caller's.
 
     Args:
         model: A module, or its parameters, with or without names.
-        comm: The ranks that take part; all have the same parameters, but perhaps different values.
+        comm: The ranks that take part; all have the same parameters, perhaps with different values.
         every: A number of steps, an `every(...)`, or a function of the step's number.
         buffers: Whether to include a module's buffers.
         settings: Other values that must be the same on all ranks, by name.
@@ -166,7 +166,7 @@ class PeriodicAction(ABC):
         self._connect(comm)
 
     def _connect(self, comm: Communicator) -> None:
-        """Agree with the ranks of a communicator, and duplicate it. Collective."""
+        """Check that the ranks of a communicator agree, and duplicate it. Collective."""
         agree_on_parameters(self.named, comm, self._settings, of=type(self).__name__, frozen=False)
         self._comm = comm.dup()
 
@@ -182,12 +182,12 @@ class PeriodicAction(ABC):
 
     @abstractmethod
     def _act(self) -> None:
-        """Run the action of a due step. Collective, under `no_grad`."""
+        """Run the action for a due step. Collective, under `no_grad`."""
 
     def step(self) -> bool:
         """Count a step, and run the action if it is due. Call it after each `optimizer.step()`.
 
-        Collective where the action is due.
+        Collective when the action is due.
 
         Returns: Whether the action ran.
 
@@ -203,7 +203,7 @@ class PeriodicAction(ABC):
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Have `step` called after each step of an optimizer.
 
-        Not for steps that a single rank may skip, as `GradScaler` does: call `step` yourself there.
+        Don't use it if a single rank may skip a step, as with `GradScaler`: call `step` yourself instead.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
@@ -231,14 +231,14 @@ class PeriodicAction(ABC):
         """Resume where a job stopped. Every rank loads the same state.
 
         Args:
-            state: A result of `state_dict` of any rank.
+            state: Result of `state_dict` on any rank.
         """
         self.steps = int(state["steps"])
 
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over it; new ranks create their own object in the meantime.
+        Collective over the new communicator; new ranks create their own object in the meantime.
 
         Args:
             comm: The new communicator.
@@ -250,7 +250,7 @@ class PeriodicAction(ABC):
         self._connect(comm)
 
     def _disconnect(self) -> None:
-        """End all calls over the old communicator, some of whose ranks may be lost."""
+        """Abort all calls on the old communicator, some of whose ranks may be lost."""
         self._comm.abort(f"{type(self).__name__} moves to other ranks")
         self._comm.close()
 
@@ -285,5 +285,5 @@ class PeriodicAction(ABC):
 
 
 def schedule_of(given: int | Schedule) -> Schedule:
-    """Return a schedule from a number of steps, or the schedule itself."""
+    """Return the schedule for a number of steps; a schedule is returned unchanged."""
     return given if callable(given) else PeriodicSchedule(given)

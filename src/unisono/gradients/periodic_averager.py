@@ -1,4 +1,4 @@
-"""Periodic averaging: ranks train independently, and exchange fragments of their parameters when these are due."""
+"""Periodic averaging: ranks train independently, and exchange each fragment of their parameters when it is due."""
 
 from __future__ import annotations
 
@@ -75,47 +75,46 @@ class PeriodicAverager(PeriodicAction):
     parameters must not change, nor, with `outer`, the parameter objects.
 
     Args:
-        model: A module, or its parameters. Integer ones remain unchanged. Loads into a list or a ScriptModule are not
-            noticed.
+        model: A module, or its parameters. Integer ones remain unchanged. Weights loaded into a list or a ScriptModule
+            are not detected.
         comm: The ranks that take part.
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
-            ranks of different speed: each takes as many steps as it can in that time, and its contribution counts by
-            its number of samples; `every(timedelta(...), max_lag=...)` says how long a late rank is waited for. Needs
-            `outer`, and `reduce="mean"`.
+            ranks that run at different speeds: each takes as many steps as it can in that time, and its contribution is
+            weighted by its number of samples; `every(timedelta(...), max_lag=...)` limits the wait for a late rank.
+            Requires `outer` and `reduce="mean"`.
         buffers: Also average a module's floating-point buffers.
         outer: An `OuterUpdate`. Ranks must then start from equal parameters.
-        fragments: Number of parts of about equal bytes, in the order of the parameters; or for each part a list of
-            names, of parameters or of modules that hold them ("layers.3"). Part k of p is sent k / p of an interval
-            after part 0 (Douillard et al., Streaming DiLoCo, 2025). More than one needs `every` to be a number of
-            steps.
-        reduce: "mean", "trimmed_mean", "median", "clipped_mean" (see `TrimmedMean`, `ClippedMean`); or a function of a
-            flat tensor that it changes in place, a communicator, and the number of the fragment's exchange (from 0).
+        fragments: Number of parts of about equal size, in parameter order; or for each part a list of names of
+            parameters, or of modules that hold them ("layers.3"). Part k of p is sent k / p of an interval after part 0
+            (Douillard et al., Streaming DiLoCo, 2025). With more than one, `every` must be a number of steps.
+        reduce: "mean", "trimmed_mean", "median", "clipped_mean" (see `TrimmedMean`, `ClippedMean`); or a function that
+            takes a flat tensor to change in place, a communicator, and the number of the fragment's exchange (from 0).
             With `outer`, its result must be the same on all ranks.
-        overlap_steps: Number of steps that training continues before it applies a result, at most until the fragment is
-            due again. 0: wait for each exchange.
-        alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo has
-            0.5. None: training continues from a predicted result, as if all ranks sent what this one does, and the
-            difference is added when the true result arrives (after Kale et al., Eager updates, 2025), so that lag costs
-            less loss. `outer` then steps twice, once to predict.
+        overlap_steps: Number of steps for which training continues before it applies a result, at most until the
+            fragment is due again. 0: wait for each exchange.
+        alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo
+            uses 0.5. None: training continues from a predicted result, computed as if all ranks sent what this one
+            does, and the difference is added when the true result arrives (after Kale et al., Eager updates, 2025), so
+            that lag hurts the loss less. `outer` then steps twice, once for the prediction.
         bucket_cap_mb: Size of a message in MiB.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: they have taken
-            different numbers of steps (without a time in `every`), resumed from different ones, or loaded different
+        MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: ranks have taken
+            different numbers of steps (unless `every` is a time), resumed from different steps, or loaded different
             weights.
-        RuntimeError: From an exchange: a parameter was added, removed or replaced, or its shape has changed.
+        RuntimeError: From an exchange: a parameter was added, removed, replaced or reshaped.
         ValueError: An argument is out of range or incompatible with others; nothing was sent.
         TypeError: A number of steps or of fragments is not an int.
 
     Attributes:
         anchor: With `outer`, for each floating-point parameter its value when all ranks were last equal; else empty.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
-        missed: With a time in `every`: number of exchanges without this rank's contribution because it was late. Each
-            is logged as a warning on the logger "unisono".
+        missed: With a time in `every`: number of exchanges that lacked this rank's contribution because it was late.
+            Each is logged as a warning on the logger "unisono".
 
-    Cost: each interval one average of the parameters' elements, in the anchor's dtype if there is one; with a time in
-    `every` also a gather of about 24 bytes a rank. Memory: with `outer` the anchor, the outer optimizer's state, and a
-    copy of the fragments in flight; with `overlap_steps` and without `alpha` two more copies of these.
+    Cost: in each interval one averaging of the parameters, in the anchor's dtype if there is one; with a time in
+    `every`, also a gather of about 24 bytes per rank. Memory: with `outer` the anchor, the outer optimizer's state, and
+    a copy of the fragments in flight; with `overlap_steps` and without `alpha` two more copies of these.
 
     Example:
         >>> def program(comm):
@@ -195,7 +194,7 @@ class PeriodicAverager(PeriodicAction):
                 advice = "un.broadcast_parameters(model, comm) makes them equal"
                 assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
         except Exception:
-            # Close the new communicator on any error, and raise the error again.
+            # Close the new communicator on any error, and re-raise the error.
             self._comm.close()
             raise
         follow_loads(model, self, self._on_load)
@@ -234,19 +233,19 @@ class PeriodicAverager(PeriodicAction):
 
     @property
     def missed(self) -> int:
-        """With a time in `every`: number of exchanges without this rank's contribution because it was late."""
+        """With a time in `every`: number of exchanges that lacked this rank's contribution because it was late."""
         return sum(fragment.missed for fragment in self._fragments)
 
     @property
     def rounds(self) -> int:
-        """Number of intervals with all results applied."""
+        """Number of intervals whose results have all been applied."""
         return self._fragments[-1].rounds
 
     def step(self, samples: int | None = None) -> bool:
-        """Count a step, send the fragments that are due, and apply the results that are. Call it after each step.
+        """Count a step, and send the fragments and apply the results that are due. Call it after each optimizer step.
 
-        Collective where a fragment is due or applied. With a time in `every` no rank waits for another's step; ranks
-        stop at the same number of `rounds`, or when they run out of samples, and then call `finish`.
+        Collective when a fragment is due or applied. With a time in `every`, no rank waits for another rank's step;
+        ranks stop at the same number of `rounds`, or when they run out of samples, and then call `finish`.
 
         Args:
             samples: With a time in `every` only: number of samples in this step, such as `len(batch)`. None is 1.
@@ -269,10 +268,10 @@ class PeriodicAverager(PeriodicAction):
     def finish(self) -> None:
         """Complete the exchanges in flight and apply their results, at the end of training. Collective.
 
-        With `outer`, ranks are equal then. What they have learnt since they sent a fragment last is averaged, in one
-        more exchange of all fragments, and the anchor moves by the mean: not by the outer optimizer, whose momentum is
-        that of a whole interval. With a time in `every`, ranks take part in exchanges until all have called this. The
-        next step begins another interval.
+        With `outer`, ranks are equal afterwards. Their changes since they last sent a fragment are averaged in one more
+        exchange of all fragments, and the anchor moves by the mean, without the outer optimizer, whose momentum is for
+        a whole interval. With a time in `every`, ranks take part in exchanges until all have called this. The next step
+        begins another interval.
 
         Raises:
             CommError: An exchange failed.
@@ -303,8 +302,8 @@ class PeriodicAverager(PeriodicAction):
     def _on_load(self, name: str, module: torch.nn.Module) -> None:
         """Hook after a module has loaded: training and the anchor continue from the loaded values.
 
-        An exchange in flight has the old values, so its result is dropped, consistently if all ranks have loaded; the
-        next exchange compares the anchor.
+        An exchange in flight has the old values, so its result is dropped. This is consistent if all ranks have loaded;
+        the next exchange compares the anchor.
         """
         # For tied parameters only the first name is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
@@ -330,8 +329,8 @@ class PeriodicAverager(PeriodicAction):
 
         With a time in `every`, only after `finish`, when ranks are between intervals and equal.
 
-        The same on all ranks, except with codecs, with `Gossip`, and with exchanges in flight and no `alpha`: wrap it
-        in `un.checkpoint.PerRank` in these cases.
+        The same on all ranks, except with codecs, with `Gossip`, or with exchanges in flight and no `alpha`: in these
+        cases wrap it in `un.checkpoint.PerRank`.
         """
         self._exchanges.check_between()
         state = {**super().state_dict(), "rank": 0, "fragments": [], "rounds": [], "under_way": [], "codecs": []}
@@ -359,11 +358,11 @@ class PeriodicAverager(PeriodicAction):
 
         Load the two in either order: until the next step, loading the model does not change this state's anchor.
 
-        If the ranks have changed, they load any rank's state: the error that a codec has yet to feed back is loaded by
-        its own rank only, and otherwise lost.
+        If the ranks have changed, they may load any rank's state; the error that a codec has yet to feed back is loaded
+        only on its own rank, and is otherwise lost.
 
         Args:
-            state: A result of `state_dict` with the same fragments.
+            state: Result of `state_dict` with the same fragments.
 
         Raises:
             ValueError: The state belongs to another model, other fragments, or another outer optimizer.
@@ -383,7 +382,7 @@ class PeriodicAverager(PeriodicAction):
         if state["fragments"] != names:
             raise ValueError(f"the state is of fragments {state['fragments']}, not {names}")
         if self.outer is not None:
-            # First, because the optimizer refuses a state that does not fit before anything changes.
+            # First, because the optimizer rejects a state that does not fit, before anything changes.
             self.outer.load_state_dict(state["outer"])
         super().load_state_dict(state)
         with torch.no_grad():
@@ -407,9 +406,9 @@ class PeriodicAverager(PeriodicAction):
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over it; new ranks create their own averager in the meantime. Results that have arrived are applied,
-        and other exchanges repeated, so that this rank's training is kept. A rank with fewer results than another, such
-        as a new one, continues from the anchor. The codecs' error feedback is lost.
+        Collective over the new communicator; new ranks create their own averager in the meantime. Results that have
+        arrived are applied, and other exchanges are repeated, so this rank's training is not lost. A rank with fewer
+        results than another, such as a new one, continues from the anchor. The codecs' error feedback is lost.
 
         Args:
             comm: The new communicator.

@@ -1,4 +1,4 @@
-"""Reduction of the buckets in one step: when, in which order, and whether plain or through a codec."""
+"""Reduction of the buckets in one step: when, in which order, and whether uncompressed or through a codec."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Reduction"]
 
 
 class Reduction:
-    """One step of all buckets: each starts as soon as it and all before it are full, in the same order on all ranks.
+    """One step of all buckets: each starts once it and all earlier ones are full, in the same order on all ranks.
 
     The last bucket waits for the end of the pass, when the flags to send are known. If the calling thread would have to
-    do the reduction, all buckets wait, and the sum is divided, which is more exact and touches less memory. If the
-    backend progresses by itself, contributions are divided while they are copied into the bucket.
+    do the reduction, all buckets wait, and the sum is divided, which is more accurate and touches less memory. If the
+    backend makes progress by itself, contributions are divided while they are copied into the bucket.
 
     Dropped when the step has ended, or when the pass after a failed one begins. Passes in `no_sync` belong to the step
     of the next pass outside.
@@ -40,8 +40,8 @@ class Reduction:
     Attributes:
         contents: Contents of each bucket.
         sent: Number of buckets whose reduction has started, in order.
-        asked: Whether any rank made each request in this step: about unfrozen parameters, and used gradients.
-        uneven: Whether some rank lacked a gradient in this step.
+        asked: For each request (about unfrozen parameters, and used gradients), whether any rank made it in this step.
+        uneven: Whether any rank lacked a gradient in this step.
     """
 
     def __init__(self, buckets: Buckets, comms: ReplaceableComms, weights: Weights, *, keeps_copies: bool) -> None:
@@ -77,20 +77,20 @@ class Reduction:
     # -- in a pass ------------------------------------------------------------------------------
     @torch.no_grad()
     def advance(self, saved: SavedGradients) -> None:
-        """Start the due buckets: the full ones except the last. `AbortedError` if another rank's pass has failed."""
+        """Start the buckets that are due: full, but not the last. `AbortedError` if another rank's pass has failed."""
         while self.sent < len(self.contents) - 1 and 0 not in self.contents[self.sent].inside:
             self._start(saved)
 
     def reduce_all(
         self, saved: SavedGradients, arrived: Set[int], first: int = 0, *, requests: Sequence[bool] = ()
     ) -> None:
-        """Start the remaining buckets, and wait for all. `AbortedError` if another rank's pass has failed.
+        """Start the remaining buckets, and wait for all. Raises `AbortedError` if another rank's pass has failed.
 
         Args:
             saved: p.grad from before the pass, to be added to the new gradients.
             arrived: Indices of the parameters with a gradient that may be in no bucket yet.
             first: The first bucket to wait for.
-            requests: Whether this rank makes each request to all ranks, apart from the one for late gradients.
+            requests: For each request to all ranks, except the one for late gradients, whether this rank makes it.
         """
         # Before any other bucket starts, because `finalize` empties p.grad.
         late = any(map(BucketContents.is_late, self.contents[: self.sent]))
@@ -107,7 +107,7 @@ class Reduction:
                     self._wait(contents)
 
     def conclude(self, first: int = 0) -> None:
-        """Read all ranks' headers, and reduce again if a gradient was late on any of them; collective in that case."""
+        """Read all ranks' headers, and reduce again if a gradient was late on any rank; collective in that case."""
         if self.contents:
             late, *self.asked = self.contents[-1].asked
             if late:
@@ -129,7 +129,7 @@ class Reduction:
             saved.restore([index for index in saved.aside if index not in self._buckets.where])
 
     def _start(self, saved: SavedGradients, arrived: Set[int] = frozenset(), requests: Sequence[bool] = ()) -> None:
-        """Begin the reduction of the next bucket, which owns its memory until `_wait`."""
+        """Start the reduction of the next bucket, which owns its memory until `_wait`."""
         contents = self.contents[self.sent]
         last = self.sent == len(self.contents) - 1
         comm = self._comms.data
@@ -186,7 +186,7 @@ class Reduction:
 
     # -- a pass that fails ----------------------------------------------------------------------
     def can_rewind(self) -> bool:
-        """Return whether this rank has a copy of each sent bucket, and so can begin the reduction again."""
+        """Return whether this rank has a copy of each sent bucket, and so can restart the reduction."""
         return all(map(BucketContents.can_rewind, self.contents))
 
     def rewind(self) -> None:
@@ -207,7 +207,7 @@ class Reduction:
 
     @contextmanager
     def _observed(self, contents: BucketContents) -> Iterator[None]:
-        """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced."""
+        """Record the block as a bucket's start or wait; report the bucket once it is reduced."""
         group = engine_of(self._comms.data).group
         bucket = contents.bucket
         nbytes = bucket.memory.nbytes

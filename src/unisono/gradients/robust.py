@@ -1,7 +1,7 @@
-"""Means that tolerate a broken contribution: trimmed mean, coordinate median, and clipping to the median norm.
+"""Means that tolerate bad contributions: trimmed mean, coordinate-wise median, and clipping to the median norm.
 
-They protect against a rank's contribution, such as noise or NaN, but not against a malicious rank, because each rank
-computes a piece of the result for all.
+They protect against a rank's bad contribution, such as noise or NaN, but not against a malicious rank, because each
+rank computes a piece of the result for all ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TrimmedMean:
     rank. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
 
     Args:
-        trim: Number of values dropped at either end, at least 1; None keeps only the middle one or two: the median.
+        trim: Number of values dropped at each end, at least 1; None keeps only the middle one or two: the median.
 
-    Cost: as an all_reduce, one all_reduce of 8 bytes a rank, and sorting each coordinate. One more copy in memory.
+    Cost: as an all_reduce, one all_reduce of 8 bytes per rank, and sorting each coordinate. One more copy in memory.
 
     Example:
         >>> def program(comm):
@@ -86,7 +86,7 @@ class ClippedMean:
     not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from history for Byzantine
     robust optimization (2021), with the median norm as the radius.
 
-    Cost: as an all_reduce, and one all_reduce of 8 bytes a rank. One more copy in memory.
+    Cost: as an all_reduce, and one all_reduce of 8 bytes per rank. One more copy in memory.
 
     Example:
         >>> def program(comm):
@@ -142,7 +142,7 @@ def _norms(rows: torch.Tensor, comm: Communicator) -> torch.Tensor:
 
 
 def _outliers(norms: torch.Tensor, comm: Communicator) -> list[tuple[int, float]]:
-    """Return, on rank 0, each rank whose norm is far above the median of all, with the ratio; NaN is infinite."""
+    """Return, on rank 0, each rank whose norm is far above the median, with the ratio; NaN counts as infinite."""
     sizes = norms.nan_to_num(math.inf, math.inf)
     median = sizes.sort().values[(len(sizes) - 1) // 2]
     ratios = torch.where(sizes > 0, sizes / median, 0.0).tolist()

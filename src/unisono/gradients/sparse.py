@@ -32,14 +32,15 @@ def average_sparse(
 ) -> list[int]:
     """Replace each `p.grad` with the mean over all ranks; a rank without a gradient contributes no rows.
 
-    A gradient that is dense on some rank, because a dense layer shares the parameter, becomes dense on all; one that
-    has arrived on no rank remains unchanged. A rank without data contributes nothing, even if it has a p.grad.
+    A gradient that is dense on some rank, because a dense layer shares the parameter, becomes dense on all ranks; a
+    gradient that has arrived on no rank remains unchanged. A rank without data contributes nothing, even if it has a
+    p.grad.
 
     Args:
         named: The parameters, with their names.
         comm: The ranks that average.
         weights: Weights of this step.
-        arrived: For each parameter, whether a gradient has arrived here; None to go by p.grad.
+        arrived: For each parameter, whether a gradient has arrived here; None to check p.grad instead.
         lacking: Names of parameters that received no gradient here; None if ranks may differ in that.
 
     Returns:
@@ -48,8 +49,8 @@ def average_sparse(
     Raises:
         MismatchError: A rank lacks a gradient that others have.
 
-    Cost: one all_gather of the numbers of rows; for each gradient one of its rows and one of their indices, in which a
-    rank receives all ranks' rows; and one all_reduce for each dense gradient.
+    Cost: one all_gather of the numbers of rows; for each sparse gradient, one all_gather of its rows and one of their
+    indices, in which each rank receives all ranks' rows; and one all_reduce for each dense gradient.
     """
     factor = weights.factor / comm.size
     parameters = [parameter for _, parameter in named]
@@ -83,7 +84,7 @@ def _rows(grad: torch.Tensor | None) -> int:
 def _dense_mean(parameter: torch.Tensor, grad: torch.Tensor | None, comm: Communicator, factor: float) -> torch.Tensor:
     mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
     comm.all_reduce(mean)
-    # Out of place, because the memory may be the caller's.
+    # Out of place, because the memory may belong to the caller.
     return mean if grad is None or grad.layout != torch.strided else grad.copy_(mean)
 
 

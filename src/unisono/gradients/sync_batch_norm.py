@@ -1,4 +1,4 @@
-"""BatchNorm with statistics over the batches of all ranks, on the CPU or a GPU."""
+"""BatchNorm with statistics computed over the batches of all ranks, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ class SyncBatchNorm(_BatchNorm):
 
     Batches may differ in length, and some may be empty. In training mode, forward and backward are collective: each
     rank that runs forward also runs backward. Gradients of weight and bias are local to each rank; gradient averaging
-    treats them like all others. In evaluation mode it behaves like torch's layers.
+    treats them like any others. In evaluation mode, it behaves like torch's layers.
 
     Args:
         num_features: Channels: input is (N, C) or (N, C, ...), of any floating-point dtype.
         comm: The ranks that share statistics. The layer duplicates it for its own use.
         eps, momentum, affine, track_running_stats, device, dtype: As in `torch.nn.BatchNorm1d`.
-        dup: False uses `comm` itself, which may then be shared by several layers but used for nothing else.
+        dup: False uses `comm` itself, which several layers may then share, but which must not be used for anything
+            else.
         more: Other arguments of this version of torch's BatchNorm.
 
     Raises:
-        ValueError: The input has no channels, or the wrong number; or all ranks together have a single value a channel,
-            which has no variance.
+        ValueError: The input has no channels, or the wrong number; or all ranks together have only one value per
+            channel, which has no variance.
         MismatchError: Ranks created layers of different kinds.
 
-    Cost: forward one all_gather of 2C + 1 numbers of 8 bytes, backward one all_reduce of 2C.
+    Cost: in forward, one all_gather of 2C + 1 numbers of 8 bytes; in backward, one all_reduce of 2C numbers.
 
     Example:
         >>> from unisono.gradients.sync_batch_norm import SyncBatchNorm
@@ -64,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
         self._shared = _StatisticsComm(shared)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize a batch. In training mode collective, and so is its backward.
+        """Normalize a batch. Collective in training mode, and so is its backward.
 
         Args:
             input: (N, C) or (N, C, ...), of a floating-point dtype; N may be 0 in training mode.
@@ -73,7 +74,7 @@ class SyncBatchNorm(_BatchNorm):
 
         Raises:
             ValueError: `input` has fewer than 2 dimensions or the wrong number of channels; or all ranks together have
-                a single value a channel, which has no variance.
+                only one value per channel, which has no variance.
         """
         comm = self._shared.comm
         if not self.training:
@@ -99,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
-        """Release the communicator, which converted layers share. The original's `close` also releases it."""
+        """Release the communicator, which converted layers share. Closing the original communicator does so as well."""
         if self._shared.comm is not None:
             self._shared.comm.close()
 
@@ -122,9 +123,9 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
     """Replace every BatchNorm layer of a module with a `SyncBatchNorm`, in place. Collective.
 
-    The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), hooks, mode and
-    names; the state dict remains the same. They share one communicator, made from `comm`. A `SyncBatchNorm` in an
-    unpickled model gets that communicator as well.
+    The layers keep their parameters and buffers (the same tensors, so optimizers remain valid), hooks, mode and names;
+    the state dict remains the same. They share one communicator, made from `comm`. A `SyncBatchNorm` in an unpickled
+    model gets that communicator as well.
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.
@@ -191,7 +192,7 @@ def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
 
 
 class _StatisticsComm:
-    """A communicator that copies of a layer share, such as averages of weights, and that pickled layers lack."""
+    """A communicator that copies of a layer (such as weight averages) share, and that pickled layers lack."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm
@@ -218,7 +219,7 @@ def _dims(input: torch.Tensor) -> list[int]:
 
 
 def batch_statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Number of values a channel on all ranks, and for each channel their mean and (biased) variance in float64.
+    """Number of values per channel on all ranks, and each channel's mean and (biased) variance in float64.
 
     Combines means and sums of squared deviations, not sums and sums of squares, because the difference of the latter
     loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so they agree
@@ -297,5 +298,5 @@ def _standard(input: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def _shaped(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View of one number a channel, to broadcast with (N, C, ...)."""
+    """View of one number per channel, to broadcast with (N, C, ...)."""
     return channels.to(like.dtype).view(-1, *[1] * (like.dim() - 2))

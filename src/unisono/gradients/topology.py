@@ -1,4 +1,4 @@
-"""Topologies of gossip: the neighbours of each rank, and mixing weights that keep the mean."""
+"""Gossip topologies: the neighbours of each rank, and mixing weights that preserve the mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOLERANCE = 1e-12
 
 
 def ring(size: int, round: int = 0) -> list[list[int]]:
-    """Each rank and the two next to it.
+    """Each rank and the two adjacent ranks.
 
     Example:
         >>> ring(4), ring(2), ring(1)
@@ -27,7 +27,7 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 
 
 def exponential(size: int, round: int = 0) -> list[list[int]]:
-    """One peer a round: from 1, then 2, then 4 ranks before, and so on, then from 1 again.
+    """One peer per round: receive from 1, then 2, then 4 ranks before, and so on, and then from 1 again.
 
     If the number of ranks is a power of two, one pass through the distances gives every rank the exact mean (Assran,
     Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).
@@ -53,7 +53,7 @@ def complete(size: int, round: int = 0) -> list[list[int]]:
 
 
 def grid(size: int, round: int = 0) -> list[list[int]]:
-    """Rows and columns, as square as the number of ranks allows; a line for a prime number.
+    """Rows and columns, as close to a square as the number of ranks allows; a line for a prime number.
 
     Example:
         >>> grid(6)
@@ -95,15 +95,15 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 
 
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
-    """For each rank, the weight of each rank that it mixes, including itself: a doubly stochastic matrix.
+    """For each rank, the weight of each rank that it mixes in, including itself: a doubly stochastic matrix.
 
     If neighbours receive from each other, the weights are Metropolis-Hastings: 1 / (1 + the larger number of neighbours
     of the two). If not, each rank must send to as many ranks as it receives from, and all links have weight 1 / (1 +
     the largest number of neighbours). A rank's own weight is the remainder.
 
     Raises:
-        ValueError: There is not one list a rank, a neighbour is not another rank, or the weights would not keep the
-            mean.
+        ValueError: There is not one list per rank, a neighbour is not another rank, or the weights would not preserve
+            the mean.
 
     Example:
         >>> mixing([[1], [0, 2], [1]], 3)[0]

@@ -1,4 +1,4 @@
-"""Exchanges of ranks of different speed: turns that begin at a time, in whatever step a rank then is."""
+"""Exchanges between ranks that run at different speeds: turns begin at a set time, whichever step each rank is in."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _log = logging.getLogger("unisono")
 class _Interval:
     """Turns from the first step, or the first after `finish`, until all ranks have called `finish`.
 
-    The worker alone writes the first three attributes, before it completes `last`. So once a thread has seen `last`
-    complete, they do not change before the next exchange.
+    Only the worker writes the first three attributes, before it completes `last`. So once a thread has seen that `last`
+    is complete, they do not change before the next exchange.
 
     Attributes:
         due_s: Start of the turn.
@@ -50,36 +50,36 @@ class _Interval:
 
 
 class Turns(Exchanges):
-    """Turns in which ranks of different speed exchange one fragment after another.
+    """Turns in which ranks that run at different speeds exchange one fragment after another.
 
-    A turn begins one interval after the previous one. Its exchange tells all ranks how late the last of them took it,
-    and so when it began on all; clocks are not compared. Training takes a turn at the end of a step. If it does not
-    within the lag, the worker takes part in its place, with zeros that weigh nothing, so that no rank waits for it.
+    A turn begins one interval after the previous one. Its exchange tells all ranks how late the last rank took it, and
+    so when it began on all ranks; clocks are not compared. Training takes a turn at the end of a step. If it does not
+    do so within the lag, the worker takes part in its place, with zeros of zero weight, so that no rank waits for it.
 
     There are two threads, and no lock between them:
 
-    - The worker alone leads from turn to turn. It waits for the training thread's contribution until the turn has to
-      take place, runs the exchange, and then schedules the next turn.
+    - Only the worker moves from one turn to the next. It waits for the training thread's contribution until the turn
+      has to take place, runs the exchange, and then schedules the next turn.
     - The fragments, with the anchor and its optimizer, belong to the thread that holds the token. Training takes it
       when it enters a method, and puts it back when it leaves. The worker takes it if training is late, while it steps
       the anchor on training's behalf. The worker never waits for the token: if training holds it, training is about to
-      contribute. Nor does it wait for another rank while it holds it. So training waits for one step of the anchor at
-      most, and only if it was late.
+      contribute. Nor does it wait for another rank while it holds it. So training waits for at most one step of the
+      anchor, and only if it was late.
 
     What happens if a rank leaves during an exchange depends on how it leaves:
 
     - A rank that has called `finish` contributes the rest of its samples, and then takes part in each turn until all
-      ranks have called `finish`, as each exchange reports. Its leaving does not disturb the others.
+      ranks have called `finish`, as each exchange reports. The other ranks are not affected.
     - A rank that dies, or aborts, breaks the communicator. The exchange raises in the worker of every other rank, and
-      the worker ends. Training there gets the error, which names the rank, from its next `step` or `finish`, and from
-      all later ones. The anchor keeps the result of the previous exchange, and after `move_to` another communicator the
-      lost contribution is made again.
-    - A rank that is alive but stuck in a step has not left: its worker takes part.
+      the worker ends. Training on those ranks gets the error, which names the lost rank, from its next `step` or
+      `finish`, and from all later ones. The anchor keeps the result of the previous exchange, and after `move_to`
+      another communicator the lost contribution is made again.
+    - A rank that is alive but stuck in a step has not left: its worker takes part for it.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.
-        interval_s: Seconds from turn to turn.
-        max_lag_s: Seconds from the beginning of a turn until it takes place without this rank's contribution.
+        interval_s: Seconds from one turn to the next.
+        max_lag_s: Seconds from the beginning of a turn until it proceeds without this rank's contribution.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Turns(Exchanges):
         super().__init__(owner, comm, fragments, anchor, settings, interval_s + max_lag_s)
         self._interval_s = interval_s
         self._max_lag_s = max_lag_s
-        # Number of the turn, which only the worker changes.
+        # Number of the turn; only the worker changes it.
         self._number = 0
         self._interval: _Interval | None = None
         self._contributions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -150,7 +150,7 @@ class Turns(Exchanges):
             raise RuntimeError("ranks are inside of an interval. Call finish() on all ranks: they are equal after it")
 
     def _begun(self, step: int) -> _Interval:
-        """Return the interval, which begins now if there is none."""
+        """Return the current interval; begin one now if there is none."""
         if self._interval is None:
             self._interval = _Interval(clock.now() + self._interval_s)
             self._worker.run(partial(self._take_turns, self._interval))
@@ -184,7 +184,7 @@ class Turns(Exchanges):
         self._contributions.put(self._started(interval, fragment, exchange))
 
     def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
-        """Make an exchange the fragment's, and return its task."""
+        """Assign an exchange to the fragment, and return its task."""
         # Steps are not compared: ranks that run at different speeds are at different steps.
         task = self._task(fragment, exchange, None, aside=True)
         fragment.exchange = exchange
@@ -205,7 +205,7 @@ class Turns(Exchanges):
         except BaseException as raised:
             # For example, the outer optimizer raised in a turn that training missed. The next training step raises it.
             self.error = raised
-            # The other ranks must not wait for this one's part in the exchange.
+            # The other ranks must not wait for this one to take part in the exchange.
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in a turn: {raised!r}")
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
@@ -225,7 +225,7 @@ class Turns(Exchanges):
                 late_s = clock.now() + self._max_lag_s
                 continue
             try:
-                # It may have contributed between the end of the wait and here. From here on it cannot.
+                # It may have contributed between the end of the wait and this point. From here on it cannot.
                 return self._contributions.get_nowait() if not self._contributions.empty() else self._miss(interval)
             finally:
                 self._token.put(None)
@@ -256,7 +256,7 @@ class Turns(Exchanges):
         assert interval is not None
         assert share is not None
         behind_s = self._weigh(interval, exchange.tensors, share)
-        # Read the clock only now: the delays are those at the time when the last rank has arrived.
+        # Read the clock only now: the delays are measured when the last rank has arrived.
         began_s = clock.now() - behind_s
         if share.of_all:
             super()._reduce(fragment, exchange)

@@ -30,11 +30,11 @@ class Weights:
 
     Attributes:
         comm: Communicator for the exchange.
-        joining: Whether ranks may have run out of data, so that they have to query each other.
-        uneven: Whether ranks have to agree on the factors of this step; if not, `factor` is valid.
+        joining: Whether ranks may have run out of data, so that each has to report whether it still has some.
+        uneven: Whether ranks have to agree on the factors for this step; if not, `factor` is valid.
         here: Whether this rank still has data.
         active: Number of ranks that take part in this step.
-        source: The first of these ranks.
+        source: The first of the ranks that take part.
         in_use: Whether a pass in `no_sync` has run since this rank's weight was set.
         factor: Factor of this rank's gradient, applied before the mean over all ranks.
     """
@@ -68,7 +68,7 @@ class Weights:
         self.in_use = self._mine is not None
 
     def shared_factor(self) -> float:
-        """Return this step's factor. Collective where ranks may differ; `AllRanksDone` if none has data."""
+        """Return this step's factor. Collective if ranks may differ; raises `AllRanksDone` if no rank has data."""
         size = self._size
         mine = self._mine
         if not self.uneven:
@@ -102,7 +102,7 @@ class Weights:
 
 
 def warn_of_uneven_batches(comm: Communicator | None, total: bool) -> None:
-    """Warn once if gradients are averaged without weights over batches whose sizes differ by rank."""
+    """Warn once if gradients are averaged without weights over batches whose sizes differ between ranks."""
     if comm is not None and not total and engine_of(comm).uneven_batches:
         engine_of(comm).uneven_batches = False
         warnings.warn(
@@ -135,7 +135,7 @@ def check_average(average: str) -> bool:
 
 
 def used_gradients(names: Sequence[str]) -> str:
-    """Return the error text for hooks that have used gradients of these parameters before they were averaged."""
+    """Return the error text for hooks that used these parameters' gradients before they were averaged."""
     more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"the gradient of {names[0]!r}{more} was used in this backward pass before it was averaged: a hook has removed "
@@ -149,7 +149,7 @@ def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active
 
     Args:
         names: Names of the parameters, in order.
-        lacking: For each rank the names without a gradient there.
+        lacking: For each rank, the names of the parameters without a gradient on it.
         active: Number of ranks that take part.
         comm: The communicator of these ranks.
     """

@@ -1,1 +1,1 @@
-"""Partitioners: each file in this folder is one, found by its name."""
+"""Partitioners: each file in this folder is one, looked up by name."""

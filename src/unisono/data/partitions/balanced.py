@@ -21,15 +21,15 @@ class Balanced(AssignmentPartitioner):
     """Parts of equal cost: tokens, frames, seconds. By name: the dataset's `costs` or `lengths`.
 
     Args:
-        costs: One for each sample, finite, 0 or more.
+        costs: One cost per sample, finite, 0 or more.
         method: The guarantee:
 
-            - "largest_first": balances cost only. The most loaded of p equal parts has at most 4/3 - 1/(3p) times its
-              cost in the best division, and no part has more than share * (total + (p - 1) * largest cost).
-            - "same_count": balances the number of samples as well (within one), so that ranks make equally many steps.
-              Loads differ by no more than costs that are p - 1 positions apart in sorted order. Equal shares only.
-            - "runs": each part is a run of neighbouring samples, whose cost is within the largest single cost of its
-              share.
+            - "largest_first": balances cost only. The most expensive of p equal parts costs at most 4/3 - 1/(3p) times
+              what it would in the best division, and no part has more than share * (total + (p - 1) * largest cost).
+            - "same_count": balances the number of samples as well (within one), so that ranks make the same number of
+              steps. Loads differ by no more than two costs that are p - 1 positions apart in sorted order. Equal shares
+              only.
+            - "runs": each part is a run of adjacent samples, whose cost is within the largest single cost of its share.
 
     Raises:
         ValueError: A cost is negative or not finite, `costs` are not one-dimensional, or `method` is unknown.
@@ -144,8 +144,8 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
     """Return the part number of each cost, with equally many in all parts; and a bound on their loads' difference.
 
-    In order of cost, each run of `parts` neighbours is dealt one to a part, the largest to the least loaded. So two
-    loads never differ by more than the first and last cost of some run.
+    In order of cost, take `parts` consecutive samples at a time, and give one to each part, the largest to the least
+    loaded. So two loads never differ by more than the first and last cost in some such run.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

@@ -1,4 +1,4 @@
-"""Contiguous: each part is a run of neighbouring samples, in file order."""
+"""Contiguous: each part is a run of adjacent samples, in file order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PARTITIONER", "Contiguous"]
 
 
 class Contiguous(Partitioner):
-    """Runs of neighbouring samples. Shuffling remains within each run, so that each rank keeps reading the same files.
+    """Runs of adjacent samples. Shuffling stays within each run, so each rank keeps reading the same files.
 
     Balance: less than one sample away from the share. Cost: none, for any number of samples.
 

@@ -22,17 +22,17 @@ class Dirichlet(AssignmentPartitioner):
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        labels: One for each sample: an integer tensor, or any hashable values.
-        alpha: Concentration, more than 0. If large, parts are alike; if small, they have about one label each.
+        labels: One label per sample: an integer tensor, or any hashable values.
+        alpha: Concentration, more than 0. If it is large, parts are alike; if small, each has about one label.
 
-    Balance: less than one sample away from the share; only labels are uneven. A label that runs out is replaced by the
-    others in proportion, so the last parts get the leftovers.
+    Balance: less than one sample away from the share; only labels are uneven. A label that runs out is replaced with
+    the others in proportion, so the last parts get the leftovers.
 
     Raises:
         ValueError: `alpha` is not finite and positive, or `labels` is a tensor that is not one-dimensional.
 
-    Method: mixes are drawn from Dirichlet(alpha * the whole's mix), as by Hsu, Qi and Brown, "Measuring the Effects of
-    Non-Identical Data Distribution for Federated Visual Classification" (2019).
+    Method: mixes are drawn from Dirichlet(alpha * the dataset's mix), as in Hsu, Qi and Brown, "Measuring the Effects
+    of Non-Identical Data Distribution for Federated Visual Classification" (2019).
 
     Example:
         >>> labels = torch.arange(1000) % 10

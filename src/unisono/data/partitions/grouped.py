@@ -1,4 +1,4 @@
-"""Grouped: samples of a group remain in one part."""
+"""Grouped: samples of a group stay in one part."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["PARTITIONER", "Grouped"]
 class Grouped(AssignmentPartitioner):
     """Samples of one group (a patient, a speaker, a video) are never in two parts. By name: the dataset's `groups`.
 
-    When a job resumes mid-epoch with another number of ranks, the remaining samples are dealt again by the same rule.
+    When a job resumes mid-epoch with a different number of ranks, the remaining samples are divided by the same rule.
 
     Args:
-        groups: One for each sample: an integer tensor, or any hashable values.
+        groups: One group per sample: an integer tensor, or any hashable values.
 
     Raises:
         ValueError: `groups` is a tensor that is not one-dimensional.

@@ -1,4 +1,4 @@
-"""Sampled: the output of another sampler, dealt in turns."""
+"""Sampled: the output of another sampler, assigned to parts in turn."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Sampled(Strided):
     """Another sampler's output, each entry on one rank: a `WeightedRandomSampler`, a `BatchSampler`, or your own.
 
     An epoch's sequence depends only on the seed and the epoch, so it is the same on every rank: the generator that the
-    sampler draws from is seeded. That is its attribute `generator`, or that of the sampler inside it; without one, the
-    global generators of Python, numpy and torch, which are restored afterwards. A sampler that draws from elsewhere
-    fails, because ranks with a `Communicator` compare their draws for each epoch. A sample that occurs twice in the
-    sequence is assigned twice.
+    sampler draws from is seeded. That is the attribute `generator` of it or of the sampler inside it; without one, the
+    global generators of Python, numpy and torch, which are restored afterwards. A sampler that draws from any other
+    source raises an error, because ranks with a `Communicator` compare their draws for each epoch. A sample that occurs
+    twice in the sequence is assigned twice.
 
     Args:
         sampler: Any object that can be iterated repeatedly. It defines the order: `shuffle` is False.

@@ -1,4 +1,4 @@
-"""Shuffled: a shuffled order, dealt in turns."""
+"""Shuffled: a shuffled order, assigned to parts in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PARTITIONER", "Shuffled"]
 
 
 class Shuffled(Strided):
-    """Order reshuffled each epoch, dealt in turns. Suits most training.
+    """Order reshuffled each epoch, assigned to parts in turn. Suits most training.
 
     Part r of p equal parts has positions r, r + p, r + 2p and so on of the epoch's order, which is the same for any p.
     Unequal parts are runs of the shuffled order.

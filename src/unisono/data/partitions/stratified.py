@@ -1,4 +1,4 @@
-"""Stratified: every part has the whole's mix of labels."""
+"""Stratified: every part has the dataset's mix of labels."""
 
 from __future__ import annotations
 

@@ -17,18 +17,18 @@ __all__ = ["PARTITIONER", "Weighted"]
 class Weighted(Partitioner):
     """Parts in proportion to weights, such as each rank's samples per second.
 
-    Ranks that take their share of each batch (from `un.data.apportion`) make equally many steps.
+    Ranks that take their share of each batch (from `un.data.apportion`) make the same number of steps.
 
     Args:
-        weights: One for each part, 0 or more, such as samples per second; only their ratios matter. None: the shares
+        weights: One weight per part, 0 or more, such as samples per second; only their ratios matter. None: the shares
             that the caller passes.
-        partition: The inner partitioner, which deals the samples; `shuffled` if None.
+        partition: The inner partitioner, which assigns the samples; `shuffled` if None.
 
-    Balance: as the inner partitioner, around these shares.
+    Balance: that of the inner partitioner, around these shares.
 
     Raises:
         ValueError: A weight is negative or NaN, or all are 0. When parts are made: the number of weights differs from
-            that of parts.
+            the number of parts.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))

@@ -276,7 +276,7 @@ class MpiAbortGuard:
         sys.stdout.flush()
         sys.stderr.flush()
         if has_ulfm():
-            # Only this rank ends, and the others are notified, because ULFM was requested.
+            # With ULFM, which was requested, only this rank ends, and the others are notified.
             close_all()
             os._exit(status)
         self._mpi.COMM_WORLD.Abort(status)

@@ -132,7 +132,7 @@ class Rendezvous:
 
 
 # -- servers of this process -----------------------------------------------------------------------
-# Long enough for ranks that end together, short enough for one that does not end at all.
+# Long enough for ranks that end at about the same time, short enough not to delay this one much if another never ends.
 LINGER_S = 5.0
 
 

@@ -128,7 +128,7 @@ def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
             return host_in(peer.getpeername())
 
     def client() -> TCPStore:
-        # Use the address that has answered, because torch would wait for each address of a name.
+        # Use the address that has answered, because torch would wait for each of a name's addresses.
         host = reach((at.host, at.port), max(claim.left_s, 0.1), knock)
         return _client(host, at.port, at.where, _ANSWERS_WITHIN_S)
 

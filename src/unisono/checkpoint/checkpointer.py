@@ -182,7 +182,7 @@ class Checkpointer:
                 self._load(found, state, map_location)
                 return found
             except (NoCheckpointError, CorruptError):
-                # Another process may have saved a newer one, and removed this one.
+                # Another process may have saved a newer checkpoint and removed this one.
                 before = found
                 found = self._newest()
                 if found == before:
@@ -230,7 +230,8 @@ class Checkpointer:
             self.save(*self._unsaved)
         self.wait()
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
-            # The last `step` call was the last step: boundaries between epochs, or before an evaluation, have no step.
+            # The last `step` call was the last step: boundaries between epochs, or before an evaluation, do not belong
+            # to a step.
             boundaries.saved_at = boundaries.passed
         if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(

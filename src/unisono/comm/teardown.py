@@ -69,7 +69,8 @@ class Teardown:
         # If the control plane has ended first, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
-            # Waiting ranks are notified immediately, but sent messages are not cut off until all ranks have left.
+            # Waiting ranks are notified immediately, but messages already sent are not cut off until all ranks have
+            # left.
             self._control.leave(self.group, patience)
         self._transport.close()
 

@@ -260,7 +260,7 @@ class _Pipe:
         try:
             return self._rank_ended or not (self._outgoing or select.select([self._far], [], [], 0)[0])
         except ValueError:
-            # It was closed meanwhile.
+            # The connection was closed meanwhile.
             return True
 
     def close(self, error: OSError | None = None) -> None:
@@ -314,7 +314,7 @@ class _TLSRelay:
             pipe.move()
         except OSError as error:
             host = pipe.near.getpeername()[0]
-            # Log once per host, which may retry many times.
+            # Log once per host, because a host may retry many times.
             if isinstance(error, UntrustedError) and host not in self._reported:
                 self._reported.add(host)
                 _log.warning("TLS with %s: %s", pipe.near.getpeername(), error.reason)

@@ -136,7 +136,7 @@ class Activity:
         """The last calls, the newest last."""
         return sorted([*self._collectives, *self._messages], key=itemgetter(4))
 
-    # -- reports of the engine -----------------------------------------------------------------
+    # -- reports from the engine ---------------------------------------------------------------
     def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
         """Record a call, given as for `format_call`."""
         now = clock.now()
@@ -209,7 +209,7 @@ class Activity:
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as plain values."""
         # A rank that has just timed out counts as waiting, because peers that query at the same time are in the same
-        # deadlock. The program's error may also be raised in a wait outside its calls.
+        # deadlock. The program may also get its error from a wait outside its calls.
         now = self.now
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest

@@ -171,7 +171,7 @@ def _given_a_generator(operator: Any) -> Callable[..., Any]:
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
     # This releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.
     call = operator._handle.redispatch_boxed
-    # Some operators take it only as a keyword; then it comes after all other arguments.
+    # Some operators take the generator only as a keyword; then it comes after all other arguments.
     place = [argument.name for argument in operator._schema.arguments].index("generator")
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:

@@ -273,7 +273,7 @@ class Recovery:
         self._samples = 0
         for name in sorted(self._samplers):
             self._samplers[name].rebuild(comm, like=leader)
-        # No rank continues before all are here.
+        # No rank continues before all have arrived.
         if shots:
             shots.take(comm)
         else:

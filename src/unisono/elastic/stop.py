@@ -191,7 +191,7 @@ class StopSources(Closing):
             )
         self._deadlines = deadlines
         self._file = file
-        # `put` is reentrant: a handler may interrupt another one's.
+        # Its `put` is reentrant: a signal handler may interrupt another handler's `put`.
         self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._since: dict[int, float] = {}
         self._before: dict[int, Any] = {}

@@ -205,7 +205,7 @@ class BucketContents:
         for slot, held in more:
             bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
-        # Before the factor is applied, because a retry may have another weight.
+        # Before the factor is applied, because a retry may have a different weight.
         self._backup = bucket.memory.clone() if backup else None
         self.started = True
         self._factor = factor

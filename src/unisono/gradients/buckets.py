@@ -96,7 +96,8 @@ class Buckets:
 
     def _scale(self, dtype: torch.dtype) -> float:
         """Factor applied to each contribution as it is copied into a bucket of this dtype."""
-        # Halves are divided before they are summed. For a power of two that is exact, and cheaper during the copy.
+        # Half-precision gradients are divided before they are summed. For a power of two that is exact, and cheaper
+        # during the copy.
         first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
         return 1 / self._comms.size if self.background or first else 1.0
 

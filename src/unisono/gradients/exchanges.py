@@ -221,7 +221,7 @@ class Exchanges(ABC):
         else:
             codec.average(flat, self._comm, shapes)
 
-    # -- its result ----------------------------------------------------------------------------
+    # -- the result of an exchange -------------------------------------------------------------
     def apply(self, fragment: Fragment, tensors: Tensors) -> bool:
         """Wait for a fragment's exchange, and apply the result; return False if none is in flight."""
         exchange = fragment.exchange

@@ -221,7 +221,7 @@ class Turns(Exchanges):
             try:
                 self._token.get_nowait()
             except queue.Empty:
-                # Training is in `step` or in `finish`, and about to contribute.
+                # Training is in `step` or `finish`, about to contribute.
                 late_s = clock.now() + self._max_lag_s
                 continue
             try:

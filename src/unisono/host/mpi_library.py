@@ -108,7 +108,7 @@ def imported() -> Any:
 
 def _check_launcher(mpi: Any) -> None:
     launcher = launched()
-    # A launcher that speaks PMIx may be any library's.
+    # A launcher that speaks PMIx may belong to any library.
     if launcher is None or "PMIx" in launcher.by:
         return
     if ("Open MPI" in launcher.by) != name_of(mpi).startswith("Open MPI"):

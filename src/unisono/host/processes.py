@@ -12,7 +12,7 @@ __all__ = ["exit_status", "interpreter_flags", "process_space", "process_stat", 
 
 def interpreter_flags() -> list[str]:
     """Return the options that this interpreter was started with, as multiprocessing passes them to its children."""
-    # There is no public name for this.
+    # Python has no public name for this.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 

@@ -108,7 +108,7 @@ class Watch:
         self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._cause: Cause | None = None
-        # Set once the cause is printed: a process that ends because of it must not end before.
+        # Set once the cause is printed: a process that ends because of it must not end before that.
         self._reported = threading.Event()
         # Threads of this rank that are in a call, and whether one has raised the watch's error.
         self._inside = 0
@@ -213,7 +213,7 @@ class Watch:
         with self._lock:
             index, signature = self._signatures.get(key) or self._describe(key, form, args)
             if signature.fingerprint.device == "meta":
-                # A compiler, or a fake tensor mode, only determines a call's result, perhaps on this rank alone.
+                # A compiler, or a fake tensor mode, only works out a call's result, perhaps on this rank alone.
                 return None
             where.calls += 1
             number = where.calls

@@ -158,7 +158,8 @@ _HIDDEN = not hasattr(torch.classes.c10d.ReduceOp(), "op")
 
 _Seen = Callable[[Operator, Any, Callable[[], Any], tuple[Any, ...]], Any]
 _seen: _Seen | None = None
-# Our groups by the identity of what operators are called on: the group itself, or a C++ group with the same lifetime.
+# Our groups, keyed by the identity of the object that operators are called on: the group itself, or a C++ group with
+# the same lifetime.
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # Kept, because the registration ends when the library object is collected.
 _libraries: list[torch.library.Library] = []

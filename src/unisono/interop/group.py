@@ -266,7 +266,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         calls = [partial(self._comm.reduce_scatter_single, plain(output), plain(t), op) for output, t in pairs]
         return self._do(opts, outputs, *calls)
 
-    # -- movements -----------------------------------------------------------------------------
+    # -- data movement -------------------------------------------------------------------------
     @by_device
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(tensors, "broadcast")

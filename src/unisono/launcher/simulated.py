@@ -174,7 +174,7 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
             # Made by the first rank, so that its locks are simulated.
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
-            # The same on all ranks, whatever their order.
+            # The same seed on all ranks, in whatever order they run.
             with ThreadRank(seed):
                 outcome = _be(job, replace(world, rank=rank), hub)
             scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")

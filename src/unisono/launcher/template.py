@@ -77,7 +77,7 @@ def _load() -> str | None:
     except Exception as error:
         return f"the import of torch failed ({type(error).__name__}: {error})"
     finally:
-        # A rank unblocks them when it is ready for them.
+        # Each rank unblocks the signal when it is ready for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, interrupts)
     threads = len([*Path("/proc/self/task").iterdir()]) - 1

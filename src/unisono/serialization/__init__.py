@@ -76,7 +76,7 @@ def decode(data: Buffer) -> Any:
             raise ValueError(f"{len(view) - end} bytes follow its end")
     except (IndexError, struct.error):
         raise ValueError(f"these bytes hold no value: {TOO_SHORT}") from None
-    # A user's class may run in a hash or an equality, and raise any exception.
+    # Hashing or comparing may run the code of a user's class, which may raise any exception.
     except Exception as error:
         raise ValueError(f"these bytes hold no value: {error}") from error
     return value

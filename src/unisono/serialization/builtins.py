@@ -132,7 +132,7 @@ def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> None:
 
 
 def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
-    # The order of a set differs between processes. Its bytes do not, because ranks compare values by their bytes.
+    # A set's order differs between processes. Its encoding must not, because ranks compare values by their bytes.
     def encoder(parts: Parts, value: Collection[Any], depth: int) -> None:
         items = []
         for item in value:

@@ -326,7 +326,7 @@ class _Flight:
         self._work: Work | None = None
         live = comms.live
         if live.replicate is not None and whole.dtype in HALVES:
-            # Divide before summing, because a sum of halves could overflow.
+            # Divide before summing, because a half-precision sum could overflow.
             divide(whole, live.data.size)
         if comms.size == 1:
             # A single rank's part is the whole tensor, which already is the average.

@@ -350,7 +350,7 @@ class ShardedModel:
         """
         self._runtime.check_idle("move_to()")
         self._comms.move_to(comm, mesh)
-        # Freed parameters show no memory order.
+        # The memory order of freed parameters is unknown, so leave it out.
         alike = [
             (p.name, torch.empty(p.shape, dtype=p.tensor.dtype, device="meta", requires_grad=p.tensor.requires_grad))
             for p in self._pieces.values()

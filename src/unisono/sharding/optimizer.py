@@ -552,8 +552,8 @@ class GradientSharder(PassOwner):
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
         if error is not None and not self._comms.live.reported:
-            # A pass of another rank. It repeats that from its forward, where other models may communicate first, so
-            # this rank must do the same: it may not wait for the repeat at the end of this pass.
+            # A pass of another rank, which repeats it from the forward pass, where other models may communicate first.
+            # This rank must do the same: it may not wait for the repeat at the end of this pass.
             raise error
         self._broken = error is not None
         # A reduction may block until all ranks join. Gradients of several models arrive in any order, so their

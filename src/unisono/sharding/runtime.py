@@ -472,7 +472,7 @@ class Runtime(PassOwner):
                 self._check_same_gradients()
             for unit in self._units:
                 self._reduce(running, unit)
-            # Only after all reductions have started, because a commit waits while other ranks may be in an earlier
+            # Only after all reductions have started: a commit waits, while other ranks may still be in an earlier
             # reduction.
             for flat, gradient in self._trained:
                 gradient.commit(flat.pieces)

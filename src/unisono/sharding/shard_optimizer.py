@@ -374,7 +374,7 @@ class _Trial:
         for index, value in enumerate(whole[1]):
             gradient = self._draw(1 + 16 * index + step, value.shape, value.dtype, value.device, -0.9)
             # Long vectors get no gradient at first, so that a class that builds a matrix of their length is refused
-            # before.
+            # before it builds one.
             early = step < 2 and value.numel() > 10_000
             missing = self._missing and ((step + index) % 4 == 0 or early)
             gradient *= 10 ** ((5 * step + 3 * index) % 12 * 6 / 11 - 3) / torch.linalg.vector_norm(gradient)

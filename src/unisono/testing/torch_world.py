@@ -239,7 +239,7 @@ def _torch_replaced() -> Iterator[None]:
         with replaced(_of_torch()):
             yield
     finally:
-        # Each default group has inserted another one before it.
+        # Each default group has put another hook in front of it.
         sys.excepthook = hook
 
 

@@ -392,7 +392,7 @@ class TaggedMessages(ABC):
             raise self.broken
         for rank in missing():
             error = self.end_of(rank)
-            # Its last messages may have arrived between the move and its end, and another thread may have received
+            # Its last messages may have arrived between `move` above and its end, and another thread may have received
             # them.
             if error is not None and not self.move() and not done() and rank in missing():
                 raise error

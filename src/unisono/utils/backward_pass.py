@@ -197,7 +197,7 @@ class BackwardTracker:
         token = None if known is None else known()
         is_new = token is None
         if token is None:
-            # Not an object with a method, whose frame would be in an error's traceback, and keep the token alive.
+            # Not an object with a method, whose frame would be in an error's traceback and keep the token alive.
             token = partial(_end_passes, [])
             _tokens[number] = weakref.ref(token, lambda _: _tokens.pop(number, None))
             _queue_callback(token)

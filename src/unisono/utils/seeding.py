@@ -88,7 +88,7 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
     """
     whole = isinstance(seed, Integral)
     if comm is not None:
-        # An invalid seed on one rank must be an error on all.
+        # An invalid seed on one rank must raise an error on all.
         comm.agree(int(seed) if whole else f"a {type(seed).__name__}", "seed")
         comm.flush_agreements()
     if not whole:

@@ -172,7 +172,7 @@ class Faulty(Wrapper):
         # Receives first: they must not queue behind late sends.
         posted = self.inner.post(prompt)
         if again:
-            # Nobody waits for the duplicates.
+            # Nothing waits for the duplicates.
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 

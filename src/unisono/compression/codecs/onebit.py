@@ -76,7 +76,8 @@ class Onebit(TwoStage):
         return blocks * (4 + length // 8)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        # Pythagoras: signs times the mean magnitude are the projection onto the signs. No mean is below norm / count.
+        # By Pythagoras: signs times the mean magnitude are the projection onto the signs. No mean is below norm /
+        # count.
         mean = torch.maximum(mean, norm / count)
         return (norm.square() - count * mean.square()).clamp_(min=0).sqrt() + norm * 1e-6
 

@@ -109,7 +109,7 @@ class RemoteModule(nn.Module):
         return RemoteModule.init_from_module_rref, (f"{self.on}/{self.device}", self.module_rref)
 
 
-# Methods of a module that do not work from another rank.
+# Module methods that do not work when called from another rank.
 _UNSUPPORTED = (
     frozenset(name for name, value in vars(nn.Module).items() if callable(value) and name[0] != "_")
     - vars(RemoteModule).keys()

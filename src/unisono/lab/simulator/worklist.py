@@ -49,7 +49,7 @@ class Worklist:
         self.begin: list[float] = list(start)
         self.messages: int = 0
         self.ended: int = 0
-        # The peer with which a rank waits to exchange one message each way, or the kind of its step.
+        # The peer with which a rank is waiting to exchange one message in each direction, or the kind of its step.
         self._waits = [_NOBODY] * self.size
         self._steps = [Step()] * self.size
         self._work = list(range(self.size - 1, -1, -1))

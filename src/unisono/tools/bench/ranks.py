@@ -125,7 +125,7 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
         for workload in settings.workloads:
             results.append(_Measurement(comm, settings, workload, candidates).measure())
             report(results[-1])
-        # No rank closes a connection that another rank still uses.
+        # So that no rank closes a connection that another rank is still using.
         comm.barrier()
         return results
 

@@ -114,7 +114,7 @@ def _run(words: Sequence[str]) -> int:
             raise
         # At exit Python would try again to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # The reader of a closed pipe has what it wants.
+        # The reader of a closed pipe wants no more output.
         closed = error.errno == errno.EPIPE
         return _FAILED if closed else _complain(given.command, f"cannot print: {error.strerror}", _FAILED)
 

@@ -117,7 +117,7 @@ class MpiCollectives:
         target = call.outputs[0]
         whole = torch.cat(call.inputs) if call.packed is None else call.packed
         if whole is call.packed and prepares(whole.dtype, call.op):
-            # The elements belong to the caller.
+            # The caller's memory must not be changed.
             whole = whole.clone()
         packed, kind, op = self.reductions.prepare(whole, call.op)
         factor = packed.numel() // max(1, whole.numel())

@@ -210,7 +210,7 @@ def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object
     """Keep MPI's requests, and the memory that each of them touches, alive until they are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # Called from any thread, and from destructors inside this function, so a sweep in progress is not disturbed.
+    # May run in any thread, and in destructors called from this function, so it must not disturb a sweep in progress.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:

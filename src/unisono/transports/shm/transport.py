@@ -71,7 +71,7 @@ class ShmTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
-        # Joined only because members of a group can share memory; the communicator reports failures.
+        # Joined only so that ranks can exchange values here; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         mine = why_no_shm(), core_build(), spare

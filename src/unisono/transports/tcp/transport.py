@@ -47,7 +47,7 @@ class TcpTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
-        # Joined only because members of a group can meet; the communicator reports failures.
+        # Joined only so that ranks can exchange values here; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)

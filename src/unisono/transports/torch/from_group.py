@@ -70,7 +70,7 @@ def adopt(
         control = SocketControl((host, port), secret, timeout_s, host_rank=0)
         undo.callback(control.close)
         world = Group.world(rank, size, name)
-        # Only members of a group can meet.
+        # Ranks can exchange values only within a group.
         control.join(world)
         options = Options(kind, str(device), timeout_s, control.address_for_all(world, timeout_s), chunk_bytes)
         transport = TorchTransport(world, backend, control, options, owned=False)

@@ -104,7 +104,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    # The type is passed, with a flag: with a detected type, a default timeout set by the program would make the
+    # The type is passed with SOCK_NONBLOCK: with a detected type, a default timeout set by the program would make the
     # connection non-blocking for all its users.
     with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

@@ -79,7 +79,7 @@ def _gloo_device(address: str, lazy: bool) -> Any:
     try:
         return create(hostname=address, lazy_init=lazy)
     except TypeError:
-        # Older builds: every pair is connected immediately.
+        # Older builds connect every pair of ranks immediately.
         return create(hostname=address)
 
 

@@ -115,7 +115,7 @@ class TorchTransport(Transport):
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         refuse_unencrypted(options.backend)
-        # Joined only because members of a group can meet; the communicator reports failures.
+        # Joined only so that ranks can exchange values here; the communicator reports failures.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)
         made._sockets.look()

@@ -25,7 +25,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.bench.Settings`."""
-    # Literal defaults and names, because those of Settings import torch, which help must not.
+    # Literal defaults and names, because reading them from Settings would import torch, which showing help must not do.
     add = parser.add_argument
     add(
         "--collective",

@@ -19,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.demo.DemoSettings`."""
-    # Literal defaults, because those of `DemoSettings` import torch, which help must not.
+    # Literal defaults, because reading them from `DemoSettings` would import torch, which showing help must not do.
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, help="number of ranks (%(default)s)")
     add("--backend", default="auto", help="shm, gloo, thread, ...; auto chooses the best available backend")

@@ -21,7 +21,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
 # Packages that torch's CUDA builds install, and no CPU build needs.
 _CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
-# Checks run in threads, and simultaneous imports by two of them break torch.
+# Checks run in threads, and two threads that import torch simultaneously break it.
 _importing = threading.Lock()
 
 

@@ -78,7 +78,7 @@ QUESTIONS = (
     Question(
         "Two hosts",
         "two_hosts",
-        "Time of an all_reduce on backend shm+tcp over the time on torch's gloo, between two network namespaces with 2"
+        "Time of an all_reduce on backend shm+tcp relative to torch's gloo, between two network namespaces with 2"
         " ranks each. Links are free (not limited), near (1 Gbit/s) and far (100 Mbit/s, 2 ms each way).",
         _tables.links,
     ),
@@ -86,14 +86,14 @@ QUESTIONS = (
         "Remote calls: unisono and torch",
         "rpc_against_torch",
         "Time of a remote call that returns nothing, and of one that carries 1 MiB, by `un.rpc` and by torch's"
-        " `rpc_sync` (TensorPipe), between two processes of one host.",
+        " `rpc_sync` (TensorPipe), between two processes on one host.",
         _tables.calls,
     ),
     Question(
         "Checkpoints",
         "checkpoint_speed",
         "Time to save and to load the state of a model, on the same disk, by unisono, torch.save with fsync,"
-        " torch.distributed.checkpoint (DCP), and raw writing. Cold is a load after dropping the files from memory.",
+        " torch.distributed.checkpoint (DCP), and raw writing. Cold loads come after dropping the files from memory.",
         _tables.saves,
     ),
     Question(

@@ -1,4 +1,4 @@
-"""Time from the SIGKILL of one of four ranks of a sharded training (ZeRO-3) to the end of the next step.
+"""Time from the SIGKILL of one of four ranks in sharded training (ZeRO-3) to the end of the next step.
 
 All train a transformer of 10.6 M parameters with Adam, one thread per rank. Nothing is in a file: the shards of a dead
 rank are at its neighbour. The training then goes on, and its losses are compared with those of one rank that was not

@@ -1,4 +1,4 @@
-"""Simulated runs of a small training per hour, and the cost of a message.
+"""Simulated runs per hour of a small training job, and the cost of a message.
 
 Results (one core) are in docs/benchmarks.md; run it to measure on your machine. The same program on threads, with real
 waits, runs in turn with the simulation; every result is compared.

@@ -1,4 +1,4 @@
-"""The prompt of the debugger."""
+"""The debugger's prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Prompt(cmd.Cmd):
 
     Args:
         session: Connection to the ranks.
-        rank: Rank chosen at first; if None, the one that stopped the others.
-        lets_go: Whether this thread is one of the ranks; then `detach` and the end of the input continue all ranks.
+        rank: Rank chosen initially; if None, the rank that stopped the others.
+        lets_go: Whether this thread is one of the ranks; then `detach` and end of input let all ranks continue.
         stdin, stdout: Streams to use instead of the process's.
     """
 
@@ -54,7 +54,7 @@ class Prompt(cmd.Cmd):
         self.stdout.write("".join(f"{line}\n" for line in lines if line))
 
     def onecmd(self, line: str) -> bool:
-        """Run a command; return whether it was the last one."""
+        """Run a command; return whether the prompt is done."""
         try:
             return bool(super().onecmd(line))
         except ValueError as error:
@@ -101,11 +101,11 @@ class Prompt(cmd.Cmd):
         self._print(self._choose_frame(self._up + int(count or 1)))
 
     def do_down(self, count: str) -> None:
-        """Choose the frame that this one called, or one further down: down [N]."""
+        """Choose the frame called by this one, or one further down: down [N]."""
         self._print(self._choose_frame(self._up - int(count or 1)))
 
     def _choose_frame(self, up: int) -> str:
-        """Choose the frame this many above the innermost one, or the nearest that exists; return it as text."""
+        """Choose the frame this many above the innermost, or the nearest one that exists; return it as text."""
         stack = self._session.stack(self._rank)
         if not stack:
             raise ValueError("its thread has ended")
@@ -136,7 +136,7 @@ class Prompt(cmd.Cmd):
         return True
 
     def do_detach(self, _: str) -> bool:
-        """Leave, with the ranks held; at the program's own prompt, continue them."""
+        """Leave with the ranks still held; at the program's own prompt, let them continue."""
         if self._lets_go:
             self._session.go()
         return True

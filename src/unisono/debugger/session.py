@@ -27,14 +27,14 @@ class Session(Closing):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    A context manager that closes it. The ranks are still held then, and another debugger can attach.
+    A context manager that closes the session. The ranks are still held afterwards, and another debugger can attach.
 
     Args:
         job: Name of the job.
         connections: Connections to the job's processes.
 
     Attributes:
-        reason: Reason why the ranks are held.
+        reason: Why the ranks are held.
 
     Example:
         >>> # session = un.debugger.attach(pid)
@@ -56,7 +56,7 @@ class Session(Closing):
     def ranks(self) -> dict[int, dict[str, Any]]:
         """Return each rank's "state" (held, in a call, running), "site", "function", "file" and "line".
 
-        Includes ranks that have been held only since the last call.
+        Includes ranks that were first held after the previous call.
         """
         known = {(connection.pid, connection.number) for connection in self._connections}
         for job, more in _held_jobs(known).items():
@@ -75,16 +75,16 @@ class Session(Closing):
         return dict(sorted(found.items()))
 
     def evaluate(self, rank: int, code: str, up: int = 0) -> str:
-        """Return the value of an expression as text, or what statements print, in a rank's current frame.
+        """Return the value of an expression as text, or the output of statements, in a rank's current frame.
 
         Args:
             rank: Number of the rank in the job.
             code: Python code. It cannot set local variables.
-            up: 1 for the caller of this frame, and so on, as `stack` lists them.
+            up: 1 for the caller of this frame, and so on, as listed by `stack`.
 
         Raises:
             ValueError: The rank is not on this host.
-            CommError: The process has ended, or was continued.
+            CommError: The process has ended or has continued.
         """
         text: str = self._at(rank).ask("evaluate", rank=rank, code=code, up=up)["text"]
         return text
@@ -98,7 +98,7 @@ class Session(Closing):
         return {rank: self.evaluate(rank, code) for rank in self.ranks()}
 
     def stack(self, rank: int) -> list[str]:
-        """Return the frames of a rank's program as "file:line in function", the innermost last.
+        """Return the frames of a rank's program as "file:line in function", innermost last.
 
         Frames of launchers and of installed packages are left out.
 
@@ -116,7 +116,7 @@ class Session(Closing):
             timeout: Seconds to wait, or a `timedelta`. A collective on this line waits for the held ranks.
 
         Returns:
-            Whether it has arrived.
+            Whether the rank has arrived.
         """
         deadline = time.perf_counter() + resolve_timeout(timeout)
         stepped: bool = self._at(rank).ask("step", rank=rank)["stepped"]
@@ -196,7 +196,7 @@ def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[Debug
     for process in held_processes():
         if process in without:
             continue
-        # It may have been continued meanwhile, or belong to another user.
+        # It may have continued in the meantime, or belong to another user.
         with suppress(CommError):
             connection = DebugConnection(*process)
             answer = connection.ask("ranks")

@@ -1,1 +1,1 @@
-"""Reports of what the ranks are doing, or did last."""
+"""Reports of what the ranks are doing or did last."""

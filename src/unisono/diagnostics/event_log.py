@@ -1,4 +1,4 @@
-"""Log of a rank's last events, in a file that survives any end of the rank; and its reader.
+"""Log of a rank's last events, in a file that survives however the rank ends, and the log's reader.
 
 A file is a 64-byte header and a ring of 256-byte records in mapped memory, which the kernel writes out however the
 process ends. A record's number is written last, so that a partial record is detected. The header identifies the process
@@ -78,7 +78,7 @@ class EventLog:
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept, process_space(), started(os.getpid()))
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
-        """Write an event, over the oldest one."""
+        """Write an event, overwriting the oldest one."""
         place = _HEAD.size + self._written % self._kept * _RECORD_BYTES
         self._written += 1
         call = -1 if number is None else number

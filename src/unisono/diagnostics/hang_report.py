@@ -31,7 +31,7 @@ class Hang(NamedTuple):
     Attributes:
         report: What each rank is doing, as lines to append to an error's message.
         deadlock: Whether ranks wait for each other in a cycle, each for a call or message that has not been made.
-        missing: Ranks that the collective waits for, as far as known: those doing something else, or if there are none,
+        missing: Ranks that the collective waits for, as far as known: those doing something else; if there are none,
             those not responding, or those still in an earlier call.
         verdict: `missing` as a sentence, or empty.
         waits: For each rank of the cycle, the group that it waits in, and the number of calls that it has made there.
@@ -69,7 +69,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         for current in map(_inside, map(reports.get, circle))
         if current
     )
-    # One rank per host; ranks of a host differ by tenths of a second.
+    # One rank per host; ranks on one host differ by tenths of a second.
     outages = {text.partition(" not ")[0]: text for r in reports.values() if r and (text := r.get("outage"))}
     report = sentence("; ".join(outages.values())) + "".join(f"\n  {line}" for line in lines)
     return Hang(report, bool(circle), *_verdict(reports, group), waits)
@@ -159,7 +159,7 @@ def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
             found = [*path[path.index(rank) :], rank] if rank in path else search([*path, rank])
             if found:
                 return found
-        # A rank that was not found in a cycle so far never will be.
+        # A rank not found in a cycle so far will never be found in one.
         waits[path[-1]] = []
         return []
 
@@ -208,7 +208,7 @@ def _verdict(reports: dict[int, _Report | None], group: Group) -> tuple[tuple[in
 
 
 def _of(reports: dict[int, _Report | None], number: int, name: str) -> _Report | None:
-    """Return what a rank, given by its number in the job, reports about one of its groups."""
+    """Return what a rank, identified by its number in the job, reports about one of its groups."""
     for answer in reports.values():
         for entry in (answer or {}).get("groups", ()):
             if entry["group"] == name and entry["members"][entry["rank"]] == number:

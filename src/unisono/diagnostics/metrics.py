@@ -75,7 +75,7 @@ class Metrics:
                 place[key, event.world_rank].add(event)
 
     def prometheus(self) -> str:
-        """Return all totals in Prometheus' text format, to write to a file or to serve."""
+        """Return all totals in Prometheus' text format, for writing to a file or serving."""
         lines = list[str]()
         with self._lock:
             calls = sorted(self._calls.items())

@@ -40,8 +40,8 @@ def rank_events(
     Args:
         events: Events of the rank.
         host, pid: Host and process of the rank, for its name.
-        clock: Converts seconds on this rank's clock to rank 0's.
-        core_wait_s: Total time that the rank waited for a processor, if known; shown beside the process name.
+        clock: Function that converts seconds on this rank's clock to rank 0's.
+        core_wait_s: Total time that the rank waited for a core, if known; shown next to the process name.
     """
     found: list[Json] = []
     lanes: dict[str, list[list[float]]] = {row: [] for row in ROWS}
@@ -74,7 +74,7 @@ def rank_events(
 
 
 def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
-    """Return several ranks' events as one document, with an arrow for each message whose two ends are known.
+    """Return several ranks' events as one document, with an arrow for each message with both ends known.
 
     Args:
         parts: Results of `rank_events`, or events of existing documents.
@@ -98,7 +98,7 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
 def check_trace(document: object) -> None:
     """Raise `ValueError`, with one sentence, if `unisono.trace` did not write this document.
 
-    Spans of other programs may be among the events.
+    The events may include spans from other programs.
     """
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not isinstance(events, list):

@@ -58,7 +58,7 @@ def summarize(document: _Json) -> _Json:
 
 
 def _core_waits(events: Iterable[_Json]) -> dict[int, float]:
-    """Return how long each rank waited for a processor, where known."""
+    """Return how long each rank waited for a core, where known."""
     named = [event for event in events if event["ph"] == "M" and isinstance(event.get("args"), dict)]
     waits = [(event.get("pid"), event["args"].get("core_wait_us")) for event in named]
     return {rank: us / 1e6 for rank, us in waits if isinstance(rank, int) and isinstance(us, (int, float))}
@@ -187,7 +187,7 @@ _STEADY_SHARE = 0.08
 def find_straggler(
     places: Mapping[str, Sequence[Mapping[int, float]]], core_waits: Mapping[int, float] | None = None
 ) -> dict[str, Any] | None:
-    """Return the rank that is late at one place of the program more often than by chance, if any.
+    """Return the rank, if any, that is late at some place in the program more often than by chance.
 
     A place needs 5 calls. The rank must arrive after three quarters of the others' arrivals, and 4.5 standard
     deviations more often than in a random order, or last at every call if there are too few for that; and its median

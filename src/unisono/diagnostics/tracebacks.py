@@ -96,7 +96,7 @@ def hide_frames(error: BaseException) -> None:
     files = _files(error)
     trace: TracebackType | None = None
     for frame, line in (frames[index] for index in reversed(_shown(files))):
-        # Without the instruction: the columns are unknown for another process's frames.
+        # Omit the instruction: the columns are unknown for another process's frames.
         trace = TracebackType(trace, frame, -1, line)
     if _is_ours(files):
         error.__cause__ = error.__cause__ if _has_user_frames(_files(error.__cause__)) else None
@@ -131,7 +131,7 @@ def _hide_frames(report: traceback.TracebackException) -> int:
     frames = list(report.stack)
     files = [frame.filename for frame in frames]
     kept = [frames[index] for index in _shown(files)]
-    # Without columns, which are unknown for another process's frames.
+    # Omit columns, which are unknown for another process's frames.
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in kept]
     report.stack = traceback.StackSummary.from_list(plain)
     hidden = len(frames) - len(kept)
@@ -234,7 +234,7 @@ class _ErrorDisplay:
         return "" if elsewhere else brief_error(error, self._rank, self._size, hint)
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:
-        """Show an error in a cell. This is IPython's handler of custom exceptions."""
+        """Show an error in a cell. This is IPython's handler for custom exceptions."""
         if not self._concerns(error):
             return shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         lines = _name_cells(format_error(error, self._rank, self._size), shell).splitlines()
@@ -242,13 +242,13 @@ class _ErrorDisplay:
         return lines
 
     def _concerns(self, error: BaseException) -> bool:
-        """Return whether this is one rank of several, or the error has frames of this library."""
+        """Return whether this is one of several ranks, or the error has frames from this library."""
         frames = traceback.walk_tb(error.__traceback__)
         return self._rank is not None or any(is_internal(frame.f_code.co_filename) for frame, _ in frames)
 
 
 def _is_of_ray(hook: Callable[..., Any]) -> bool:
-    """Return whether Ray has set its hook for uncaught errors, which prints all frames."""
+    """Return whether Ray has set its own hook for uncaught errors, which prints all frames."""
     return getattr(hook, "__module__", "").partition(".")[0] == "ray"
 
 

@@ -23,13 +23,13 @@ _LOOK_EVERY_S = 0.1
 class Dask(Engine):
     """Engine on Dask: each rank is a task on a separate worker, the least busy workers first.
 
-    Tasks are bound to their workers and not retried. Workers are lent, not started: what a rank leaves in the process
-    remains there, and a rank cannot be stopped before its next call on the communicator.
+    Tasks are pinned to their workers and not retried. Workers are lent, not started: anything that a rank leaves in the
+    process remains there, and a rank cannot be stopped before its next call on the communicator.
 
     Args:
         client: A `dask.distributed.Client`, or a scheduler's address. If None, this process's client; without one, the
             scheduler in Dask's configuration, or else a cluster on this host that ends with the launch.
-        resources: Abstract resources for each rank, which workers have declared, as for Dask's client.
+        resources: Abstract resources per rank, as declared by workers; same format as for Dask's client.
 
     Example:
         >>> engine = un.engines.Dask("tcp://10.1.1.20:8786", resources={"GPU": 1})
@@ -129,9 +129,9 @@ def _new_client(size: int) -> Iterator[Any]:
 def _scaled(client: Any, size: int) -> Iterator[None]:
     """Make an adaptive cluster keep this many workers.
 
-    By default it scales with tasks, but ranks need all workers first.
+    By default it scales with the number of tasks, but ranks need all workers from the start.
     """
-    # Dask has no public name for it. Other clusters don't have it, nor does a client made from an address.
+    # Dask has no public name for it. Other clusters don't have it, nor does a client created from an address.
     adaptive = getattr(client.cluster, "_adaptive", None) or SimpleNamespace(minimum=0, maximum=0)
     minimum = adaptive.minimum
     adaptive.minimum = max(minimum, min(size, adaptive.maximum))

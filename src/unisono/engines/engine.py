@@ -1,4 +1,4 @@
-"""Protocol of engines, which lend workers to ranks for a while."""
+"""Protocol for engines, which lend workers to ranks for a while."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Engine", "required"]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Engine that lends workers. Another package's class needs its one method, but not this base class.
+    """Engine that lends workers. A class from another package needs only this one method, not the base class.
 
     Example:
         >>> from concurrent.futures import ProcessPoolExecutor
@@ -34,22 +34,22 @@ class Engine(Protocol):
         """Return a context with an executor that gets `size` tasks, and runs each in a separate process.
 
         All workers exist when the context begins, or the executor starts them together. When the context ends, running
-        tasks are ended, as far as the engine can, and whatever it started for them ends as well. A task whose worker
-        has died is not run again.
+        tasks are stopped, as far as the engine can stop them, and so is everything it started for them. A task whose
+        worker has died is not run again.
 
-        With a true attribute `replaces`, the executor accepts a further task for each lost one, and runs it in a new or
-        idle process; `on_failure="replace"` needs this. With a true attribute `starts_workers`, the processes run
-        nothing else, and end themselves when the caller is gone. If the executor has a method `why_lost`, it is called
-        every second with the pending future of a task that has ended, and returns why the future will never complete,
-        or None.
+        If the executor has a true attribute `replaces`, it accepts another task for each lost one, and runs it in a new
+        or idle process; `on_failure="replace"` needs this. If it has a true attribute `starts_workers`, the processes
+        run nothing else, and exit by themselves when the caller is gone. If the executor has a method `why_lost`, it is
+        called every second with the pending future of a task that has ended, and returns why the future will never
+        complete, or None.
 
         Args:
             size: Number of tasks.
             timeout_s: Seconds within which all workers must be available.
 
         Raises:
-            CommTimeoutError, CommError: They are not. The error says how many are.
-            ValueError: The engine's options do not suit this number of tasks.
+            CommTimeoutError, CommError: Not all workers are available. The error says how many are.
+            ValueError: The engine's options do not fit this number of tasks.
             UnavailableError: The engine is not installed.
         """
         ...
@@ -59,7 +59,7 @@ def required(module: str, extra: str) -> ModuleType:
     """Import a module of an optional package.
 
     Raises:
-        UnavailableError: It is not installed; the error says how to install it.
+        UnavailableError: The package is not installed; the error says how to install it.
     """
     try:
         return importlib.import_module(module)

@@ -16,11 +16,11 @@ __all__ = ["ENGINE", "Mpi"]
 class Mpi(Engine):
     """Engine on MPI with `mpi4py.futures`: the script runs under `mpirun -n RANKS+1 python -m mpi4py.futures`.
 
-    Without mpirun, MPI starts the workers itself, if it can (MPI_Comm_spawn). Most MPIs end the whole job, including
-    the caller, when a process is killed.
+    Without mpirun, MPI starts the workers itself, if it can (MPI_Comm_spawn). Most MPI implementations end the whole
+    job, including the caller, when a process is killed.
 
     Args:
-        options: Options of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts
+        options: Options for `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts
             itself.
 
     Example:

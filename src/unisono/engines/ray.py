@@ -1,4 +1,4 @@
-"""Ranks as Ray actors, one in each bundle of a placement group, which Ray reserves whole or not at all."""
+"""Ranks as Ray actors, one in each bundle of a placement group, which Ray reserves as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ANY_FREE = -1
 
 
 class Ray(Engine):
-    """Engine on Ray: each rank is a separate actor, which ends with the launch.
+    """Engine on Ray: each rank is a separate actor, which lives as long as the launch.
 
     A placement group reserves the resources of all ranks. If Ray is not initialized, `ray.init()` connects to the
     cluster that RAY_ADDRESS names, or starts one on this host, until the launch ends. Workers must be able to import
     unisono, which Ray's runtime environments can provide.
 
     Args:
-        num_cpus, num_gpus, resources: Resources for each rank, as in `ray.remote`.
+        num_cpus, num_gpus, resources: Resources per rank, as in `ray.remote`.
         strategy: Strategy of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        options: Further options of an actor, such as runtime_env=. Ray neither restarts ranks nor repeats their tasks.
+        options: Further options for actors, such as runtime_env=. Ray neither restarts ranks nor retries their tasks.
 
     Raises:
         ValueError: A rank needs no resources, so there is nothing to reserve.
@@ -75,8 +75,8 @@ class Ray(Engine):
                     raise CommTimeoutError(self._shortage(ray, size, timeout_s), waited_s=timeout_s)
                 yield RayActors(ray, group, self._options)
             finally:
-                # Removing the group kills its actors, even unresponsive ones. If the program has shut Ray down, this
-                # would restart it.
+                # Removing the group kills its actors, even unresponsive ones. If the program has shut Ray down,
+                # removing would restart Ray.
                 if ray.is_initialized():
                     util.remove_placement_group(group)
         finally:
@@ -102,7 +102,7 @@ class RayActors(Executor):
     Args:
         ray: The module.
         group: The placement group.
-        options: Options of the actors.
+        options: Options for the actors.
     """
 
     def __init__(self, ray: Any, group: Any, options: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ class RayActors(Executor):
         self._actors: list[Any] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start an actor for a task, and return the future of its result."""
+        """Start an actor for a task, and return a future for its result."""
         strategies = required("ray.util.scheduling_strategies", "ray")
         index = len(self._actors)
         place = strategies.PlacementGroupSchedulingStrategy(

@@ -1,4 +1,4 @@
-"""Ranks as the tasks of a submitit job, on Slurm or on this host."""
+"""Ranks as tasks of a submitit job, on Slurm or on this host."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Submitit(Engine):
     can read.
 
     Args:
-        folder: Directory for that folder, on a file system that all nodes share. It is created.
-        cluster: "slurm", "local" (processes of this host), "debug" (this process, for one rank), or, if None, Slurm
-            where there is one, else "local".
-        parameters: Parameters of submitit's AutoExecutor: nodes= (default 1), timeout_min= (submitit's default is a few
-            minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
+        folder: Parent directory of that folder, on a file system that all nodes share. Created if missing.
+        cluster: "slurm", "local" (processes of this host), "debug" (this process, for one rank), or, if None, Slurm if
+            there is one, else "local".
+        parameters: Parameters for submitit's AutoExecutor: nodes= (default 1), timeout_min= (submitit's default is a
+            few minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
 
     Example:
         >>> engine = un.engines.Submitit("jobs", nodes=2, timeout_min=60, cpus_per_task=4, slurm_partition="gpu")
@@ -74,7 +74,7 @@ class Submitit(Engine):
 
 
 class SubmititJob(Executor):
-    """Executor of a fixed number of tasks, which run as one job.
+    """Executor for a fixed number of tasks, which run as one job.
 
     Args:
         executor: Submitit's executor.
@@ -125,7 +125,7 @@ class SubmititJob(Executor):
             )
 
     def end(self) -> None:
-        """Cancel the job, if it does not end by itself, and wait a while for its end."""
+        """Cancel the job if it does not end by itself, and wait a while for its end."""
         self._over.set()
         if self._job is None:
             return
@@ -147,7 +147,7 @@ def _result_file(folder: Path, task: int) -> Path:
 
 
 def _run_task(calls: list[Callable[[], Any]], folder: Path) -> None:
-    """Run this task's call in the job, and write its result: submitit reads results only when all tasks have ended."""
+    """Run this task's call in the job, and write its result: submitit reads results only once all tasks have ended."""
     task = required("submitit", "submitit").JobEnvironment().global_rank
     result = _result_file(folder, task)
     unfinished = result.with_suffix(".part")

@@ -3,12 +3,12 @@
     dist.init_process_group("unisono")
 
 An existing program then runs unchanged: collectives, DDP, FSDP, sub-groups, checkpoints. A program that also uses GPUs
-passes "cpu:unisono,cuda:nccl". Torch loads the backend itself if unisono is installed; if that is turned off
+passes "cpu:unisono,cuda:nccl". Torch loads the backend itself if unisono is installed; if autoloading is disabled
 (TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
 
 Unlike gloo, this backend lacks `dist.monitored_barrier`, which torch allows only for a backend called gloo (call the
-group's method `monitored_barrier` instead), and DDP's communication hooks that are built into torch's C++ code (those
-in `torch.distributed.algorithms.ddp_comm_hooks` work).
+group's method `monitored_barrier` instead), and the DDP communication hooks that are built into torch's C++ code (those
+in `torch.distributed.algorithms.ddp_comm_hooks` do work).
 """
 
 from __future__ import annotations

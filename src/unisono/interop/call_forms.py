@@ -1,4 +1,4 @@
-"""Translates every form in which torch allows a process group's method to be called into that of `UnisonoGroup`."""
+"""Translates every form in which torch allows a process group's method to be called into `UnisonoGroup`'s form."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class CallForms:
     """The forms of one method: tensors in lists with an options object, as torch's functions call it, or single tensors
     with root, operation and timeout as separate arguments, as programs do.
 
-    Torch names a parameter differently from form to form (output, outputTensor, output_tensors), so a keyword selects
-    the parameter whose name begins like it.
+    Torch's name for a parameter varies between forms (output, outputTensor, output_tensors), so a keyword selects the
+    parameter whose name is a prefix of it.
 
     Attributes:
         lists: Names of the parameters that are lists of tensors.
@@ -51,7 +51,7 @@ class CallForms:
         self._grouped = Signature(given)
 
     def arguments(self, args: Sequence[object], keywords: Mapping[str, object]) -> list[Any]:
-        """Return the positional arguments of the method; raise `TypeError` for arguments that fit no form."""
+        """Return the positional arguments of the method; raise `TypeError` for arguments that match no form."""
         named = {
             next((name for name in self._longest if keyword.startswith(name.removesuffix("s"))), keyword): value
             for keyword, value in keywords.items()

@@ -46,7 +46,7 @@ OPERATIONS = tuple(sorted({name.lower() for name in dist.ReduceOp.RedOpType.__me
 
 @cache
 def form_of(operator: Operator) -> Form | None:
-    """Return the form of an operator's calls, or None for an operator that the watch does not know."""
+    """Return the form of an operator's calls, or None for an operator unknown to the watch."""
     return Form(operator) if operator.name in _NAMES else None
 
 
@@ -78,7 +78,7 @@ class Form:
         return None if timeout_ms < 0 else timeout_ms / 1000
 
     def message(self, args: tuple[Any, ...], members: Sequence[int]) -> str | None:
-        """Return what a message is, for reports; None if this is a collective. `members` are the group's ranks."""
+        """Return a description of a message, for reports; None for a collective. `members` are the group's ranks."""
         tag = self._operator.value(args, "tag")
         if tag is None:
             return None
@@ -102,7 +102,7 @@ class Form:
 
 
 class Signature(NamedTuple):
-    """A call's values for comparison between ranks and for reports.
+    """The values of a call that are compared between ranks and shown in reports.
 
     Attributes:
         same: Hash of the values that must be equal.
@@ -156,7 +156,7 @@ def _flat(layout: Any) -> list[tuple[torch.Size, torch.dtype, str]]:
 
 
 def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the number of elements for or from each rank."""
+    """Return the number of elements sent to or received from each rank."""
     if len(tensors) != 1 or size == 1:
         return tuple(shape.numel() for shape, _, _ in tensors)
     shape = tensors[0][0]
@@ -166,5 +166,5 @@ def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int
 
 
 def unseen() -> list[str]:
-    """Return the operators that this version of torch lacks, whose calls, if any, go unseen."""
+    """Return the operators missing from this version of torch; calls to them, if any, go unseen."""
     return [name for name in _NAMES if not hasattr(torch.ops.c10d, name)]

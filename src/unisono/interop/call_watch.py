@@ -1,4 +1,4 @@
-"""Watches torch's process groups on one rank: reports each call to the monitor, and raises the errors that it finds."""
+"""Watches torch's process groups on one rank: reports each call to the monitor, and raises the errors it finds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _WatchedGroup:
     """A torch process group.
 
     Attributes:
-        index: Number by which reports refer to it.
+        index: Number by which reports refer to the group.
         size: Number of its ranks.
         text: Name in errors.
         calls: Number of collectives called.
@@ -83,16 +83,16 @@ class _WatchedGroup:
 
 
 class Watch:
-    """Watch of this process's process groups, made by `watch`. As a context manager, it closes at the end.
+    """Watch over this process's process groups, created by `watch`. As a context manager, it closes on exit.
 
-    An error that leaves the context manager is reported to the other ranks.
+    An error that propagates out of the context manager is reported to the other ranks.
 
     Args:
         control: Connection to the monitor.
         group: The ranks that watch together.
         ranks: Their ranks in torch's default group.
         check: As for `watch`.
-        limit_s: Seconds after which missing ranks are reported; None for most of each group's own timeout.
+        limit_s: Seconds after which missing ranks are reported; None for nine tenths of each group's own timeout.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Watch:
         self._cause: Cause | None = None
         # Set once the cause is printed: a process that ends because of it must not end before that.
         self._reported = threading.Event()
-        # Threads of this rank that are in a call, and whether one has raised the watch's error.
+        # This rank's threads that are in a call, and whether one of them has raised the watch's error.
         self._inside = 0
         self._raised = False
 
     def close(self) -> None:
-        """End the watch. Once one rank has, no more calls are compared on any. Idempotent."""
+        """End the watch. Once one rank has done so, calls are no longer compared on any rank. Idempotent."""
         with contextlib.suppress(CommError):
             self._control.tell("finish")
         self._close()
@@ -133,7 +133,7 @@ class Watch:
         self._close()
 
     def invalidate_after_fork(self) -> None:
-        """Stop watching in a forked child, because the connection is its parent's."""
+        """Stop watching in a forked child, because the connection belongs to its parent."""
         self._forget()
 
     def _forget(self) -> None:
@@ -199,7 +199,7 @@ class Watch:
         args: tuple[Any, ...],
         limit_s: float | None,
     ) -> tuple[int, Fingerprint, bytes] | None:
-        """Report a call, unless it is to be compared first. Return its number, what it is, and the report.
+        """Report a call, unless it must be compared first. Return its number, its description, and the report.
 
         None for a message, which is only noted, and for a call on tensors without memory, which is not made.
         """
@@ -237,7 +237,7 @@ class Watch:
             group = Group(f"{self._group.name}/{name}", places.index(self._group.rank), places)
             text = f"group {name!r} of ranks {', '.join(map(str, places))}"
             if pg is dist.group.WORLD:
-                # Hang reports look up a rank's calls under the name of the group that it has joined.
+                # Hang reports look up a rank's calls under the name of the group that the rank has joined.
                 group = self._group
                 text = "world"
             found = _WatchedGroup(sum(each is not None for each in self._groups.values()), group, text)
@@ -247,7 +247,7 @@ class Watch:
         return found
 
     def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
-        """Send a signature to the monitor, which later reports refer to by index."""
+        """Send a signature to the monitor; later reports refer to it by index."""
         if len(self._signatures) == _MOST_SIGNATURES:
             # The monitor drops signatures whose indices are reused.
             self._signatures.clear()
@@ -260,7 +260,7 @@ class Watch:
     def _compare(self, content: bytes, limit_s: float | None, place: dict[str, Any]) -> None:
         """Wait until all ranks make this call, or for `limit_s`.
 
-        With asynchronous calls, other ranks may legitimately use another order.
+        With asynchronous calls, other ranks may legitimately use a different order.
         """
         try:
             self._control.compare(content, limit_s)
@@ -302,8 +302,8 @@ class Watch:
     def on_process_exit(self, error: BaseException | None) -> None:
         """Wait for another rank's failure that may have caused the error that ends this one.
 
-        A program that has made its last call before a difference in an earlier one was found cannot raise it any more,
-        and must not end as if its result were right.
+        If a difference is found only after a program's last call, the program cannot raise it any more, but must not
+        end as if its result were right.
         """
         if error is None and not self._raised and self._cause is not None and self._cause.kind == "MismatchError":
             self._end("has finished")
@@ -326,7 +326,7 @@ class Watch:
         spawn_thread(self._end_soon, "unisono end of a watched rank")
 
     def _end_soon(self) -> None:
-        """End this process if no thread raises the failure soon, because all wait in C++, or make no more calls."""
+        """End this process unless a thread raises the failure soon: all may wait in C++ or make no more calls."""
         began = clock.now()
         while not self._raised:
             waited_s = clock.now() - began
@@ -345,22 +345,22 @@ class Watch:
 def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", timeout: Timeout | None = None) -> Watch:
     """Compare the ranks' calls on torch's own process groups, and report differences. Collective.
 
-    Call it after `init_process_group`, on every rank of the group. The backend remains the same; calls from Python,
-    from DDP's C++ code, and functional collectives are all seen.
+    Call it after `init_process_group`, on every rank of the group. The backend remains the same. Calls from Python and
+    from DDP's C++ code and functional collectives are all seen.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        group: The ranks that take part; the default group if None. All groups within these ranks are watched, including
-            those made later.
-        check: "after": a separate process compares the calls while they run, so no call waits. On a difference each
-            rank prints an error, and raises it at its next call; a rank that does not get that far is ended with exit
-            status 70. "before": a call waits until all ranks have made the same one, and only then runs; an
-            asynchronous one waits for at most 0.05 s.
+        group: The ranks that take part; the default group if None. All groups among these ranks are watched, including
+            groups created later.
+        check: "after": a separate process compares the calls while they run, so no call waits. If calls differ, each
+            rank prints an error, and raises it at its next call; a rank that does not get that far exits with status
+            70. "before": a call waits until all ranks have made the same call, and only then runs; an asynchronous call
+            waits for at most 0.05 s.
         timeout: Seconds, or a `timedelta`, after which missing ranks are reported; by default nine tenths of each
             group's own timeout.
 
-    Returns: The watch, whose `close` ends it.
+    Returns: The watch; its `close` ends it.
 
     Raises:
         ValueError: There is no default group, `check` or `timeout` is invalid, the process is already watched or not in
@@ -425,7 +425,7 @@ def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s
 
 
 def _line(places: tuple[Place, Place]) -> str | None:
-    """Return the line of a call, and the user's line, where that has called an installed package."""
+    """Return the line of a call, and the user's line if that called an installed package."""
     place, users = map(site_text, places)
     return place if place == users else f"{place}, called by {users}"
 

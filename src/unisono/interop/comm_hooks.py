@@ -1,4 +1,4 @@
-"""Codecs in torch's DistributedDataParallel, as communication hooks.
+"""Codecs for torch's DistributedDataParallel, as communication hooks.
 
 from unisono.interop import comm_hooks
 ddp.register_comm_hook(None, comm_hooks.averaging(un.compression.bf16, comm))
@@ -29,19 +29,19 @@ _Kind = tuple[torch.dtype, tuple[torch.Size, ...]]
 def averaging(codec: Spec, comm: Communicator) -> Hook:
     """Return a hook that averages DDP's buckets with a codec while backward runs. One hook per model.
 
-    Collective: creates a communicator of the same ranks for the hook, and a thread that averages bucket after bucket.
-    Both end with `comm`, so close `comm` after training. Each bucket has its own codec. DDP rebuilds its buckets after
-    the first step, which drops the error feedback accumulated until then.
+    Collective: creates a communicator of the same ranks for the hook, and a thread that averages one bucket after
+    another. Both are closed with `comm`, so close `comm` after training. Each bucket has its own codec. DDP rebuilds
+    its buckets after the first step, which drops the error feedback accumulated until then.
 
     Args:
-        codec: A codec, a class or function that creates one, or a name.
+        codec: A codec, a class or function that creates one, or a codec's name.
         comm: Communicator of the ranks of DDP's process group.
 
     Returns:
         A function for `register_comm_hook`; it ignores `state`.
 
     Raises:
-        ValueError: No such codec.
+        ValueError: There is no such codec.
 
     Example:
         >>> import torch.distributed as dist
@@ -53,7 +53,8 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
     pattern = resolve(codec)
     own = comm.dup()
     own.allow_any_thread()
-    # One thread, so that buckets are averaged in the order in which DDP fills them, which is the same on all ranks.
+    # A single thread, so that buckets are averaged in the order in which DDP fills them, which is the same on all
+    # ranks.
     thread = ThreadPoolExecutor(1, "unisono comm hook")
     codecs: dict[int, tuple[_Kind, Codec]] = {}
 
@@ -87,9 +88,9 @@ def _average(codec: Codec, flat: torch.Tensor, comm: Communicator, sizes: Sequen
 
 
 def _in_thread(thread: ThreadPoolExecutor, action: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-    """Return a future of the action's result.
+    """Return a future for the action's result.
 
-    Errors become torch's class with our text, so that C++ recognises them.
+    Errors are converted to torch's class with our text, so that C++ recognises them.
     """
     ended: torch.futures.Future[None] = torch.futures.Future()
     try:

@@ -1,4 +1,4 @@
-"""The part of a group for other devices, as in "cpu:unisono,cuda:nccl": torch's own backends."""
+"""A group's backends for other devices, as in "cpu:unisono,cuda:nccl": torch's own."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _OLDER = {
 
 
 class DeviceBackends:
-    """Torch's groups of the same ranks for other devices, each created when a tensor first needs it.
+    """Torch's groups with the same ranks for other devices, each created when a tensor first needs it.
 
     Torch drops all other backends if one is a Python group, so they are kept here.
 
     Args:
         group: The whole group, under which torch stores the configuration.
         store: Store for this group alone.
-        timeout: Timeout of their operations.
+        timeout: Timeout of operations on them.
         options: The user's options for them, if any.
     """
 
@@ -74,7 +74,7 @@ class DeviceBackends:
         return self._group in dist.distributed_c10d._world.pg_backend_config
 
     def names(self) -> dict[str, str]:
-        """The backend of each other device; torch's defaults until torch has set the configuration."""
+        """The backend of each of the other devices; torch's defaults until torch has set the configuration."""
         if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
         pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
@@ -98,14 +98,14 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A C++ group of the same ranks that calls operators, which make their calls on the whole group."""
+        """A C++ group with the same ranks that calls operators, which make their calls on the whole group."""
         group = self._group
         made = self._named(dist.ProcessGroup(self._store, group.rank(), group.size()))
         take_calls(made, group)
         return made
 
     def hooked(self) -> Any:
-        """Return `through`, which calls go through from now on, so that its hooks are called; see `Carrier`.
+        """Return `through`, and route calls through it from now on so that its hooks run; see `Carrier`.
 
         Raises `UnavailableError` before torch 2.14.
         """
@@ -186,9 +186,9 @@ _EVENTS = {
 
 
 def by_device(method: Callable[..., R]) -> Callable[..., R]:
-    """Accept every form of a call, and pass one with another device's tensors to that device's group.
+    """Accept every form of a call; forward calls with another device's tensors to that device's group.
 
-    Other calls are events in torch's profiler. An asynchronous one is an event until it returns.
+    Other calls appear as events in torch's profiler. The event of an asynchronous call ends when the call returns.
     """
     event = f"unisono:{_EVENTS.get(method.__name__, method.__name__)}"
     forms = CallForms(method)
@@ -205,7 +205,7 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
         kind = "cpu" if first is None else first.device.type
         handled = first is not None and type(first).__torch_dispatch__ is not _PLAIN
         if kind == "cpu":
-            # Under `_DisableTorchDispatch`, modes and subclasses see nothing.
+            # Under `_DisableTorchDispatch`, modes and subclasses are bypassed.
             seen = self.others.has_hooks or ((handled or modes()) and not _excluded(_PYTHON))
         else:
             # A fake or meta tensor needs no backend, but uses the group's backend for its device.
@@ -214,7 +214,8 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             through = self.others.through
             with CALLS.kept() as works:
                 ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
-            # With hooks, C++ returns a work that can only wait for ours, so return ours. A fake tensor has none.
+            # With hooks, C++ returns a work that can only wait for ours, so return ours. For fake tensors there is
+            # none.
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:
@@ -242,7 +243,7 @@ def _present(group: dist.ProcessGroup, name: str) -> str:
 
 
 def _given(arguments: Sequence[object]) -> list[torch.Tensor]:
-    """Return the input tensors of a call: its second argument, if that holds tensors, else its first."""
+    """Return a call's input tensors: its second argument if that holds tensors, else its first."""
     return _tensors(next((part for part in reversed(arguments[:2]) if isinstance(part, torch.Tensor | list)), []))
 
 

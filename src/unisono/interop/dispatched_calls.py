@@ -2,11 +2,11 @@
 
 All callers of a C++ group, such as `dist.all_reduce`, DDP's reducer or a functional collective, call an operator such
 as `c10d::allreduce_`. Our kernel for the key `BackendSelect`, which is above the kernels of all devices and below
-autograd, modes and FakeTensor, gets each call with all its arguments, and passes it on.
+autograd, modes and FakeTensor, receives each call with all its arguments and forwards it.
 
-A Python group is called directly, which is faster but invisible to these tools. A call that must be seen is made on a
-C++ group without a backend instead, which calls the operator, and our kernel makes it on the Python group. Programs may
-also call operators themselves, as the graphs that torch traces do.
+A Python group is called directly, which is faster but invisible to these tools. A call that must be visible is instead
+made on a C++ group without a backend, which calls the operator; our kernel then makes the call on the Python group.
+Programs may also call operators themselves, as graphs traced by torch do.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _Calls(threading.local):
     """State of the calls that a thread is in.
 
     Attributes:
-        making: Whether the thread makes a call whose operator it has called already.
-        kind: Reduce operation of its call from Python, for versions of torch whose operators hide it.
+        making: Whether the thread is making a call whose operator has already been called.
+        kind: Reduce operation passed by the call from Python, for versions of torch whose operators hide it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Calls(threading.local):
 
     @contextmanager
     def kept(self) -> Iterator[list[Any]]:
-        """Yield the works made inside. C++ returns the same work object only while Python holds a reference."""
+        """Yield the works created inside. C++ returns the same work object only while Python holds a reference."""
         works: list[Any] = []
         self._works.append(works)
         try:
@@ -86,7 +86,7 @@ CALLS = _Calls()
 
 
 class Operator:
-    """One torch operator and the positions of its arguments; torch's versions differ in some of the last ones.
+    """A torch operator and the positions of its arguments; some of the last arguments differ between versions of torch.
 
     Attributes:
         name: Without its namespace.
@@ -120,7 +120,7 @@ class Operator:
         return dist.ReduceOp.RedOpType(boxed.op())
 
     def made(self, call: Callable[[str, Sequence[Any]], Any], args: Sequence[Any]) -> Any:
-        """Make the call on one of our groups, through a function of the method's name and arguments.
+        """Make the call on one of our groups, through a function that takes the method's name and arguments.
 
         Returns: What the operator returns.
 
@@ -146,8 +146,8 @@ class Operator:
                 device=args[0].device if self.name == "barrier" else None,
             )
             given.append(options)
-        # Every operator takes its tensors first, like our methods, and then the group. Only the barrier's takes a
-        # tensor that our method does not.
+        # Every operator takes its tensors first, like our methods, and then the group. Only the barrier operator takes
+        # a tensor that our method does not take.
         tensors = () if self.name == "barrier" else args[: self.group]
         boxed = call(self._method, [*tensors, *given]).boxed()
         return boxed if self._returns == 1 else (args[0], boxed)
@@ -161,13 +161,13 @@ _seen: _Seen | None = None
 # Our groups, keyed by the identity of the object that operators are called on: the group itself, or a C++ group with
 # the same lifetime.
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# Kept, because the registration ends when the library object is collected.
+# Kept alive, because the registration ends when the library object is garbage-collected.
 _libraries: list[torch.library.Library] = []
 _lock = threading.Lock()
 
 
 def take_calls(called: dist.ProcessGroup, group: Any) -> None:
-    """Make later calls of operators on a process group on one of our groups. Idempotent.
+    """From now on, make operator calls on a process group on one of our groups instead. Idempotent.
 
     Args:
         called: Our group, or a C++ group that only our group holds.
@@ -178,14 +178,14 @@ def take_calls(called: dist.ProcessGroup, group: Any) -> None:
 
 
 def pass_on(called: dist.ProcessGroup) -> None:
-    """Let the backend of a C++ group make the calls again."""
+    """Let a C++ group's own backend make the calls again."""
     del _groups[id(called)]
 
 
 def _install() -> None:
-    """Put our kernels in front of torch's, for the rest of the process. Idempotent.
+    """Put our kernels in front of torch's for the rest of the process. Idempotent.
 
-    Not before somebody needs them, because they cost each call on a C++ group some microseconds.
+    Done only when somebody needs them, because they add a few microseconds to each call on a C++ group.
     """
     with _lock:
         if _libraries:
@@ -203,11 +203,11 @@ def _install() -> None:
 
 
 def watch_with(seen: _Seen) -> None:
-    """Pass all later calls on C++ groups to a function.
+    """Pass all future calls on C++ groups to a function.
 
     Args:
-        seen: Function of the operator, the group, a function that makes the call, and the arguments. Returns the
-            call's result.
+        seen: Function that takes the operator, the group, a function that makes the call, and the arguments, and
+            returns the call's result.
     """
     global _seen  # noqa: PLW0603
     _seen = seen

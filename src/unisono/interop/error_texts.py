@@ -1,4 +1,4 @@
-"""Adds the words of torch's errors to ours, because programs that restart after a failure search for them."""
+"""Adds the words of torch's errors to ours, because programs that restart after failures search for those words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARK = "[torch: "
 
 
 def add_torch_words(error: CommError) -> None:
-    """Add the text of torch's backends for the same failure to an error's message, once.
+    """Add the text that torch's backends use for the same failure to an error's message, once.
 
     Example:
         >>> error = PeerLostError("rank 1 was lost")
@@ -30,7 +30,7 @@ def add_torch_words(error: CommError) -> None:
         return
     # Two waiters may get the same error, and a report to other ranks repeats the message.
     if _MARK not in error.message:
-        # Each rank's activity is in the lines below the first.
+        # Each rank's activity is in the lines after the first.
         sentence, *report = error.message.split("\n")
         error.message = "\n".join([f"{sentence} {_MARK}{words}]", *report])
 

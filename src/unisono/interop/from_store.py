@@ -1,4 +1,4 @@
-"""Communicators for the ranks of a torch group, which find the control plane's address in torch's store."""
+"""Communicators for the ranks of a torch group, which get the control plane's address from torch's store."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class JoinedGroup:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> JoinedGroup:
-    """Join the other ranks of a new torch group. Each rank calls it, with a store for this group only.
+    """Join the other ranks of a new torch group. Every rank calls this, with a store used only for this group.
 
-    Rank 0 hosts a control plane and publishes its address, with a fresh secret, in the store: any process that
-    can read the store can join.
+    Rank 0 hosts a control plane and publishes its address and a fresh secret in the store, so any process that can read
+    the store can join.
 
     Raises:
         CommTimeoutError: Ranks are missing.
@@ -73,7 +73,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
             held.release()
         raise
     if rank == 0:
-        # All ranks have read it, and a later group of the same name must not find it.
+        # All ranks have read it, and a later group with the same name must not find it.
         with contextlib.suppress(RuntimeError):
             for key in (_ADDRESS_KEY, *map(_rank_key, range(size))):
                 store.delete_key(key)
@@ -83,7 +83,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
 def _join(
     store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions, held: Lease | None
 ) -> JoinedGroup:
-    """Connect to the address that rank 0 publishes, and join all the others there."""
+    """Connect to the address that rank 0 publishes, and join the others there."""
     published = read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
     if published[0] == _FAILED:
         raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
@@ -178,7 +178,7 @@ def read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
     """Return the value of a key as soon as a rank has published it.
 
     Raises:
-        CommTimeoutError: None has in time; `missing` names the rank.
+        CommTimeoutError: No rank published it in time; `missing` names the rank.
     """
     try:
         store.wait([key], timedelta(seconds=timeout_s))

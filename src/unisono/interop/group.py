@@ -1,4 +1,4 @@
-"""The process group that torch sees: identity, collectives and messages over a communicator, and lifetime."""
+"""The process group that torch sees: identity, collectives and messages on a communicator, and lifetime."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# Its methods are torch's, except for names and optional arguments, which torch annotates differently.
+# The methods are torch's, except for names and optional arguments, which torch annotates differently.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -57,15 +57,16 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     Callable from any thread, including autograd's. Python callers and torch's C++ code look up methods by name; some
     names are used by only one of the two.
 
-    Objects that outlive it, such as a work, must not refer to it: a dropped group leaves the other ranks immediately.
+    Objects that may outlive the group, such as a work, must not refer to it: a dropped group leaves the other ranks
+    immediately.
 
     Args:
         store: Torch's store, for this group only.
         rank, size: This rank in the group, and its size.
-        timeout: Timeout for joining, and default of every operation.
+        timeout: Timeout for joining, and default for every operation.
         group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
-        connect: Function that makes a communicator of the ranks: `meet`, or a replacement if they are already
+        connect: Function that creates a communicator of the ranks: `meet`, or a replacement if they are already
             connected.
     """
 
@@ -80,15 +81,15 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         others_options: object = None,
         connect: Callable[[dist.Store, int, int, float, GroupOptions], JoinedGroup] = meet,
     ) -> None:
-        # Torch's documented constructor does not work for Python classes; this is its other one.
+        # Torch's documented constructor does not work for Python classes; this is the other constructor.
         super().__init__(rank, size)
         self._timeout_s = timeout.total_seconds()
-        # Keep the store: C++ holds only its own part, which fails without the Python part.
+        # Keep the store alive: C++ holds only its own part, which fails without the Python part.
         self._store = store
         self._name = self._desc = "undefined"
         self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = self._sequence = 0
-        # Like torch's wrapper around gloo, which raises differences between ranks before the call returns.
+        # Like torch's wrapper around gloo: differences between ranks are raised before the call returns.
         self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.others: DeviceBackends = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
@@ -101,7 +102,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._progress = Progress(f"{label} messages")
         self._leaving = Leaving(self._queue, self._progress, self._comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
-        # Groups still open when the process ends are closed then.
+        # Groups that are still open when the process ends are closed at that point.
         self._dropped.atexit = False
 
     # -- identity ------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     _set_group_desc = setGroupDesc
 
     def boxed(self) -> Any:
-        """Return the group as torch's operators take it."""
+        """Return the group in the form that torch's operators take."""
         take_calls(self, self)
         return super().boxed()
 
@@ -167,7 +168,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self.others.hooked().register_pre_hook(hook_id, hook)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call a hook after each call, perhaps before its work is done."""
+        """Call a hook after each call, possibly before its work is done."""
         self.others.hooked().register_post_hook(hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
@@ -219,8 +220,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return together(works)
 
     # -- collectives and messages: methods that torch calls, with its names and arguments ----------
-    # A call returns immediately where torch requests it, or its C++ code calls. Collectives run in the order of their
-    # calls; `wait` and the future raise the errors of those that run later.
+    # A call returns immediately if torch requests that or if torch's C++ code makes it. Collectives run in call order;
+    # `wait` and the future raise the errors of those that run later.
     # -- reductions ----------------------------------------------------------------------------
     @by_device
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
@@ -305,7 +306,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
-        """Gather equally many elements from each rank, one after another; since torch 2.15."""
+        """Gather equally many elements from each rank, concatenated; since torch 2.15."""
         comm = self._comm
         tensor = plain(input)
         targets = None
@@ -354,7 +355,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, [], self._comm.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names every missing rank. Blocking; over the control plane.
+        """Wait for all ranks, over the control plane; the error names every missing rank. Blocking.
 
         A timeout of zero fails immediately.
         """
@@ -368,7 +369,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # -- messages ------------------------------------------------------------------------------
     @by_device
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> UnisonoWork:
-        # Under torch's name, because its `isend` also calls this method.
+        # This has torch's name, because torch's `isend` also calls it.
         work = self._messages.post("send", [Send(only(tensors, "send"), dst, tag)])
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
@@ -472,8 +473,8 @@ MAKERS.update({UnisonoGroup: UnisonoGroup.make_communicator})
 class Leaving:
     """The end of a group. It does not refer to the group, so it can outlive it.
 
-    If ranks are threads of one process, the end of a rank closes no connection that the others would notice. So a
-    dropped group is left in the background.
+    If ranks are threads of one process, a rank's end closes no connection, so the others would not notice it. A dropped
+    group is therefore left in the background.
     """
 
     def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
@@ -499,13 +500,13 @@ class Leaving:
         spawn_thread(self.leave, "unisono end of a torch group")
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Wait, at the end of the process, for a departure in the background."""
+        """At process exit, wait for a background departure to complete."""
         if self._dropped:
             self._over.wait(_AT_EXIT_S)
 
 
 def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: float | None) -> None:
-    """Replace a sparse COO tensor with the sum over all ranks, in place. Blocking.
+    """Replace a sparse COO tensor with its sum over all ranks, in place. Blocking.
 
     Raises `ValueError` for another layout or operation.
     """
@@ -528,18 +529,18 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
 
 
 def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) -> None:
-    """The mean of integers, truncated as in NCCL. Lightning requests it from every backend except gloo."""
+    """Return the mean of integers, truncated as in NCCL. Lightning requests it from every backend except gloo."""
     comm.all_reduce(tensor, "sum", timeout=timeout)
     tensor.div_(comm.size, rounding_mode="trunc")
 
 
 def _row(lists: _Lists) -> _Tensors:
-    """Return the only list in a list. A tensor instead would pass for a list of its rows."""
+    """Return the only list in a list. A tensor in its place would pass for a list of its rows."""
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise TypeError(f"the list for all ranks stands in a list, not {[type(row).__name__ for row in lists]}")
     return [plain(t) for t in lists[0]]
 
 
 def _row_at_root(lists: _Lists) -> _Tensors | None:
-    """Torch passes a list of one list at the root, and an empty list (or one with an empty list) elsewhere."""
+    """Torch passes a list with one list in it at the root, and elsewhere an empty list, or one with an empty list."""
     return (_row(lists) or None) if lists else None

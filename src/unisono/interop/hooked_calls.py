@@ -1,4 +1,4 @@
-"""Routes calls through torch's own kernels, for the hooks that torch calls there since 2.14.
+"""Routes calls through torch's own kernels, for the hooks that torch has called there since 2.14.
 
 The kernel of an operator, such as `c10d::allreduce_`, calls a C++ group's hooks around its backend's method. A Python
 group is called directly, so its hooks would never run. They are registered instead with the C++ group that represents
@@ -22,7 +22,7 @@ __all__ = ["Carrier", "with_backend", "with_own_attach"]
 
 
 class Carrier(Backend):
-    """Backend with all methods of one of our groups, which makes the calls on it."""
+    """Backend with all the methods of one of our groups, which makes its calls on that group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -34,7 +34,7 @@ class Carrier(Backend):
 
     @classmethod
     def take(cls, name: str) -> None:
-        """Add a method of this name, which makes the call on the group."""
+        """Add a method with this name that makes the call on the group."""
 
         def make(self: Carrier, *args: Any) -> Any:
             return CALLS.make(self._group_ref(), name, args)
@@ -43,16 +43,16 @@ class Carrier(Backend):
 
 
 def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Give a C++ group without a backend one for the CPU, which makes the calls on one of our groups."""
+    """Give a C++ group without a backend a CPU backend that makes its calls on one of our groups."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
-    # A group with a default backend reads its rank from that.
+    # A group with a default backend reads its rank from that backend.
     carrier = Carrier(group)
     made._set_default_backend(kind)
     made._register_backend(torch.device("cpu"), kind, carrier)
 
 
 def with_own_attach(group_class: type[Any]) -> None:
-    """Redirect torch's C++ hooks that attach themselves to our group to the C++ group that has its hooks."""
+    """Redirect torch's C++ hooks that attach themselves to our group to the C++ group that holds its hooks."""
     for name in ("FlightRecorderHook", "NanCheckHook"):
         if kind := getattr(torch._C._distributed_c10d, name, None):
             kind.attach = staticmethod(_attach_to(group_class, kind.attach))

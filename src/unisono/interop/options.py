@@ -58,7 +58,7 @@ class GroupOptions:
 def operation(options: Any) -> str:
     """Return the name of the reduce operation in torch's options object or `dist.ReduceOp`; sum by default.
 
-    Raises `ValueError` for PREMUL_SUM, which is NCCL's own.
+    Raises `ValueError` for PREMUL_SUM, which only NCCL has.
 
     Example:
         >>> operation(torch.distributed.ReduceOp.MAX)
@@ -76,7 +76,7 @@ def operation(options: Any) -> str:
 def limit_s(options: Any) -> float | None:
     """Return the timeout of a call in seconds, if its options set one; None for the group's own timeout."""
     timeout = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
-    # Torch writes "not set" as a negative time.
+    # Torch represents "not set" as a negative time.
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
@@ -86,7 +86,7 @@ def asynchronous(options: Any) -> bool:
 
 
 def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
-    """Return the only tensor of a list; torch's lists once held one for each device of a process."""
+    """Return the only tensor in a list; torch's lists once held one tensor per device of a process."""
     if len(tensors) != 1:
         raise ValueError(f"{name} takes one tensor per rank, not {len(tensors)}")
     return unversioned(tensors[0])
@@ -95,25 +95,25 @@ def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory without a gradient history, which torch's own backends ignore.
 
-    Even if there is none now: torch may add one before a later call is done, as differentiable functions do to their
-    outputs. A sparse tensor is returned unchanged, because the other one would not change with it.
+    Do so even if there is no history now: torch may add one before a later call is done, as differentiable functions do
+    to their outputs. A sparse tensor is returned unchanged, because a copy would not change with it.
     """
     return tensor.detach() if tensor.layout == torch.strided else tensor
 
 
 def unversioned(tensor: torch.Tensor) -> torch.Tensor:
-    """As `plain`, with a separate version counter, so that autograd does not notice writes.
+    """Like `plain`, but with a separate version counter, so that autograd does not notice writes.
 
-    Torch's backends write unnoticed where they get the tensor itself, and programs rely on that: they reduce an
-    activation that autograd has saved. Where torch's gloo copies from its own buffer, as to the outputs of
-    `all_gather`, autograd notices, so those outputs are `plain`.
+    Torch's backends write unnoticed if they get the tensor itself, and programs rely on that when they reduce an
+    activation saved by autograd. Where torch's gloo copies from its own buffer, as to the outputs of `all_gather`,
+    autograd does notice, so those outputs are `plain`.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
 
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-# Global and bounded, because torch's C++ code does not say which works it still holds.
+# Global and bounded, because torch's C++ code does not tell which works it still holds.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 
@@ -121,14 +121,15 @@ class UnisonoWork(dist.Work):
     """Torch `Work` over a unisono work.
 
     Torch's C++ code holds only its own part of a work that Python passes to it, as `DDP.join` does, and finds methods
-    through the Python part. So the Python part is kept after Python drops it: the last 1,024 of a process, because
-    nothing tells how long C++ holds its part. Long tensors are not kept with it; `DDP.join` reduces a single number.
+    through the Python part. So the Python part is kept after Python drops it: the last 1,024 per process, because there
+    is no way to know how long C++ holds its part. Large tensors are not kept with it; `DDP.join` reduces a single
+    number.
 
     Args:
         work: The operation in flight, or None if it is done.
         tensors: Result of the future.
         waits: Whether `get_future` waits for the work: C++ code such as DDP's waits for a future in a way that would
-            stop all other simulated ranks.
+            block all other simulated ranks.
     """
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, waits: bool = False) -> None:
@@ -144,14 +145,14 @@ class UnisonoWork(dist.Work):
         _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ALWAYS) -> bool:
-        """Return True when it is done, or raise its error. A timeout of zero, torch's default, is the group's."""
+        """Return True when it is done, or raise its error. A timeout of zero, torch's default, means the group's."""
         if self._work is None:
             return True
         limit = timeout.total_seconds() if timeout > _ALWAYS else None
         try:
             if modes():
-                # The waiter may run the call, whose tensors are real even under FakeTensorMode, and belong to nobody
-                # else.
+                # The waiter may run the call, whose tensors are real even under FakeTensorMode, and not in use
+                # elsewhere.
                 with _disable_current_modes():
                     self._work.wait(limit)
             else:
@@ -185,7 +186,7 @@ class UnisonoWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the tensors. Errors become torch's class with our text, so that C++ recognises them."""
+        """Return a future of the tensors. Errors get torch's class and our text, so that C++ recognises them."""
         if self._waits and self._work is not None:
             with suppress(Exception):
                 # The future holds the error.
@@ -204,6 +205,6 @@ class UnisonoWork(dist.Work):
 
 
 def together(works: Sequence[UnisonoWork]) -> UnisonoWork:
-    """Return several works as one, with the tensors of all."""
+    """Return several works as one, with the tensors of all of them."""
     group = WorkGroup([work._work for work in works if work._work is not None])
     return UnisonoWork(group, [tensor for work in works for tensor in work.result()])

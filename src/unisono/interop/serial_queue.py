@@ -1,4 +1,4 @@
-"""Runs the collectives of one group one at a time, in call order, whatever threads call them."""
+"""Runs one group's collectives one at a time, in call order, whichever threads call them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Job", "Progress", "SerialQueue"]
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
-# Global, because the end of the process completes the jobs of all queues; weak, so that a queue ends with its group.
+# Global, because the jobs of all queues are completed at process exit; weak, so that a queue ends with its group.
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
 class _QueuedJob(Completion):
-    """Queued job. A waiting thread runs it, and those before it, unless another thread is running jobs."""
+    """Queued job. A waiting thread runs it and the jobs before it, unless another thread is running jobs."""
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
         # No limit here, because every job has its own timeout.
@@ -51,7 +51,7 @@ class SerialQueue:
     """Queue of jobs, run by the threads that wait for them; a thread created on demand runs the others.
 
     Callbacks of a completed job run on the thread that ran it. Their calls run immediately, before all queued jobs, so
-    they have the same place in the order on every rank.
+    they have the same position in the order on every rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -93,7 +93,7 @@ class SerialQueue:
         return task
 
     def finish(self, patience_s: float) -> bool:
-        """Wait until all currently queued jobs are done; return False if that takes too long."""
+        """Wait until all currently queued jobs are done; return False on timeout."""
         if not self._waiting and not self._turn.locked():
             return True
         try:
@@ -137,9 +137,9 @@ class SerialQueue:
 
 
 def _finish_all() -> None:
-    """Complete jobs that a program has started and not waited for, while the control plane still runs.
+    """Complete the jobs that a program started but did not wait for, while the control plane is still running.
 
-    After its own end, Python ends daemon threads when they return from C++ code, which ends the process with them.
+    After finalizing, Python ends daemon threads when they return from C++ code, which aborts the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
         for queue in list(_queues):
@@ -152,7 +152,8 @@ _GRACE_S = 0.005
 class Progress:
     """Background progress of messages, on which torch users rely but which not every transport provides.
 
-    For 5 ms a message is left to its waiter. If it is then not done, its future gets it a thread.
+    For the first 5 ms, a message is left to its waiter. If it is not done by then, it gets a thread, which is started
+    by requesting its future.
     """
 
     def __init__(self, name: str) -> None:
@@ -163,7 +164,7 @@ class Progress:
         self._over = threading.Event()
 
     def watch(self, work: Work) -> None:
-        """Ensure the progress of a work, unless it is already done."""
+        """Ensure that a work makes progress, unless it is already done."""
         if work.is_completed():
             return
         if self._thread is None:
@@ -173,7 +174,7 @@ class Progress:
         self._some.set()
 
     def close(self) -> None:
-        """Stop, and leave unfinished messages to their waiters."""
+        """Stop; leave unfinished messages to their waiters."""
         self._over.set()
         self._some.set()
 

@@ -1,7 +1,7 @@
 """Registration of the backend "unisono" with torch.distributed, and the creation of its groups.
 
-Torch loads this module at the end of `import torch`, in every process of the environment. So it imports only the
-standard library until it is called, and the rest of unisono when the first group is made.
+Torch loads this module at the end of `import torch`, in every process of the Python environment. So it imports only the
+standard library until it is called, and the rest of unisono when the first group is created.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def register() -> None:
 def autoload() -> None:
     """Register the backend while torch is being imported: the entry point of unisono in the group "torch.backends".
 
-    It never raises, because an error here would make `import torch` fail: a failure is a warning, and a torch without
-    torch.distributed is ignored.
+    It never raises, because an error here would make `import torch` fail: a failure only causes a warning, and a torch
+    build without torch.distributed is ignored.
     """
     try:
         import torch.distributed as dist
@@ -65,7 +65,7 @@ def autoload() -> None:
 
 
 def _create(description: Any, options: object = None) -> UnisonoGroup:
-    """Make a group on one of its members, as described by torch."""
+    """Create a group, as described by torch, on one of its members."""
     from unisono.interop.group import UnisonoGroup
     from unisono.interop.options import GroupOptions
 

@@ -1,4 +1,4 @@
-"""Start of ranks by `launch`: as threads of this process, or as processes of a forkserver."""
+"""Starts ranks for `launch`: as threads of this process, or as processes from a forkserver."""
 
 from __future__ import annotations
 

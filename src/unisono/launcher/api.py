@@ -1,4 +1,4 @@
-"""Start: `init` joins a group from inside a process, `launch` starts the ranks of one host."""
+"""Start: `init` joins a group from inside a process, `launch` starts the ranks on one host."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ OnFailure = Literal["end", "continue", "replace"]
 
 
 class LaunchOverride(Protocol):
-    """Overrides of `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
+    """Overrides `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
 
     def communicator(self) -> Communicator:
-        """Return the communicator of `init`."""
+        """Return the communicator that `init` returns."""
         ...
 
     def results(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int) -> Any:
-        """Return the results of `launch`."""
+        """Return the results that `launch` returns."""
         ...
 
 
@@ -115,7 +115,7 @@ def init(
     wrap: Wrap | None = None,
     interface: str | None = None,
 ) -> Communicator:
-    """Join the other ranks of a job, and return the communicator of all of them.
+    """Join the other ranks of a job, and return the communicator of all ranks.
 
     Ranks and rendezvous come from `init_method`, or else from torchrun's environment, MPI or Slurm; otherwise this
     process is the only rank. The decision is logged (logger "unisono", level info).
@@ -128,15 +128,15 @@ def init(
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
-        timeout: Timeout for joining, and default of every operation: seconds or a `datetime.timedelta`.
-        heartbeat: Time after which a silent host and its ranks are lost, at least 2 s. A waiting call may give up
-            earlier, and a process that has ended is noticed immediately. If None, the variable UNISONO_HEARTBEAT in
-            seconds, set by `unisono run --heartbeat`, else the timeout.
-        device: Device of this rank's tensors; if None, "cuda:<local rank>" modulo the visible GPUs with nccl, else
+        timeout: Timeout for joining, and default for every operation: seconds or a `datetime.timedelta`.
+        heartbeat: Time after which a silent host and its ranks are considered lost, at least 2 s. A waiting call may
+            give up earlier, and the end of a process is noticed immediately. If None, the variable
+            UNISONO_HEARTBEAT in seconds, set by `unisono run --heartbeat`, else the timeout.
+        device: Device of this rank's tensors; if None, "cuda:<local rank>" with nccl (modulo the visible GPUs), else
             "cpu".
         secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, else this user's
             key, which the first rank on a host creates (mode 0600).
-        check: "auto" compares the calls of all ranks before each collective, on nccl while it runs; "off" does not.
+        check: "auto" compares the calls of all ranks before each collective (with nccl, while it runs); "off" does not.
         deterministic: Whether sums and products of rounded numbers are reduced in one fixed order: a balanced binary
             tree over the ranks, whose first half is the longer one, with each addition rounded in the tensor's dtype.
             Algorithms that keep this order give the same bits with all chunk sizes and transports; others are refused.
@@ -201,7 +201,7 @@ def communicator_at(
     hosts: Hosts | None = None,
     heartbeat_s: float | None = None,
 ) -> Communicator:
-    """Return the communicator of the ranks at a rendezvous, which it closes at its end, or on failure.
+    """Return the communicator of the ranks at a rendezvous; the rendezvous is closed with it, or on failure.
 
     Args:
         place: The rendezvous.
@@ -211,7 +211,7 @@ def communicator_at(
         device, check, deterministic, chunk_bytes, wrap, interface: As for `init`.
 
     Raises:
-        CommError, ValueError: As `init` does.
+        CommError, ValueError: As for `init`.
     """
     try:
         around = discover(place, interface, timeout_s, backend)
@@ -233,7 +233,7 @@ def communicator_at(
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
     except BaseException as error:
-        # Report the reason to the ranks that wait for this one, which would otherwise only see that it has left.
+        # Report the reason to ranks that wait for this one; otherwise they would only see that it has left.
         world = Group.world(place.rank, place.size, place.name)
         place.control.report_failure(world, to_cause(error, place.rank, "init"))
         place.close()
@@ -278,30 +278,30 @@ def launch(
             where the platform has none).
         args, kwargs: Arguments of `fn`; pickled for ranks that are processes.
         timeout: Default timeout of the communicator's operations (seconds or a `timedelta`), not of the whole run.
-        on_failure: "end": after a rank's exception the others have 3 s to end with their own error, and are then ended;
-            the first error is raised here, preceded by that rank's traceback. "continue": returns the survivors'
-            results; a failed rank's entry is its error. "replace": as "end", but a rank whose process or host is lost
-            is started again. It calls `fn` with a communicator of this rank alone, which joins the others through
-            `un.elastic.Recovery` or `comm.rebuild`, while they are in `recover(size=...)` or `rebuild(size=...)`.
-            Losing two replacements in a row before they have joined ends the job. For processes on this host, Ray and
-            Dask.
+        on_failure: "end": after a rank's exception the others have 3 s to end with their own error, and are then
+            killed; the first error is raised here, preceded by that rank's traceback. "continue": returns the
+            survivors' results; a failed rank's entry is its error. "replace": as "end", but a rank whose process or
+            host is lost is started again. The new process calls `fn` with a communicator of this rank alone, which
+            joins the others through `un.elastic.Recovery` or `comm.rebuild`, while they are in `recover(size=...)` or
+            `rebuild(size=...)`. Losing two replacements in a row before they have joined ends the job. For processes on
+            this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Number of torch threads of each rank; if None, OMP_NUM_THREADS or an equal share of the cores.
-        hosts: Groups of ranks to treat as separate hosts, such as `[[0, 1], [2, 3]]`, although all are on this one: to
+        hosts: Groups of ranks to treat as separate hosts although all are on this one, such as `[[0, 1], [2, 3]]`, to
             test programs for several hosts.
-        seed: With backend "sim": seed of the scheduling order. UNISONO_SEED, or 0, if None.
+        seed: With backend "sim": seed for the scheduling order. If None, UNISONO_SEED or 0.
         on: An engine: "ray", "dask", "submitit" or "mpi"; one with options, such as `un.engines.Ray(num_cpus=2)`; or an
             executor with the interface of `concurrent.futures` whose workers are processes, such as a
             `ProcessPoolExecutor`. It needs `nprocs` free single-threaded workers within `timeout`. "auto" then chooses
-            as in `init`, by the workers' hosts. Workers are left as they were found. On Dask, MPI and executors, a rank
-            cannot be ended after another one's failure: it runs until its next call on the communicator, which fails.
-            None, or "local", is processes on this host.
+            as in `init`, based on the workers' hosts. Workers are left in the state in which they were found. On Dask,
+            MPI and executors, a rank cannot be killed after another one's failure: it runs until its next call on the
+            communicator, which fails. None, or "local", means processes on this host.
 
     Returns: Each rank's result of `fn`, in rank order.
 
     Raises:
         Exception: The first failing rank's error.
-        PeerLostError: A rank's process ended without a report (names the signal or code), or by `sys.exit`.
+        PeerLostError: A rank's process ended without reporting (the error names the signal or code), or by `sys.exit`.
         CommTimeoutError: The executor did not start all ranks within `timeout`; the error says how many it started.
         TypeError: `on` is neither an executor of processes nor an engine.
         UnavailableError: The engine is not installed; the error says how to install it.
@@ -380,7 +380,7 @@ def job_of(
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> Job:
-    """Return the job of ranks of this host, for these arguments of `launch`."""
+    """Return the job for ranks on this host, for these arguments of `launch`."""
     timeout_s = positive_timeout(timeout)
     given = validate_hosts(hosts, nprocs)
     sharing = given or (tuple(range(nprocs)),)
@@ -425,7 +425,7 @@ def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed: int | None) -> list[Any]:
-    """Start ranks in the transport's way."""
+    """Start ranks in the way that the transport needs."""
     if on_failure == "replace" and (job.transport.in_process or job.transport.launcher == "mpirun"):
         raise ValueError(
             f"on_failure='replace' starts lost processes again, and ranks of backend {job.options.backend!r} are none, "
@@ -446,7 +446,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
 
 
 def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
-    """Return the ranks of a job, started in its transport's way, or ready to be started."""
+    """Return a job's ranks, started in the way that its transport needs, or ready to be started."""
     if job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import MpirunRanks
 
@@ -492,14 +492,14 @@ def _check_backends(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Facts about all ranks, known to each.
+    """Facts about all ranks, known to every rank.
 
     Attributes:
-        hosts: Ranks on each host, that is, with a common kernel and network.
+        hosts: Ranks on each host; ranks on one host share a kernel and network.
         sharing: Sets of ranks that have proved to each other that they can share memory.
         gpus: Whether each rank has a GPU to itself.
         network: The backend between hosts.
-        address: This host's address, for the others.
+        address: This host's address for the other hosts.
         interface: Network interface of that address, and why it was chosen, for the log.
         backends: Backend that each rank passed.
     """
@@ -523,7 +523,7 @@ class Topology:
         return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
 
     def prepare(self, backend: str, place: Rendezvous, timeout: float) -> None:
-        """Prepare a backend between hosts: check that they reach each other, and set the libraries' interface.
+        """Prepare a backend between hosts: check that hosts reach each other, and set the libraries' interface.
 
         Raises:
             CommError: On every rank: names the hosts that cannot connect, the address, and what to set.
@@ -548,7 +548,7 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
         place: This rank's place.
         interface: Network interface for incoming connections; by default from a variable, or the one through which this
             rank reached the first one.
-        timeout: Seconds for the others to answer.
+        timeout: Timeout in seconds for the other ranks to answer.
         backend: This rank's backend, or "auto".
 
     Raises:
@@ -576,8 +576,8 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
     gpus = all(count >= names.count(name) for name, count in zip(names, counts, strict=True))
     if not gpus and all(counts) and all(selections):
-        # Engines and Slurm show each rank only its own GPU, which may be number 0 on all of them. This initializes
-        # CUDA.
+        # Under engines and Slurm, only a rank's own GPU is visible to it, which may be number 0 on every rank. This
+        # initializes CUDA.
         number = names[: place.rank].count(names[place.rank]) if place.local_rank is None else place.local_rank
         seen = torch.cuda.get_device_properties(number % torch.cuda.device_count()).uuid
         gpus = len(set(place.control.exchange(group, "GPUs", str(seen), timeout))) == place.size
@@ -586,7 +586,7 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
 
 
 def network_of(builds: Sequence[str]) -> str:
-    """Return the backend between hosts, for ranks with these builds of the native core.
+    """Return the backend to use between hosts, given the ranks' builds of the native core.
 
     Example:
         >>> network_of(["a1", "a1"]), network_of(["a1", ""])
@@ -625,7 +625,7 @@ def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | 
     """Return the hosts passed by a caller, after validation.
 
     Raises:
-        ValueError: They repeat a rank, contain one that does not exist, or leave one out.
+        ValueError: A rank is repeated, does not exist, or is missing.
     """
     if hosts is None:
         return None
@@ -636,10 +636,10 @@ def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | 
 
 
 def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
-    """Run a job on `size` threads; outcomes in the order in which ranks ended.
+    """Run a job on `size` threads; return the outcomes in the order in which the ranks ended.
 
-    A thread cannot be ended from outside. One that does not end within the grace period after a failure is abandoned as
-    a daemon, and counts as ended.
+    A thread cannot be killed from outside. If it does not end within the grace period after a failure, it is abandoned
+    as a daemon thread and counts as ended.
     """
     refuse_green_threads()
     hub = LocalHub()

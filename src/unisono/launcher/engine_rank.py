@@ -41,10 +41,10 @@ class Program:
     """The program of every rank.
 
     Attributes:
-        connect: Function that makes the communicator of all ranks after the rendezvous.
+        connect: Function that creates the communicator of all ranks after the rendezvous.
         options, wrap: Options and wrapper for a replacement rank.
-        timeout_s: Seconds within which all ranks must arrive.
-        threads: Torch threads of each rank; if None, from `share_of_cores` among a host's ranks.
+        timeout_s: Time within which all ranks must arrive, in seconds.
+        threads: Number of torch threads per rank; if None, determined by `share_of_cores` among a host's ranks.
     """
 
     fn: Callable[..., Any]
@@ -59,12 +59,12 @@ class Program:
 
 
 def started(rank: int, attempt: int) -> str:
-    """Return the control plane's key that counts the attempts to start a rank."""
+    """Return the control-plane key that counts the attempts to start a rank."""
     return f"started/{rank}/{attempt}"
 
 
 def host_of(rank: int) -> str:
-    """Return the control plane's key with the address of a rank's host."""
+    """Return the control-plane key for the address of a rank's host."""
     return f"host/{rank}"
 
 
@@ -86,7 +86,7 @@ def run_rank(
 
     Args:
         rank, size: This rank, and the number of ranks.
-        attempt: Number of this start of the rank: 0, or more for a replacement.
+        attempt: Number of earlier starts of this rank: 0, or more for a replacement.
         payload: The `Program`, pickled.
         address, secret: Address and secret of the control plane, hosted by the caller of launch.
         timeout_s: The program's timeout, in case the payload is not readable here.
@@ -98,7 +98,7 @@ def run_rank(
             with _only_rank_here(rank), _borrowed_process():
                 here = _address_here(address)
                 orphaned = exit_with_children if owned else None
-                # A separate handle, because the program may close the communicator's long before it ends.
+                # A separate handle, because the program may close the communicator's handle long before it ends.
                 watch = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
                 leaving.callback(_leave, watch, rank, attempt)
                 _check_in(watch, rank, attempt, size)
@@ -110,7 +110,7 @@ def run_rank(
         gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        # A process pool's workers would wait forever for the next task from a caller that was killed.
+        # If the caller is killed, a process pool's workers would wait forever for the next task.
         exit_with_children()
     return outcome
 
@@ -141,7 +141,7 @@ def _run_rank(watch: SocketControl, rank: int, attempt: int, size: int, payload:
 
 
 def _communicator(program: Program, control: SocketControl, rank: int, attempt: int, size: int) -> Communicator:
-    """Return the communicator of all ranks, or, for a replacement, of this one alone."""
+    """Return the communicator of all ranks or, for a replacement, of this rank alone."""
 
     def share_cores(comm: Communicator) -> None:
         here_too = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
@@ -157,7 +157,7 @@ def _communicator(program: Program, control: SocketControl, rank: int, attempt: 
 
 
 def _address_here(address: tuple[str, int]) -> str:
-    """Return the address of this host on the way to the server.
+    """Return the address that this host uses to reach the server.
 
     Raises:
         AbortedError: The server has ended. Executors rerun tasks whose results they have lost.
@@ -178,7 +178,7 @@ def _address_here(address: tuple[str, int]) -> str:
 
 
 def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> None:
-    """Count this start of the rank, because executors rerun tasks of a worker that has ended."""
+    """Count this start of the rank, because executors rerun the tasks of a worker that died."""
     control.identify(f"{rank}/{attempt}/0")
     if control.add(started(rank, attempt), 1) > 1:
         raise PeerLostError(
@@ -189,7 +189,7 @@ def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> Non
 
 
 def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
-    """Report that the engine has the outcome, because it may lose it: a retired Dask worker delivers nothing."""
+    """Report that the outcome was handed to the engine, which may lose it: a retired Dask worker delivers nothing."""
     with suppress(CommError):
         watch.identify(f"{rank}/{attempt}/1")
     watch.close()
@@ -197,7 +197,7 @@ def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
 
 @contextmanager
 def _borrowed_process() -> Iterator[None]:
-    """Restore the process at the end: environment, signal handlers, torch's threads and default group."""
+    """At the end, restore the process's environment, signal handlers, torch threads and default group."""
     environment = dict(os.environ)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main else {}

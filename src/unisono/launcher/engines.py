@@ -1,4 +1,4 @@
-"""Ranks on the workers of a `concurrent.futures` executor, which meet at the caller's control server."""
+"""Ranks on the workers of a `concurrent.futures` executor, which rendezvous at the caller's control server."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
     """Return the engine or executor for `on=` of `launch` and `Pool`; None for processes on this host ("local").
 
     Args:
-        on: An executor, an engine, or the name of an engine, which is then made without arguments.
+        on: An executor, an engine, or the name of an engine, which is then created without arguments.
 
     Raises:
-        TypeError: It is of another type.
-        ValueError: No engine of this name.
+        TypeError: `on` is of another type.
+        ValueError: There is no engine with this name.
 
     Example:
         >>> resolve("local") is None, type(resolve("ray")).__name__
@@ -60,7 +60,7 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) -> list[Outcome]:
-    """Run a program on `size` workers of an executor; return the outcomes, the first failed rank's first.
+    """Run a program on `size` workers of an executor; return the outcomes, that of the first failure first.
 
     Args:
         on: The executor, or an engine that has one.
@@ -69,7 +69,7 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
         on_failure: As for `launch`.
 
     Raises:
-        CommTimeoutError: Not all ranks have arrived in time.
+        CommTimeoutError: Not all ranks arrived in time.
         TypeError, ValueError: The executor or the backend cannot be used.
     """
     if program.backend != "auto":
@@ -94,10 +94,10 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
 class _LentRanks(Closing):
     """Ranks on an executor, from their caller's side.
 
-    Ranks' ends are reported by their futures and by the control plane, which notices immediately when a rank's process
-    leaves, whatever the executor does about that. An executor may lose the result of a rank that has ended, whose
-    future then never completes, so each has a deadline from then on. An event is a rank, the number of its start, and
-    its future, or whether the rank had ended when its process left.
+    The end of a rank is reported by its future and by the control plane, which notices immediately when a rank's
+    process leaves, whatever the executor does about it. An executor may lose the result of a rank that has ended, whose
+    future then never completes, so each has a deadline from then on. An event consists of a rank, the number of its
+    start, and either its future or whether the rank had finished when its process left.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class _LentRanks(Closing):
         return []
 
     def _overdue(self) -> list[Outcome]:
-        """Check that all ranks have arrived in time, and return the outcomes of ranks that will not report any more."""
+        """Check that all ranks arrived in time, and return the outcomes of ranks that will not report any more."""
         now = clock.now()
         if self._start_by is not None and now >= self._start_by and not self._complete():
             arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
@@ -188,12 +188,12 @@ class _LentRanks(Closing):
         return self._lost(rank, f"not started again within {self._timeout_s:g} s") if late else None
 
     def _undelivered(self, rank: int, late: bool) -> Outcome | None:
-        """Return the outcome of a rank that has ended, if its result is lost or has not arrived in time."""
+        """Return the outcome of a rank that has finished, if its result was lost or did not arrive in time."""
         why_lost = getattr(self._executor, "why_lost", lambda future: None)
         why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
         if not why:
             return None
-        # It has finished, so unlike a lost rank it is not started again.
+        # The rank has finished, so unlike a lost rank it is not started again.
         text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
         return Outcome(rank, error=PeerLostError(text, peer=rank))
 
@@ -217,7 +217,7 @@ class _LentRanks(Closing):
         return lost(rank, self._size, f"was lost: {why}")
 
     def _concluded(self, outcome: Outcome) -> Outcome:
-        """Return how a rank has ended; end the others if they can no longer start."""
+        """Return how a rank ended; stop the others if they can no longer start."""
         self._due.pop(outcome.rank, None)
         if outcome.error is not None and not self._complete():
             self.supervisor.stop()
@@ -231,13 +231,13 @@ class _LentRanks(Closing):
         return self._start_by is None
 
     def first_lost(self) -> int | None:
-        """Return the rank that was lost first, as the control plane saw it: executors may end all workers at once."""
+        """Return the rank that the control plane lost first: executors may kill all workers at once."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)
         return None
 
     def name_lost_hosts(self, found: Sequence[Outcome]) -> None:
-        """Name a host in its ranks' errors if all of them are lost, and other hosts have ranks."""
+        """Name a host in its ranks' errors if all its ranks are lost and other hosts have ranks."""
         lost = {outcome.rank: outcome for outcome in found if not outcome.reported}
         hosts: dict[bytes, list[int]] = {}
         # Without the control plane, leave the errors as they are.
@@ -253,7 +253,7 @@ class _LentRanks(Closing):
                     lost[rank].error = PeerLostError(text, peer=rank)
 
     def _cancel(self, why: str) -> None:
-        """End running ranks by failing their group, and keep others from starting."""
+        """Stop running ranks by failing their group, and keep others from starting."""
         with suppress(CommError):
             self._control.set(OVER, b"")
             self._control.fail_all(Cause("AbortedError", None, why))
@@ -261,7 +261,7 @@ class _LentRanks(Closing):
             future.cancel()
 
     def close(self) -> None:
-        """End the ranks that still run, as soon as they use the communicator, and the control plane."""
+        """End running ranks at their next call on the communicator, and close the control plane."""
         if self._futures:
             self._cancel("launch has ended")
         deadline = clock.now() + END_S

@@ -1,4 +1,4 @@
-"""Ranks of a script that are forked from one process, which has imported torch for all of them."""
+"""A script's ranks, forked from one process that has imported torch for all of them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
 class ForkedRank:
-    """A rank that the template has forked or will fork; until then, its signals go to the template.
+    """A rank that the template has forked or will fork; before the fork, signals for it go to the template.
 
     Attributes:
-        pid: The process, which is a session leader.
+        pid: The process's ID; the process is a session leader.
         returncode: The exit status; negative if a signal ended it, None while it runs.
         stdout, stderr: Its output.
     """
@@ -64,14 +64,14 @@ class ForkedRank:
 
 
 def fork_obstacle(command: Sequence[str], ranks: int, *, binding: str, stdin: int | None, asked: bool) -> str | None:
-    """Return why a script's ranks are not forked, as text; None if they are.
+    """Return the reason why a script's ranks are not forked; None if they are.
 
     Args:
         command: The file, or "-m" and the module, and the script's arguments.
         ranks: Number of ranks on this host.
         binding: As in `ScriptJob`.
         stdin: The rank that reads standard input.
-        asked: Whether to fork even if that gains little, or the script seems unsuitable.
+        asked: Whether to fork even if that gains little or the script seems unsuitable.
     """
     flags = sys.flags
     options = any((sys.warnoptions, sys._xoptions, flags.verbose, flags.inspect, flags.dev_mode))
@@ -131,7 +131,7 @@ def fork_ranks(
     reports: Sequence[int],
     on_end: Callable[[int, int], object],
 ) -> tuple[list[ForkedRank], IO[bytes]]:
-    """Start the process that forks a script's ranks; return the ranks, and that process's own output.
+    """Start the process that forks a script's ranks; return the ranks and that process's own output.
 
     Returns immediately: ranks are forked once torch has been imported, or started as separate interpreters if they
     cannot be forked.
@@ -139,7 +139,7 @@ def fork_ranks(
     Args:
         command: A file or "-m" and a module, then the script's arguments.
         environments: Variables of each rank.
-        alive: File descriptor of a pipe that ends with this process.
+        alive: File descriptor of a pipe that closes when this process ends.
         reports: For each rank, the descriptor of the file for its uncaught error.
         on_end: Called in a thread with the index and exit status of each rank that ends.
     """
@@ -158,7 +158,7 @@ def fork_ranks(
     ]
     written = [writer for pair in outputs for _, writer in pair]
     template = subprocess.Popen(
-        # With the script's arguments, so that `ps` shows them.
+        # Include the script's arguments, so that `ps` shows them.
         [
             sys.executable,
             *interpreter_flags(),
@@ -207,7 +207,7 @@ def _on_frame(ranks: list[ForkedRank], frame: Frame, on_end: Callable[[int, int]
 
 
 def _end_left(ranks: list[ForkedRank], status: int, on_end: Callable[[int, int], object]) -> None:
-    """End ranks whose template ended before them, because nothing else would report their end."""
+    """End the ranks that outlived their template, because nothing else would report their end."""
     for number, rank in enumerate(ranks):
         if rank.returncode is None:
             with suppress(ProcessLookupError, PermissionError):

@@ -1,8 +1,8 @@
 """The agent on another host that runs a script's ranks there for `unisono run --hosts`.
 
-It receives commands on standard input, and ends with all ranks when that ends, so nothing outlives the launcher. It
-answers with a marker and then frames on standard output, because a shell whose `.bashrc` prints has written there
-before.
+It receives commands on standard input, and exits with all ranks when that is closed, so nothing outlives the launcher.
+It answers on standard output with a marker and then frames, because a shell whose `.bashrc` prints may have written
+there first.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class _Frames:
             self.send(Kind(stream), data, -1 if rank is None else rank)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        # If the launcher is gone, the input has ended too, which the main thread notices.
+        # If the launcher is gone, the input has been closed as well, which the main thread notices.
         with suppress(OSError):
             self.send(Kind.ENDED, json.dumps([status, report]).encode(), rank)
 
 
 def _main() -> None:
-    # Other output of this process must not mix with the frames.
+    # Other output from this process must not get mixed with the frames.
     link = _Frames(os.dup(1))
     os.dup2(2, 1)
     orders = FrameChannel()

@@ -41,7 +41,7 @@ _SHOWN = 4
 
 @dataclass(slots=True)
 class Job:
-    """The program of every rank, and how its communicator is made."""
+    """The program of every rank, and how its communicator is created."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -121,7 +121,7 @@ def _packed_result(result: Any, rank: int) -> bytes:
 
 
 def _packed_error(error: BaseException) -> bytes:
-    """Pickle an error with its traceback and causes; a plain error of the same text if it cannot be pickled."""
+    """Pickle an error with its traceback and causes; if it cannot be pickled, a plain error with the same text."""
     pickling_support.install(error)
     try:
         data = dumps(error)
@@ -176,7 +176,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
 
 
 def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
-    """Return the first lines of other ranks' own errors, if they differ from the one shown."""
+    """Return the first lines of other ranks' own errors, if they differ from the error shown."""
     if not failures:
         return []
     notes: list[str] = []
@@ -199,10 +199,10 @@ def first_failure(ended: Sequence[Outcome]) -> Outcome:
 
 
 def _consequence(outcome: Outcome) -> int:
-    """0 for a rank that died unreported, 1 for its own error, 2 for a skip, 3 for an error about another rank."""
+    """0 if a rank died without reporting, 1 for its own error, 2 for a skip, 3 for an error about another rank."""
     if not outcome.reported:
         return 0
     if isinstance(outcome.error, PeerLostError | AbortedError):
         return 3
-    # A rank that skips a test, or fails as expected, must not hide that the test fails on another rank.
+    # A rank that skips a test or fails as expected must not hide a failure on another rank.
     return 2 if type(outcome.error).__name__ in _SKIPS else 1

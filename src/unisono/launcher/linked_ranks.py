@@ -1,4 +1,4 @@
-"""Ranks with a connection to the process that started them, over which they report, and may receive commands."""
+"""Ranks with a connection to the process that started them, over which they report and may receive commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
 
 
 class LinkedRanks(Closing):
-    """Ranks of a job on this host, from the side of the process that starts them. None outlives `close`.
+    """A job's ranks on this host, as seen by the process that starts them. None outlives `close`.
 
     Args:
         size: Number of ranks.
@@ -61,11 +61,11 @@ class LinkedRanks(Closing):
 
     @abstractmethod
     def start(self, rank: int, attempt: int) -> None:
-        """Start a rank, replacing its last process if it has one."""
+        """Start a rank, replacing its previous process, if any."""
 
     @abstractmethod
     def how(self, rank: int) -> str:
-        """Return how a rank that has not reported has ended."""
+        """Return how a rank ended that did not report."""
 
     def signs(self, rank: int) -> list[Any]:
         """Return objects to wait on that become ready when a rank reports or ends."""

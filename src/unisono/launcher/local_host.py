@@ -1,4 +1,4 @@
-"""Ranks of a script on this host: starts them, passes their output on, and ends them with everything they started."""
+"""Ranks of a script on this host: starts them, forwards their output, and kills them with everything they started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalHost:
     Args:
         job: The script, and its ranks on this host.
         ports: Ports of the rendezvous, of this library and of torch.
-        attempt: Number of earlier starts of all ranks.
+        attempt: Number of times that all ranks were started before.
         events: Called with the ranks' output and their ends.
     """
 
@@ -50,7 +50,7 @@ class LocalHost:
         self._files = ExitStack()
         # Files for the ranks' uncaught errors.
         self._reports: list[IO[bytes]] = []
-        # The end of this pipe tells ranks that their launcher is gone.
+        # The closing of this pipe tells the ranks that their launcher is gone.
         self._alive, self._held = os.pipe()
 
     def start(self) -> None:
@@ -68,12 +68,12 @@ class LocalHost:
                 self._start(rank)
 
     def signal(self, number: int) -> None:
-        """Send a signal to each rank that runs."""
+        """Send a signal to each running rank."""
         for process in self._ranks:
             process.send_signal(number)
 
     def end(self) -> dict[int, int]:
-        """End the ranks that still run, and everything that any rank has started; return the exit status of each."""
+        """Kill ranks that are still running, and everything started by any rank; return each rank's exit status."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._ranks:
                 with suppress(ProcessLookupError, PermissionError):
@@ -106,8 +106,8 @@ class LocalHost:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=(alive, report),
-            # A separate session: an interrupt at the terminal must only reach the launcher, which passes it on, and the
-            # rank's own children belong to it.
+            # A separate session: an interrupt at the terminal must reach only the launcher, which forwards it, and the
+            # session includes the rank's own children.
             start_new_session=True,
         )
         self._follow(rank, process)
@@ -129,7 +129,7 @@ class LocalHost:
         self._events.ended(self._job.before + rank, status, _report_in(self._reports[rank]))
 
     def _follow(self, rank: int, process: subprocess.Popen[bytes] | ForkedRank) -> None:
-        """Pass on a rank's output."""
+        """Forward a rank's output."""
         self._ranks.append(process)
         assert process.stdout is not None
         assert process.stderr is not None
@@ -142,7 +142,7 @@ class LocalHost:
         self._readers.append(reader)
 
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
-        """Pass a stream on as it arrives; the beginning of a line waits briefly for the rest."""
+        """Forward a stream as it arrives; the beginning of a line waits briefly for the rest."""
         left = b""
         # The reader of this output may be gone, as with `| head`.
         with source, suppress(BrokenPipeError):
@@ -173,7 +173,7 @@ def _report_in(file: IO[bytes]) -> Report | None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Defer this thread's interrupts. Ranks inherit this, and unblock them once they can end without a traceback."""
+    """Defer this thread's interrupts. Ranks inherit this, and unblock them once they can exit without a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

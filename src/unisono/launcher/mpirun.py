@@ -47,7 +47,7 @@ _LOOK_EVERY_S = 0.1
 class MpirunRanks(LinkedRanks):
     """Ranks started together by mpirun.
 
-    With on_failure "continue", Open MPI is set to continue without a dead rank; by default it ends all ranks.
+    With on_failure "continue", Open MPI is told to continue without a dead rank; by default it kills all ranks.
 
     Raises:
         UnavailableError: mpirun is missing; the error says how to get it.
@@ -65,7 +65,7 @@ class MpirunRanks(LinkedRanks):
         secret = secrets.token_bytes(32)
         with ExitStack() as opened:
             server = opened.enter_context(closing(ControlServer(secret)))
-            # The folder is readable by this user only: its files hold the secret.
+            # Only this user may read the folder, because its files hold the secret.
             name = opened.enter_context(tempfile.TemporaryDirectory(prefix="unisono-mpi-"))
             folder = Path(name)
             orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
@@ -79,7 +79,7 @@ class MpirunRanks(LinkedRanks):
             self._opened = opened.pop_all()
 
     def _admit(self, listener: socket.socket) -> None:
-        """Accept the connections of all ranks, unless mpirun ends before."""
+        """Accept the connections of all ranks, unless mpirun ends first."""
         deadline = clock.now() + MPIRUN_START_S
         listener.settimeout(_LOOK_EVERY_S)
         while len(self.links) < self.size:
@@ -93,7 +93,7 @@ class MpirunRanks(LinkedRanks):
                 if over:
                     break
         if len(self.links) < self.size:
-            # Whatever `on_failure` is, the others cannot start without a rank that never joined.
+            # Whatever `on_failure` is, the others cannot start if a rank never joins.
             self.on_failure = "end"
 
     def start(self, rank: int, attempt: int) -> None:
@@ -103,7 +103,7 @@ class MpirunRanks(LinkedRanks):
         self.running.add(rank)
 
     def how(self, rank: int) -> str:
-        # Mpirun's exit code, if it ends soon, shows how the rank ended.
+        # If mpirun ends soon, its exit code shows how the rank ended.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         code = self._process.returncode
@@ -112,7 +112,7 @@ class MpirunRanks(LinkedRanks):
         return "ended before it could report; see its output and mpirun's"
 
     def close(self) -> None:
-        # A rank may still be about to report; mpirun ends only after its ranks.
+        # A rank may still be about to report: mpirun ends only after its ranks.
         self._opened.close()
         for link in self.links.values():
             link.close()
@@ -122,14 +122,14 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
     if on_failure != "continue":
         return []
     output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    # Version 4 has no such option, and ends the job with its first rank.
+    # Version 4 has no such option, and kills the job when its first rank dies.
     version = re.search(r"Open MPI\D+(\d+)", output)
     return ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
 
 
 @contextmanager
 def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run mpirun with additional environment variables for the block; its ranks print to this process's output."""
+    """Run mpirun with additional environment variables during the block; its ranks print to this process's output."""
     environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
@@ -149,7 +149,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_rank(folder: Path) -> None:
-    """Run one rank started by mpirun: run the job in the folder, and report there."""
+    """Run one rank started by mpirun: run the job stored in the folder, and report over the socket there."""
     found = launched()
     assert found is not None
     assert found.rank is not None

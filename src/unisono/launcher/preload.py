@@ -1,4 +1,4 @@
-"""Modules that a forkserver imports before the first rank starts: everything that ranks would import slowly."""
+"""Modules that a forkserver imports before the first rank starts: everything that is slow to import."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ PRELOADED = (
 gc.disable()
 for _name in PRELOADED:
     importlib.import_module(_name)
-# Freeze everything loaded so far, so that no rank's garbage collector visits it, which would copy the shared pages.
+# Freeze everything loaded so far, because a visit by a rank's garbage collector would copy the shared pages.
 gc.freeze()
 gc.enable()

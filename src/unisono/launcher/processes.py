@@ -59,7 +59,7 @@ _starting = threading.Lock()
 
 
 class ProcessRanks(LinkedRanks):
-    """Processes of a job's ranks, and the control plane on which they meet.
+    """The processes of a job's ranks, and the control plane on which they rendezvous.
 
     Raises:
         CommError: This process is a rank that is importing its launcher's main script.
@@ -98,7 +98,7 @@ class ProcessRanks(LinkedRanks):
         self.running.add(rank)
 
     def _release(self, rank: int) -> None:
-        """Release a rank's last process, whose number another process may get later."""
+        """Release a rank's previous process, whose PID may be reused later."""
         if rank in self._processes:
             _end([self._processes.pop(rank)], [])
             self.links.pop(rank).close()
@@ -118,7 +118,7 @@ class ProcessRanks(LinkedRanks):
         )
 
     def close(self) -> None:
-        """End all ranks, some of which are about to exit because they have reported, and the control plane."""
+        """End all ranks and the control plane; ranks that have reported are about to exit anyway."""
         _end(
             [process for rank, process in self._processes.items() if rank in self.running],
             [process for rank, process in self._processes.items() if rank not in self.running],
@@ -179,7 +179,7 @@ def _context() -> BaseContext:
 
 
 def share_of_cores(asked: int | None, size: int) -> int:
-    """Return the number of threads of a rank: as requested, else OMP_NUM_THREADS, else an equal share."""
+    """Return a rank's number of threads: as requested, else OMP_NUM_THREADS, else an equal share of the cores."""
     if asked is not None:
         return asked
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -187,7 +187,7 @@ def share_of_cores(asked: int | None, size: int) -> int:
 
 
 def _outputs() -> tuple[Any, Any] | None:
-    """Return the caller's outputs; the forkserver's differ if a test or notebook has redirected them since."""
+    """Return the caller's outputs; the forkserver's differ if a test or notebook redirected them later."""
     if sys.platform == "win32":
         return None
     return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
@@ -202,7 +202,7 @@ def _is_open(number: int) -> bool:
 
 
 class _Descriptor:
-    """A file descriptor that is duplicated into the child when it is pickled for it."""
+    """A file descriptor that is duplicated into a child process when pickled for it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -228,7 +228,7 @@ def dump(program: Any, found: bool) -> bytes:
         return by_value(program)
     except TypeError:
         if found:
-            # Whatever pickle raises, the first error names the part.
+            # Pickle may raise anything; the first error names the part.
             with suppress(Exception):
                 return pickle.dumps(program)
         raise
@@ -264,7 +264,7 @@ def _unsendable(job: Any) -> str:
 def importable(fn: Any) -> bool:
     """Return whether newly started ranks can import the function."""
     main = sys.modules.get("__main__")
-    # Objects that fn holds or receives may also be from the main module.
+    # Objects that fn holds or receives may also come from the main module.
     if main is None or not _is_file(main):
         return False
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
@@ -272,7 +272,7 @@ def importable(fn: Any) -> bool:
 
 
 def _is_rewritten(fn: Any) -> bool:
-    """Return whether pytest has rewritten the assertions in the function's module, which ranks would not do."""
+    """Return whether pytest has rewritten the assertions in the function's module; ranks would not rewrite them."""
     return "@pytest_ar" in vars(sys.modules.get(getattr(fn, "__module__", "") or "", object))
 
 
@@ -344,10 +344,10 @@ class WorkerSpec:
 
 def run_worker(orders: WorkerSpec, link: Connection) -> None:
     """Run a rank: set up, run the job, send its outcome to the launching process."""
-    # An interrupt at the terminal must only reach the launching process, which then ends its ranks.
+    # An interrupt at the terminal must reach only the launching process, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
-        # The rank's children are in its process group, and end with it.
+        # The rank's children are in its process group and die with it.
         os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(orders.environment)
@@ -357,15 +357,15 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
                 os.dup2(copy.detach(), number)
     reseed_generators()
     configure_process(orders.threads)
-    # A loader's workers start as in a plain script, not like ranks.
+    # A data loader's workers start as in a plain script, not like ranks.
     multiprocessing.set_start_method(orders.start_method, force=True)
     run_job(orders, link)
 
 
 def reseed_generators() -> None:
-    """Seed the default generators of a forked process from the system, as in a new interpreter.
+    """Seed a forked process's default generators from the system, as in a new interpreter.
 
-    Without that, dropout would have the same masks on all ranks. Python seeds `random` itself.
+    Otherwise, dropout would use the same masks on all ranks. Python seeds `random` itself.
     """
     torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
@@ -402,7 +402,7 @@ def run_job(orders: WorkerSpec, link: Connection) -> None:
 
 
 def flush_streams() -> None:
-    """Flush a rank's output. A stream may be missing, or its reader gone; the outcome is reported anyway."""
+    """Flush a rank's output. A stream may be missing, or its reader may be gone; the outcome is reported anyway."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()

@@ -51,12 +51,12 @@ class Shell:
 
 
 class RemoteHost:
-    """Ranks of a script on another host. They end with this process, because the agent's input ends then.
+    """Ranks of a script on another host. They end with this process, because that closes the agent's input.
 
     Args:
         job: The script, and its ranks on that host.
         ports: Ports of the rendezvous, of this library and of torch.
-        attempt: Number of earlier starts of all ranks.
+        attempt: Number of times that all ranks were started before.
         events: Called with the ranks' output and their ends.
         shell: Command prefix that starts the agent there.
     """
@@ -72,7 +72,7 @@ class RemoteHost:
             "folder": os.getcwd(),  # noqa: PTH109
             "environment": _environment(),
         }
-        # Messages for the agent; None ends its input.
+        # Messages for the agent; None closes its input.
         self._orders: queue.SimpleQueue[tuple[Kind, bytes, int] | None] = queue.SimpleQueue()
         self._last_words: deque[str] = deque(maxlen=6)
         self._started = False
@@ -85,25 +85,25 @@ class RemoteHost:
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         command = [self._shell.python, *interpreter_flags(), "-m", "unisono.launcher.host_agent"]
         if paths:
-            # Works under any shell, and before the agent has received anything.
+            # This works in any shell, and before the agent has received anything.
             command = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", *command]
         self._process = subprocess.Popen(
             [*self._shell.words, shlex.join(command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # An interrupt at the terminal must only reach the launcher, which passes it on.
+            # An interrupt at the terminal must reach only the launcher, which forwards it.
             start_new_session=True,
         )
         self._orders.put((Kind.ORDER, json.dumps(self._order).encode(), 0))
         self._follower.start()
 
     def signal(self, number: int) -> None:
-        """Send a signal to each rank that runs."""
+        """Send a signal to each running rank."""
         self._orders.put((Kind.SIGNAL, b"", int(number)))
 
     def end(self) -> dict[int, int]:
-        """End the ranks that still run, and everything that any rank has started; return the exit status of each."""
+        """Kill ranks that are still running, and everything started by any rank; return each rank's exit status."""
         if self._process is None:
             return {}
         self._orders.put(None)
@@ -132,7 +132,7 @@ class RemoteHost:
         listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
         writer.start()
         listener.start()
-        # A shell that reads its input, or executes another one, never starts the agent.
+        # If the shell reads its input, or executes another shell, the agent never starts.
         why = f"no agent of unisono has begun there within {AGENT_START_S:g} s"
         limit = threading.Timer(AGENT_START_S, self._kill, [why])
         limit.daemon = True
@@ -159,7 +159,7 @@ class RemoteHost:
                 self._kill(f"what came from there is not what an agent sends: {error}")
         self._orders.put(None)
         status = self._process.wait()
-        # A process left behind by the shell may hold this open.
+        # A process left behind by the shell may keep this open.
         listener.join(1.0)
         for rank in self._ranks():
             if rank not in self._statuses:
@@ -201,7 +201,7 @@ class RemoteHost:
                 self._last_words.append(line.decode(errors="replace").rstrip())
 
     def _loss(self, status: int) -> str:
-        """Return the error text for a host that ended before its ranks."""
+        """Return the error text for a host whose agent ended before its ranks."""
         ranks = self._ranks()
         these = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         what = "was lost" if self._started else "has started none of them"

@@ -1,4 +1,4 @@
-"""Replacements for lost ranks. Each is alone at first, and joins the others when it rebuilds."""
+"""Replacements for lost ranks. A replacement is alone at first, and joins the others when it calls `rebuild`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def replacement(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Return a communicator of just a replacement, whose `rebuild` joins the job's ranks.
+    """Return a communicator of a replacement rank alone, whose `rebuild` joins the job's ranks.
 
     Args:
         control: This rank's handle to the job's control plane, closed with the communicator.
-        rank, attempt: The lost rank, and the number of this start of it.
-        options: Options of the one-rank communicator; those of the job come from its ranks, except the device.
+        rank, attempt: The lost rank, and how often it was started before.
+        options: Options for the one-rank communicator; those for the job come from its ranks, except the device.
         wrap: Function applied to the job's transport.
         on_joined: Called with the communicator of the job.
     """
@@ -62,9 +62,9 @@ def admitted(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Return the communicator of a running job whose ranks rebuild it to include this one.
+    """Return the communicator of a running job whose ranks rebuild it to include this rank.
 
-    Retries until it succeeds: ranks may be lost while the new communicator is made, and then all try again.
+    Retries until it succeeds: if ranks are lost while the new communicator is created, all try again.
 
     Args:
         control: A handle to the job's control plane.
@@ -75,7 +75,7 @@ def admitted(
 
     Raises:
         CommTimeoutError: The ranks did not call `rebuild` with `grow` or `size`.
-        CommError: The communicator cannot be made.
+        CommError: The communicator cannot be created.
     """
     while True:
         rebuilt, rank, terms = control.request_admission(seconds_left(deadline))

@@ -1,4 +1,4 @@
-"""Runs a script's ranks on this host and others: passes output and signals on, and ends all when one fails."""
+"""Runs a script's ranks on this host and others: forwards output and signals, and ends all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ScriptResult:
 
     Attributes:
         status: 0, or the exit status of the rank that failed first: 128 plus the signal's number if a signal ended it
-            or this launcher. With "continue", 0 if any rank has succeeded. If ranks have stopped on request
-            (`un.stop.exit_status`) and none has failed, 75 if all of these have a checkpoint, else 74.
+            or this launcher. With "continue", 0 if any rank succeeded. If ranks stopped on request
+            (`un.stop.exit_status`) and none failed, 75 if all the stopped ranks have a checkpoint, else 74.
         first: The rank that failed first; None if none did.
-        ranks: Exit status of each rank that was started from here, by rank; negative if a signal ended it.
-        restarts: Number of restarts of all ranks.
+        ranks: Exit status, by rank, of each rank that was started from here; negative if a signal ended it.
+        restarts: Number of times that all ranks were restarted.
     """
 
     status: int
@@ -54,18 +54,18 @@ class ScriptResult:
 def run_script(
     jobs: Sequence[ScriptJob], restarts: int = 0, on_failure: str = "end", shells: Mapping[int, Shell] | None = None
 ) -> ScriptResult:
-    """Run a script's ranks to their end, restarting them after failures.
+    """Run a script's ranks to completion, restarting them after failures.
 
-    The ranks' standard output and error are passed on as they arrive. When a rank fails, the others have 5 s to end
-    with their own error, and are then ended; the first failure is printed, and failures that follow from it are
-    counted. Signals to this process are passed to the ranks. After SIGTERM, SIGHUP or SIGINT they have a grace period
-    to save and leave, which a second signal ends. Everything that ranks have started ends with them.
+    The ranks' standard output and error are forwarded as they arrive. When a rank fails, the others have 5 s to end
+    with their own error, and are then killed; the first failure is printed, and failures that follow from it are
+    counted. Signals to this process are forwarded to the ranks. After SIGTERM, SIGHUP or SIGINT, ranks have a grace
+    period to save and leave, which a second signal ends. Everything that ranks have started is killed when they end.
 
     Args:
         jobs: The script, and its ranks on each host.
-        restarts: Maximum number of restarts of all ranks after a failure.
-        on_failure: "continue" lets the others continue after a failure, which is printed immediately.
-        shells: Command prefixes for other hosts, by index in `jobs`; the rest are on this host.
+        restarts: Maximum number of times to restart all ranks after a failure.
+        on_failure: "continue" lets the other ranks continue after a failure, which is printed immediately.
+        shells: Command prefixes for other hosts, by index in `jobs`; jobs without one run on this host.
     """
     _open_standard_streams()
     for attempt in range(restarts + 1):
@@ -88,12 +88,12 @@ class _Attempt:
         # Hosts start all their ranks at once, so the supervisor starts none.
         self._supervisor = Supervisor(lambda rank, attempt: None, self._ends, ranks, on_failure, grace_s=SCRIPT_GRACE_S)
         self._size = self._job.size or self._job.ranks
-        # Ranks that have ended, with their status; and signals, marked with rank -1.
+        # Ranks that have ended, with their status, and signals, which have rank -1.
         self._events: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
         self._reports: dict[int, Report | None] = {}
         self._writing = threading.Lock()
-        # For each output, the stream with an unfinished line.
+        # For each output, the stream that has an unfinished line.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
         # Whether this launcher is ending the ranks.
         self._ending = False
@@ -138,7 +138,7 @@ class _Attempt:
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Write to this process's output, with each line's rank; first end another stream's unfinished line."""
+        """Write to this process's output, each line with its rank; first end another stream's unfinished line."""
         target = sys.stderr if stream == 2 or self._job.to_stderr else sys.stdout
         front = f"[{rank}] " if self._job.prefix and rank is not None else ""
         if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
@@ -188,7 +188,7 @@ class _Attempt:
         return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
-        """Pass a signal on. One that ends the job sets the deadline; a second one sets it to now."""
+        """Forward a signal. A signal that ends the job sets the deadline; a second one sets it to now."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)
@@ -205,7 +205,7 @@ class _Attempt:
         reports = {rank: self._reports[rank] for rank, _ in self._failures}
 
         def order(failure: tuple[int, int]) -> tuple[int, float]:
-            """Sort a rank ended by a signal first, then the earliest error that does not follow from another's."""
+            """Sort ranks killed by a signal first, then the earliest error that another rank did not cause."""
             report = reports[failure[0]]
             if report is None:
                 return (0 if failure[1] < 0 else 1), 0.0
@@ -233,7 +233,7 @@ class _Attempt:
 
 @contextmanager
 def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[None]:
-    """Turn signals into events, unless they are ignored, like SIGHUP under nohup. Only possible in the main thread."""
+    """Turn signals into events, unless they are ignored, like SIGHUP under nohup. Works only in the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
@@ -248,7 +248,7 @@ def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[
 
 
 def _open_standard_streams() -> None:
-    """Open descriptors 0 to 2 if they are closed, as under cron, because other files would get their numbers."""
+    """Open descriptors 0 to 2 if they are closed, as under cron; otherwise other files get their numbers."""
     for number in range(3):
         try:
             os.fstat(number)

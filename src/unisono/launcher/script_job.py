@@ -1,4 +1,4 @@
-"""A script, where its ranks run, and what the processes that start them report."""
+"""A script, where its ranks run, and the events reported by the processes that start them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Report = dict[str, Any]
 
 
 class Events(Protocol):
-    """Callbacks for events of running ranks, called in several threads."""
+    """Callbacks for events from running ranks, called from several threads."""
 
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
         """Handle a rank's output on stream 1 or 2; rank None is the process that forks ranks. May raise `OSError`."""
@@ -37,16 +37,16 @@ class ScriptJob:
     """A script, and its ranks on one host.
 
     Attributes:
-        command: Arguments of Python: a file or "-m" and a module, then the script's own arguments.
+        command: Arguments for Python: a file or "-m" and a module, then the script's own arguments.
         ranks: Number of ranks on this host.
         host: Index of this host among all hosts.
         before: Number of ranks on earlier hosts.
-        size: Number of ranks on all hosts; this host's if None.
+        size: Number of ranks on all hosts; if None, there is only this host.
         address: Address of the first host.
         port: Port of rank 0; torch's rendezvous uses the next one. Free ports if None.
-        backend, heartbeat_s: Defaults of `init`; None for its own choice.
-        binding: Processors that a rank may use; see `unisono.host.processors.placement`.
-        prefix: Whether each line of output begins with its rank.
+        backend, heartbeat_s: Defaults for `init`; None for its own choice.
+        binding: Cores that a rank may use; see `unisono.host.processors.placement`.
+        prefix: Whether each line of output begins with the rank that printed it.
         to_stderr: Whether the ranks' standard output also goes to standard error.
         grace_s: Seconds for ranks to save and leave after a request to end.
         stdin: The rank on this host that reads standard input.
@@ -73,7 +73,7 @@ class ScriptJob:
     start: Literal["auto", "fork", "plain"] = "auto"
 
     def fork_obstacle(self) -> str | None:
-        """Return why each rank gets its own interpreter, as text; None if ranks are forked from one process."""
+        """Return the reason why each rank gets its own interpreter; None if ranks are forked from one process."""
         if self.start == "plain":
             return "that was asked for"
         return fork_obstacle(
@@ -81,10 +81,10 @@ class ScriptJob:
         )
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
-        """Return one rank's variables: torchrun's, and this library's port beside torch's.
+        """Return one rank's environment variables: torchrun's, and this library's port alongside torch's.
 
-        UNISONO_PORT contains torch's port as well, so that it does not apply to a job that another launcher starts
-        inside a rank.
+        UNISONO_PORT also contains torch's port, so that it does not apply to a job that another launcher starts inside
+        a rank.
         """
         places = {
             "RANK": self.before + local_rank,
@@ -106,6 +106,6 @@ class ScriptJob:
             chosen["UNISONO_SECRET"] = self.secret
         if self.binding != "none":
             chosen[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
-        # An outer torchrun's variable would direct the ranks to its store.
+        # A variable from an outer torchrun would direct the ranks to that torchrun's store.
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         return {**outer, **{name: str(value) for name, value in places.items()}, **chosen}

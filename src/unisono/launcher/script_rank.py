@@ -1,4 +1,4 @@
-"""One rank of `unisono run`: runs a script as `__main__`, and ends when the launcher is gone."""
+"""One rank of `unisono run`: runs a script as `__main__`, and exits when the launcher is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
     """Run the script.
 
     Args:
-        alive: File descriptor of a pipe that ends with the launcher.
+        alive: File descriptor of a pipe that closes when the launcher ends.
         report: File descriptor of the file for an uncaught error.
         command: A file or "-m" and a module, then the script's arguments.
     """
@@ -81,7 +81,7 @@ def _is_package(path: str) -> bool:
 
 
 def _search_first(folder: str) -> None:
-    # With -P and -I there is no entry for the script's folder.
+    # With -P or -I there is no entry for the script's folder.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

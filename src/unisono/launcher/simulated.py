@@ -41,7 +41,7 @@ class Simulated:
 
     Attributes:
         results: Each rank's return value; with `on_failure="continue"`, a failed rank's error.
-        time_s: Virtual seconds when the last rank ended.
+        time_s: Virtual time at which the last rank ended, in seconds.
         seed: The seed.
         trace: The events, one per line. The same seed gives the same trace.
         digest: A hash of the trace.
@@ -81,22 +81,22 @@ def simulate(
     Exactly one rank runs at a time. Wherever a rank waits, sends, or queries the control plane, the seed decides which
     rank runs next. Time is virtual: it passes only while all ranks wait, so timeouts of minutes cost nothing.
     Computations are real. The same seed gives the same run, step by step. Inside, `time`, `threading` and `queue` are
-    simulated, each rank has its own random generators (torch's, Python's and numpy's), and threads that a rank starts
+    simulated, each rank has its own random generators (torch's, Python's and numpy's), and threads started by a rank
     take turns as well.
 
-    If no rank can proceed, every rank raises `DeadlockError` immediately, which names what each rank waits for. A
-    wait with its own timeout ends at that time with `CommTimeoutError`.
+    If no rank can proceed, every rank immediately raises `DeadlockError`, which says what each rank waits for. A wait
+    with its own timeout raises `CommTimeoutError` at that time.
 
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
         args, kwargs: Arguments of `fn`.
-        seed: Seed of the scheduling order, of the network's jitter and of faults. If None, the
-            variable UNISONO_SEED, else 0.
-        network: Duration of messages; see `unisono.transports.sim.SimNetwork`.
+        seed: Seed for the scheduling order, the network's jitter and faults. If None, the variable UNISONO_SEED, else
+            0.
+        network: Model of message times; see `unisono.transports.sim.SimNetwork`.
         faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside `wrap`.
         preempt: Probability of also switching ranks at a free lock, to find races between a check and the lock.
-        timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is of virtual time.
+        timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is in virtual time.
         backend: "sim", or another transport with threads as ranks.
 
     Returns: The results of all ranks, the virtual time, and the trace.
@@ -159,7 +159,7 @@ def _faulty(
 
 
 def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: float = 0.0) -> Simulated:
-    """Run a job on `size` ranks that take turns, and conclude."""
+    """Run a job on `size` ranks that take turns, and return the result."""
     refuse_green_threads()
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []
@@ -171,7 +171,7 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
         world = Group.world(0, size)
 
         def main(rank: int) -> None:
-            # Made by the first rank, so that its locks are simulated.
+            # Created by the first rank, so that its locks are simulated.
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
             # The same seed on all ranks, in whatever order they run.
@@ -209,7 +209,7 @@ def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
 
 
 def _end_all(scheduler: TaskScheduler, size: int) -> None:
-    """End all ranks after a failure, when the others have had their time."""
+    """End all ranks after a failure, once the others' grace period is over."""
     for rank in range(size):
         for task in scheduler.of_rank(rank):
             scheduler.throw(task, EndedError())

@@ -1,6 +1,6 @@
-"""The supervisor of ranks, which collects their outcomes, replaces lost ones, and limits the time after a failure.
+"""Supervises ranks: collects their outcomes, replaces lost ranks, and limits the time after a failure.
 
-The caller supplies functions that start ranks and report their ends. This module loads without torch.
+The caller supplies functions that start ranks and report their ends. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Outcome:
 
     Attributes:
         result: The return value of its program.
-        error: The rank's error with its traceback, or one that describes how its process ended.
-        reported: Whether the rank itself has sent this.
+        error: The rank's error with its traceback, or an error that describes how its process ended.
+        reported: Whether the rank itself sent this.
     """
 
     rank: int
@@ -71,24 +71,24 @@ def lost(rank: int, size: int, how: str) -> Outcome:
 
 
 def joined(rank: int, attempt: int) -> str:
-    """Return the control plane's key that is set when a replacement has joined the others."""
+    """Return the control-plane key that is set when a replacement has joined the others."""
     return f"joined/{rank}/{attempt}"
 
 
 class Supervisor:
     """Ranks from their start to their end.
 
-    A lost rank is replaced, unless two of its replacements in a row have not joined, or no rank is left to admit
+    A lost rank is replaced, unless two replacements in a row were lost before joining, or no rank is left to admit
     another one. An error that ends a rank ends the job, after which no rank is replaced.
 
     Args:
         start: Function that starts a rank; its second argument is 1 for a rank's first replacement.
         ends: Function that returns outcomes as soon as there are any, or none after this many seconds; None for no
             limit.
-        ranks: Numbers of the ranks.
-        on_failure: With "continue", no failure limits the time of the others. Replaced ranks do not count as ended.
-        control: The ranks' control plane; None if lost ones are not replaced.
-        grace_s: Seconds for the others to end with their own error after a first failure; `GRACE_S` if None.
+        ranks: The ranks' numbers.
+        on_failure: With "continue", a failure does not limit the others' time. Replaced ranks do not count as ended.
+        control: The ranks' control plane; None if lost ranks are not replaced.
+        grace_s: Seconds for the other ranks to end with their own error after the first failure; `GRACE_S` if None.
 
     Attributes:
         open: The ranks that have not ended.
@@ -108,7 +108,7 @@ class Supervisor:
         self._start = start
         self._ends = ends
         self._control = control
-        # Time left to the others after the first failure; None if failures set no limit.
+        # Time left for the others after the first failure; None if failures set no limit.
         self._grace_s = None if on_failure == "continue" else grace_s or GRACE_S
         self._deadline = math.inf
         self.open: set[int] = set(ranks)
@@ -117,9 +117,9 @@ class Supervisor:
         self.ended: list[Outcome] = []
 
     def run(self, limit_s: float = math.inf) -> list[Outcome]:
-        """Start the ranks; return their outcomes, in order of ending, when all have ended, or at the limit.
+        """Start the ranks; return their outcomes, in the order of their ends, when all have ended or at the time limit.
 
-        Ranks that still run then, or when this raises, are left to the caller.
+        Ranks still running then, or when this raises, are left to the caller.
         """
         for rank in sorted(self.open):
             self._start(rank, 0)
@@ -127,7 +127,7 @@ class Supervisor:
         return self.wait()
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes of ended ranks, when all have ended, or at the limit."""
+        """Return the outcomes of ended ranks, when all have ended or at the time limit."""
         while self.open and (left_s := seconds_left(self._deadline)):
             for outcome in self._ends(None if left_s == math.inf else left_s):
                 self.ended += self._settled(outcome)
@@ -138,18 +138,18 @@ class Supervisor:
         return self.ended
 
     def limit(self, within_s: float) -> None:
-        """Make `wait` return within this time, whatever fails meanwhile."""
+        """Make `wait` return within this time, whatever fails in the meantime."""
         self._deadline = clock.now() + within_s
         self._grace_s = None
 
     def stop(self) -> None:
-        """Replace no rank from now on."""
+        """Stop replacing ranks."""
         self._control = None
 
     def _settled(self, outcome: Outcome) -> list[Outcome]:
-        """Return a rank's outcome, and those of replacements that no rank is left to admit.
+        """Return a rank's outcome, and those of replacements when no rank is left to admit them.
 
-        Empty if the rank was lost and is replaced.
+        The list is empty if the rank was lost and is being replaced.
         """
         rank = outcome.rank
         if rank not in self.open:

@@ -1,6 +1,6 @@
 """The process from which a script's ranks are forked: it has imported torch, and otherwise does nothing.
 
-It runs no threads, draws no random numbers, and does not call CUDA, because its children would share all that.
+It runs no threads, draws no random numbers, and does not call CUDA, because its children would inherit all that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["fork_ranks"]
 
 
 def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | None:
-    """Fork the ranks of a script, and report their ends. Returns in each rank as well.
+    """Fork a script's ranks, and report their ends. Also returns in each rank.
 
     Args:
-        link: Connection to the launcher. It supplies for each rank the `variables` of its environment, and the
-            descriptors `stdout`, `stderr` and `report`. It receives frames: a rank has started, with its process; or
-            has ended, with its exit status.
-        alive: File descriptor of a pipe that ends with the launcher.
+        link: Connection to the launcher, which sends each rank's environment `variables` and the descriptors `stdout`,
+            `stderr` and `report`. It receives a frame when a rank starts, with its process, and when it ends, with its
+            exit status.
+        alive: File descriptor of a pipe that closes when the launcher ends.
         command: A file or "-m" and a module, then the script's arguments.
 
     Returns: In a rank, the descriptor for its uncaught error; None in this process when all ranks have ended.
@@ -67,7 +67,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
 
 def _load() -> str | None:
     """Import torch and this library; return why ranks cannot be forked from this process, or None."""
-    # End without a traceback on an interrupt, as long as there is nothing to clean up.
+    # Exit without a traceback on an interrupt, as long as there is nothing to clean up.
     interrupts = signal.getsignal(signal.SIGINT)
     if interrupts is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -91,7 +91,7 @@ def _load() -> str | None:
 
 
 def _is_observed() -> bool:
-    """Return whether a debugger, profiler or coverage observes this process, which would miss its children's end."""
+    """Return whether a debugger, profiler or coverage tool observes this process; it would miss the children's ends."""
     monitoring = getattr(sys, "monitoring", None)
     tools = () if monitoring is None else (monitoring.get_tool(number) for number in range(6))
     return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))
@@ -116,8 +116,8 @@ def _spawn(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, comma
 
 
 def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Make this forked process like a new interpreter."""
-    # A new session: the rank's children belong to it, and an interrupt at the terminal must only reach the launcher.
+    """Put this forked process into the state of a new interpreter."""
+    # A new session: the rank's children belong to it, and an interrupt at the terminal must reach only the launcher.
     os.setsid()
     os.dup2(order["stdout"], 1)
     os.dup2(order["stderr"], 2)
@@ -129,7 +129,7 @@ def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 
 
 def _not_kept(order: dict[str, Any], ranks: list[dict[str, Any]]) -> list[int]:
-    """Return the descriptors that a rank must close, so that the launcher sees the end of other ranks' outputs."""
+    """Return the descriptors that a rank must close so that the launcher sees when other ranks' outputs end."""
     names = ("stdout", "stderr", "report")
     return [other[name] for other in ranks for name in names if name != "report" or other is not order]
 

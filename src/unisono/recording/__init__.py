@@ -22,16 +22,16 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
     Provisional: it may change in any minor version, without a deprecation.
 
     Call it right after `init`, before loading a checkpoint: a replay runs the program from its beginning, and loads the
-    same checkpoint again. Not all ranks need to record. Recorded are the results of collectives, received messages, the
-    sender of each receive from any rank, the answers of `is_completed`, the order in which futures complete, replies of
-    the control plane, errors, the current states of the global random generators, and a digest of everything that this
-    rank sends.
+    same checkpoint again. Not all ranks need to record. The recording contains the results of collectives, received
+    messages, the sender of each any-source receive, the answers of `is_completed`, the order in which futures complete,
+    replies from the control plane, errors, the current states of the global random generators, and a digest of
+    everything that this rank sends.
 
     Args:
-        folder: Folder in which each rank writes its own file, which must not exist. Other ranks don't read it.
-        comm: The communicator. Communicators that are derived from it from now on are also recorded.
-        steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends with `close`,
-            the communicator or the process.
+        folder: Folder to which each rank writes its own file, which must not exist yet. Other ranks don't read it.
+        comm: The communicator. Communicators derived from it later are also recorded.
+        steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends on `close`, or
+            with the communicator or the process.
 
     Returns: The recording; a context manager that ends it. In a replay it does nothing.
 
@@ -75,8 +75,8 @@ def replay(
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    The program calls `record` at the same place as in the recording, which begins the replay: from there on it receives
-    the recorded data. To replay a script, use `unisono replay`.
+    The program must call `record` at the same place as when recording. This call begins the replay: from there on, the
+    program receives the recorded data. To replay a script, use `unisono replay`.
 
     Args:
         folder: Folder of the recording.

@@ -1,4 +1,4 @@
-"""File of what a rank received and sent: entries under keys, each with tensors' bytes."""
+"""File of what a rank received and sent: entries under keys, each with the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def path_of(folder: str | Path, rank: int) -> Path:
 
 
 class LogWriter:
-    """File that a rank appends to. Entries survive any end of the process. Thread-safe.
+    """File that a rank appends to. Entries survive however the process ends. Thread-safe.
 
     Args:
         path: File to create; it must not exist.
 
     Attributes:
         nbytes: Bytes written.
-        closed: Whether later entries are dropped.
+        closed: Whether further entries are dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class LogWriter:
         self.closed: bool = False
 
     def put(self, key: _Key, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Append an entry: a value that `unisono.serialization` supports, and tensors' bytes."""
+        """Append an entry: a value that `unisono.serialization` supports, and the bytes of tensors."""
         if self.closed:
             return
         head = encode((key, value))
@@ -70,7 +70,7 @@ class LogWriter:
             self.nbytes += _SIZES.size + len(head) + length
 
     def close(self) -> None:
-        """Drop later entries."""
+        """Drop further entries."""
         with self._lock:
             self.closed = True
             self._file.close()
@@ -108,7 +108,7 @@ class LogEntry(NamedTuple):
 
 
 class Log:
-    """Entries of a file, without an incomplete one at the end.
+    """Entries of a file, ignoring an incomplete one at the end.
 
     Args:
         path: The file.
@@ -160,14 +160,14 @@ class Log:
 
 
 def words_of(error: BaseException) -> tuple[Any, ...]:
-    """Return a description of an error, from which `error_from` makes one of the same kind and text."""
+    """Return a description of an error, from which `error_from` creates an error of the same class and text."""
     if isinstance(error, CommError):
         return type(error).__name__, error.message, error.peer, error.nbytes, error.waited_s
     return type(error).__name__, str(error), None, None, None
 
 
 def error_from(words: Sequence[Any]) -> Exception:
-    """Return the error that `words_of` described; a `CommError` for kinds unknown here."""
+    """Return the error that `words_of` described; a `CommError` for classes unknown here."""
     name, message, peer, nbytes, waited_s = words
     if name in ("TypeError", "ValueError"):
         return TypeError(message) if name == "TypeError" else ValueError(message)

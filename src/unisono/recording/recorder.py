@@ -97,9 +97,9 @@ class Recording(Closing):
 
 
 class _Steps:
-    """Counter of optimizer steps in this process, for recordings that end after a number of them.
+    """Counts optimizer steps in this process, for recordings that end after a number of steps.
 
-    One hook serves all recordings and remains registered. Torch iterates over its hooks while it calls them, and where
+    One hook serves all recordings and remains registered. Torch iterates over its hooks while it calls them, and if
     ranks are threads, several threads do so at a time: removing a hook when a recording ends, from the hook itself or
     on another rank, would fail the step with "OrderedDict mutated during iteration".
     """
@@ -179,9 +179,7 @@ def random_states() -> dict[str, Any]:
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return a description of a call and digests of what it sends, which don't depend on the implementation of the
-    call.
-    """
+    """Return a description of a call and digests of the data it sends, independent of the call's implementation."""
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {
@@ -192,7 +190,7 @@ def described(call: Call) -> dict[str, Any]:
 
 
 class Recorded(Wrapper):
-    """Transport of a recorded rank. It forwards each call whole, so the results are the inner transport's.
+    """Transport of a recorded rank. It forwards each call whole, so the results are those of the inner transport.
 
     Args:
         inner: The transport.
@@ -242,7 +240,7 @@ class Recorded(Wrapper):
         return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
 
     def _noting(self, key: tuple[Any, ...]) -> Callable[[BaseException], BaseException]:
-        """Return a function that records the first error that it is passed, and returns every one."""
+        """Return a function that records the first error passed to it, and returns every error unchanged."""
         noted = Event()
 
         def note(error: BaseException) -> BaseException:
@@ -290,7 +288,7 @@ class Recorded(Wrapper):
 
 
 class _Settling:
-    """Completes the futures of a communicator's works one at a time, in the order that is recorded."""
+    """Completes the futures of a communicator's works one at a time, and records their order."""
 
     def __init__(self, log: LogWriter, group: str) -> None:
         self._log = log
@@ -317,7 +315,7 @@ class _Settling:
 
 
 class _RecordedWork(Work):
-    """Work whose time-dependent answers are recorded."""
+    """Work whose timing-dependent answers are recorded."""
 
     def __init__(self, inner: Work, log: LogWriter, group: str, number: int, settling: _Settling) -> None:
         self._inner = inner

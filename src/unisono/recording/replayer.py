@@ -1,4 +1,4 @@
-"""Replay of one rank, alone: a file of what its peers sent takes their place."""
+"""Replay of one rank, alone: a recording of what its peers sent takes their place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankReplay:
     Attributes:
         begun: Whether the program has called `un.record`.
         calls, messages: Number of collectives and messages that matched the recording.
-        difference: Description of the first call that did not; None if all did.
+        difference: Description of the first one that did not; None if all did.
     """
 
     def __init__(self, folder: str | Path, rank: int) -> None:
@@ -112,7 +112,7 @@ class RankReplay:
         return Communicator(transport, _Control(self), options, check="auto" if header["checked"] else "off")
 
     def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
-        """Return the program's result on the rank; None if the recording ends first."""
+        """Return the rank's result of the program; None if the recording ends first."""
         try:
             with without_torch_groups(), self.communicator() as comm:
                 result = program(comm, *args, **kwargs)
@@ -125,7 +125,7 @@ class RankReplay:
     def results(
         self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int
     ) -> list[T | None]:
-        """Return the results of all ranks, as `launch` does; None for all but the replayed one."""
+        """Return the results of all ranks, as `launch` does; None for all but the replayed rank."""
         rank = self.header["members"][self.header["rank"]]
         if rank >= nprocs:
             raise ValueError(f"rank {rank} was recorded, and launch starts {nprocs} ranks")
@@ -134,7 +134,7 @@ class RankReplay:
         return found
 
     def begin(self) -> None:
-        """Begin the replay, where the recording began."""
+        """Begin the replay at the point where the recording began."""
         if self.begun:
             raise ValueError("un.record was called twice in a replay")
         self.begun = True
@@ -161,7 +161,7 @@ def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
 
 
 def without_torch_groups() -> AbstractContextManager[Any]:
-    """Return a context in which torch cannot make process groups."""
+    """Return a context in which torch cannot create process groups."""
     return mock.patch.object(dist, "init_process_group", _refuse_groups, create=True)
 
 
@@ -225,7 +225,7 @@ class ReplayTransport(Transport):
             if isinstance(message, Recv):
                 entry = self._arrival(message)
                 if entry is None:
-                    # For a message that did not arrive, only the wait is recorded.
+                    # If a message did not arrive, only the wait is recorded.
                     return _Unanswered(replay, self.group, f"the message from rank {message.peer}")
                 arrivals.append((entry, message.tensor))
             else:
@@ -331,8 +331,8 @@ class _Futures:
     def ask(self, number: int, settle: Callable[[], None]) -> None:
         """Call `settle` as soon as it is the turn of the work with this number.
 
-        The program adds its callbacks after it gets a future. So the requested future completes now, but the ones that
-        it held up complete later, when the program has had time to add theirs.
+        The program adds callbacks to a future after it gets it. So the requested future completes now, but the futures
+        that it held up complete later, when the program has had time to add their callbacks.
         """
         with self._lock:
             self._asked.setdefault(number, []).append(settle)
@@ -413,7 +413,7 @@ class _ReplayedWork(Work):
 
 
 class _Control(ControlPlane):
-    """Handle to a control plane without peers: replies are the recorded ones, or as if all ranks were alike."""
+    """Handle to a control plane without peers: replies are recorded ones, or as if all ranks were identical."""
 
     def __init__(self, replay: RankReplay) -> None:
         self.replay = replay
@@ -503,7 +503,7 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not contain when the request arrived. The first boundary gets the verdict, if there is one.
+        # The recording does not contain the time when the request arrived. The first boundary gets the verdict, if any.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 

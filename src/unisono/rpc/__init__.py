@@ -1,4 +1,4 @@
-"""Calls between ranks: run a function on another rank, hold its objects, train across them.
+"""Calls between ranks: run functions on another rank, hold references to its objects, train across ranks.
 
     @un.rpc.expose
     def add(x, y): return x + y
@@ -7,8 +7,8 @@
     un.rpc.rpc_sync("worker1", add, args=(torch.ones(2), 3))
     un.rpc.shutdown()
 
-The verbs are those of torch's RPC. Values are sent without pickle, functions by name, and only exposed functions can be
-called.
+The function names are those of torch's RPC. Values are sent without pickle, functions by name, and only exposed
+functions can be called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's agent: makes calls, serves those of other ranks, and shuts down in order."""
+"""One rank's agent: makes calls, serves other ranks' calls, and shuts down in an orderly way."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Agent:
         timeout_s: Default timeout of a call, in seconds.
         trusted: Whether peers may call anything importable here, and send pickled values.
         expose: Functions and classes to expose on this rank only.
-        workers: Maximum number of functions running concurrently here.
+        workers: Maximum number of functions that run concurrently here.
 
     Attributes:
         rank, size: This rank, and the number of ranks.
@@ -122,7 +122,7 @@ class Agent:
         self.box.mark_lost(message.peer, error)
 
     def _clock(self) -> tuple[float, list[Task]]:
-        """Return when to check the clock next, and the tasks that are due now."""
+        """Return when to check the clock again, and the tasks that are due now."""
         calls = self.client.calls
         tasks: list[Task] = [partial(calls.give_up, call, call.late()) for call in calls.late()]
         for peer in self.box.lost.keys() - self.receiver.ended:
@@ -163,7 +163,7 @@ class Agent:
         Args:
             to, func, args, kwargs, timeout: As for `unisono.rpc.rpc_sync`.
 
-        Returns: The future of the result.
+        Returns: A future for the result.
         """
         return self.client.start(*self.client.target(to, func, args), kwargs, timeout)
 
@@ -209,7 +209,7 @@ class Agent:
 
         Returns: The started thread.
         """
-        # Threads that a function starts belong to the call that it serves.
+        # A thread started by a function belongs to the call that the function serves.
         context = copy_context()
         context.run(self._adopt_thread)
         thread = threading.Thread(
@@ -219,11 +219,11 @@ class Agent:
         return thread
 
     def idle(self) -> bool:
-        """Return whether no call is in progress, neither made nor served by this rank."""
+        """Return whether no call that this rank makes or serves is in progress."""
         return not len(self.client.calls) and not len(self.server)
 
     def _counts(self) -> tuple[list[int], list[int]] | None:
-        """Return the numbers of calls sent to and served for each rank; None while a call is in progress."""
+        """Return the number of calls sent to, and served for, each rank; None while a call is in progress."""
         if not self.idle():
             return None
         ranks = range(self.size)
@@ -258,7 +258,7 @@ class Agent:
         """Stop serving immediately; pending calls fail on both sides. Idempotent.
 
         Args:
-            reason: Text for the errors of other ranks.
+            reason: Text for the errors on other ranks.
         """
         if self.closed:
             return
@@ -309,16 +309,16 @@ def init(
 
     Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other ranks,
     and in every thread if the process has only one agent. The agent uses its own message channel, so the communicator
-    remains usable, and its failure does not affect calls: a dead rank is only lost to the ranks that call it.
+    remains usable, and its failure does not affect calls: a dead rank affects only the ranks that call it.
 
     Args:
         comm: Any communicator, including one made by `split`. Closing it ends the agent.
         name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
-        timeout: Default of every call: seconds or a `timedelta`.
+        timeout: Default for every call: seconds or a `timedelta`.
         trusted: Whether peers may call anything importable here and send pickled values, which lets them run arbitrary
             code. Otherwise only exposed functions can be called.
         expose: Functions and classes to expose on this rank only.
-        workers: Maximum number of functions running concurrently here, not counting those that wait for other ranks.
+        workers: Maximum number of functions that run concurrently here, not counting those that wait for other ranks.
 
     Returns: This rank's agent, whose methods match the functions of this package.
 
@@ -362,7 +362,7 @@ def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
     Args:
         graceful: Whether to keep serving until every living rank has called this and all calls are done, including the
             callbacks of their futures. Otherwise end immediately; pending calls fail.
-        timeout: Limit (seconds or a `timedelta`) of the wait for the other living ranks; no limit if None.
+        timeout: Limit (seconds or a `timedelta`) on the wait for the other living ranks; no limit if None.
 
     Raises:
         CommTimeoutError: Not all ranks were done in time; this agent keeps running.
@@ -386,11 +386,11 @@ class TerminationDetector:
     Args:
         box: Mailbox of this rank.
         alive: Function that returns the ranks that still serve calls.
-        counts: Function that returns the numbers of calls sent to and served for each rank; None while a call is in
+        counts: Function that returns the number of calls sent to, and served for, each rank; None while a call is in
             progress.
 
     Attributes:
-        over: Whether all agreed to end.
+        over: Whether all ranks have agreed to end.
     """
 
     def __init__(self, box: Mailbox, alive: Callable[[], list[int]], counts: Callable[[], _Report | None]) -> None:
@@ -414,7 +414,7 @@ class TerminationDetector:
         limit = None if limit_s is None else clock.now() + limit_s
         pause = _SHORTEST_S
         while not self._ended.wait(pause if limit is None else min(pause, max(limit - clock.now(), 0))):
-            # Polled periodically, not after each call: a rank that only serves waits here all the time.
+            # Polled periodically, not after each call: a rank that only serves calls waits here all the time.
             pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
             if limit is not None and clock.now() >= limit:
                 self._requested = False
@@ -438,7 +438,7 @@ class TerminationDetector:
         return f"; no report yet from rank {', '.join(late)}" if late else ""
 
     def _query_ranks(self) -> None:
-        """Query all ranks if this rank wants to end and is the deciding one."""
+        """Query all ranks if this rank wants to end and is the one that decides."""
         rank = self._rank
         alive = self._alive()
         if rank == min(alive):
@@ -485,7 +485,7 @@ class TerminationDetector:
             self._ended.set()
 
     def _record(self, peer: int, wave: int, report: _Report) -> None:
-        """Handle a report, as the deciding rank."""
+        """Handle a report, as the rank that decides."""
         rank = self._rank
         alive = self._alive()
         with self._lock:
@@ -502,7 +502,7 @@ class TerminationDetector:
             self.arrived(rank, CLOSE, ())
 
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
-        """Return the action: nothing, close, or query all; a negative wave queries only this rank, which is behind."""
+        """Return what to do: nothing, close, or query all; a negative wave queries only this rank, which is behind."""
         if wave < self._wave:
             return CONFIRM, -self._wave
         self._wave = wave
@@ -521,10 +521,10 @@ class TerminationDetector:
         try:
             self._box.send(peer, control_message(kind, words), (), _SEND_S)
         except CommError:
-            # The peer is gone, or about to be declared lost: then another rank decides, or the peer does not count.
+            # The peer is gone, or is about to be declared lost. Then another rank decides, or the peer does not count.
             return
 
 
 def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
-    """Return whether every call between these ranks was served."""
+    """Return whether every call between these ranks has been served."""
     return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

@@ -1,4 +1,4 @@
-"""Message channel of an agent, which converts values to bytes and back, and sends them in order."""
+"""An agent's message channel: converts values to bytes and back, and sends messages in order."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class CallTypeError(TypeError, RuntimeError):
 
 
 class MessageChannel:
-    """Writes, sends and reads the messages of one rank.
+    """Writes, sends and reads one rank's messages.
 
     Args:
-        agent: Its agent.
-        box: Mailbox that carries them.
-        exposed: Functions of this rank.
+        agent: The agent it belongs to.
+        box: Mailbox that carries the messages.
+        exposed: Functions exposed on this rank.
         receiver: Dispatches messages that this rank sends to itself.
         aside: Runs a task in another thread.
     """
@@ -99,7 +99,7 @@ class MessageChannel:
     def pack(
         self, peer: int, head: tuple[int, int, int], values: Sequence[object], call: bytes = b"", positional: int = 0
     ) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
-        """Return head and bodies of a message with some values, and the actions that undo it if it is not sent.
+        """Return head and bodies of a message with some values, and the actions that undo this if it is not sent.
 
         Args:
             peer: Receiver.
@@ -109,7 +109,7 @@ class MessageChannel:
             positional: Number of values that are positional arguments of a call, for error messages.
 
         Raises:
-            CallTypeError: One of them cannot be sent; says which and why.
+            CallTypeError: One of the values cannot be sent; the error says which and why.
         """
         kind, number, context = head
         parts = MessageWriter((b"", call))
@@ -173,17 +173,17 @@ class MessageChannel:
         try:
             self.post(peer, content, bodies, SEND_S)
         except BaseException as error:
-            # Even on an interrupt, because references that were not sent would remain counted forever.
+            # Even on an interrupt, because references that were not sent would otherwise remain counted forever.
             if not self.may_arrive(peer, error):
                 rollback(undo)
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
-        """Return whether the message may still arrive after an error in `post`, because the receiver is only slow."""
+        """Return whether the message may still arrive after an error in `post`, because the receiver is merely slow."""
         return isinstance(error, CommTimeoutError) and peer not in self.box.lost
 
     def post(self, peer: int, content: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send a message; another thread serves messages of this rank to itself."""
+        """Send a message; messages from this rank to itself are handled by another thread."""
         if peer != self.rank:
             self.box.send(peer, content, bodies, timeout)
             return
@@ -192,7 +192,7 @@ class MessageChannel:
             self._aside(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
-        """Send a few numbers, in order; nothing if the rank is gone. During a dispatch they are sent soon after."""
+        """Send a few numbers, in order; nothing if the rank is gone. During a dispatch, they are sent soon after it."""
         self._outbox.append((peer, control_message(kind, words)))
         if not self._receiver.dispatching:
             self.empty_outbox()
@@ -222,7 +222,7 @@ class MessageChannel:
 
 
 def control_message(kind: int, words: tuple[object, ...]) -> bytes:
-    """Return a message of a few plain values."""
+    """Return a message with a few plain values."""
     return HEADER.pack(kind, 0, NO_CONTEXT, 0) + serialization.encode(words)
 
 
@@ -232,7 +232,7 @@ def words_of(envelope: Envelope) -> Any:
 
 
 def rollback(undo: Sequence[Callable[[], None]]) -> None:
-    """Undo the preparation of a message that is not sent."""
+    """Undo the preparation of a message that is not going to be sent."""
     for action in undo:
         action()
 
@@ -253,7 +253,7 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
 
 
 class MessageWriter(list[Any]):
-    """Parts of a message being written, with its state.
+    """Parts and state of a message being written.
 
     Attributes:
         channel, peer: Sender and receiver.
@@ -274,15 +274,15 @@ class MessageWriter(list[Any]):
 
 
 class MessageReader(bytes):
-    """Bytes of a received message, with its state.
+    """Bytes and state of a received message.
 
     Attributes:
         channel, peer: Receiver and sender.
         bodies: Tensors received separately.
         context, message: Autograd context, and the number of the message in it.
         tensors: Number of bodies read.
-        refused: Error for a function in it that is not exposed here. Raised after everything has been read, because
-            references that follow have to be counted.
+        refused: Error for a function in the message that is not exposed here. Raised only after everything has been
+            read, because references further on have to be counted.
     """
 
     channel: MessageChannel
@@ -304,7 +304,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 # -- tensors ---------------------------------------------------------------------------------------
 def _find(cls: type[Any]) -> Encoder | None:
-    """Find encoders of types that only calls support; other messages encode tensors as usual."""
+    """Find encoders for types that only calls support; other messages encode tensors as usual."""
     if issubclass(cls, torch.Tensor):
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):
@@ -344,7 +344,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the dimensions by falling strides, if storage in that order is dense."""
+    """Return the dimensions in order of decreasing stride, if storage in that order is dense."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.detach().permute(order).is_contiguous() else None
 
@@ -434,7 +434,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 # -- any object, among ranks that trust each other -------------------------------------------------
 class _CallPickler(FunctionPickler):
-    """Pickler that encodes references, and tensors that calls support, as in any other call."""
+    """Pickler that encodes references, and the tensors that calls support, as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:
         super().__init__(file)
@@ -487,10 +487,10 @@ def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _install() -> None:
-    """Register the codecs of calls with the serialization. Idempotent."""
+    """Register the call codecs with the serialization. Idempotent."""
     if _find not in finders:
         finders.insert(0, _find)
-        # The most frequent class that `_find` knows.
+        # The most frequent of the classes that `_find` handles.
         encoders[torch.Tensor] = _put_tensor
         kinds = {
             _ASIDE: _take_aside,

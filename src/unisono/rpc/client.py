@@ -48,11 +48,11 @@ def rpc_sync(
     Returns: The function's result, with copies of tensors, and with functions and `RRef`s as references.
 
     Raises:
-        Exception: What the function raised, of the same class if that is known here, with the remote traceback in its
-            text. Also an instance of `RemoteError`.
+        Exception: The function's error, of the same class if that class is known here, with the remote traceback in its
+        text. It is also an instance of `RemoteError`.
         NotExposedError: The function is not exposed there, and nothing ran; or its result contains a function that is
             not exposed here.
-        CommTimeoutError: No answer in time; the function may continue to run.
+        CommTimeoutError: No answer arrived in time; the function may still be running.
         PeerLostError: That rank died, or shut down.
         TypeError: An argument cannot be sent; the message says which.
         ValueError: No such rank, or the timeout is not positive.
@@ -72,8 +72,8 @@ def rpc_async(
 ) -> CallFuture:
     """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
 
-    The arguments have been sent when this returns, and may be modified. It blocks while that rank has too many pending
-    calls (16384, or 256 MiB).
+    When this returns, the arguments have been sent and may be modified. It blocks while too many calls to that rank are
+    pending (16384, or 256 MiB).
 
     Args:
         to, func, args, kwargs, timeout: As for `rpc_sync`.
@@ -104,12 +104,12 @@ def remote(
 ) -> RRef[Any]:
     """Call like `rpc_async`, but keep the result on the callee: return an `RRef` to it immediately.
 
-    `RRef.to_here` raises what the function raised.
+    `RRef.to_here` raises the function's error, if any.
 
     Args:
         to, func, args, kwargs, timeout: As for `rpc_sync`.
 
-    Returns: A reference, whose owner is the rank that was called.
+    Returns: A reference owned by the rank that was called.
     """
     client = current_agent().client
     reference: RRef[Any] = client.make(*client.target(to, func, args), kwargs, timeout)
@@ -122,13 +122,13 @@ class Client:
     Args:
         channel: Sends the requests.
         receiver: Receives the answers.
-        references: Counts the references that answers leave on other ranks.
+        references: Counts the references left on other ranks by answers.
         infos: Addresses of all ranks.
         timeout_s: Default timeout, in seconds.
-        not_counted: Context for this thread's waits for another rank.
+        not_counted: Context in which this thread waits for another rank.
 
     Attributes:
-        calls: The pending ones.
+        calls: The pending calls.
         closed: Whether calls are refused.
     """
 
@@ -165,7 +165,7 @@ class Client:
         A function without a name is sent only to trusted peers.
         """
         if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            # A tensor could be unpacked, but the caller probably just forgot a comma.
+            # A tensor could be unpacked into arguments, but the caller probably just forgot a comma.
             raise TypeError(
                 f"args must be a tuple of arguments, not a {type(args).__name__}; for a single argument pass args=(x,)"
             )
@@ -184,7 +184,7 @@ class Client:
     def call(
         self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
     ) -> Any:
-        """Call a function, or a method of the object of this key, and wait for the result."""
+        """Call a function, or a method of the object with this key, and wait for the result."""
         call = PendingCall(
             self.calls.number(), peer, target, self._timeout_s if timeout is None else positive_timeout(timeout)
         )
@@ -214,7 +214,7 @@ class Client:
         try:
             self._request(call, key, args, kwargs, new.number)
         except CommError:
-            # The request may have reached the owner nevertheless.
+            # The request may have reached the owner all the same.
             self._references.dropped(peer, new)
             raise
         except Exception:
@@ -250,7 +250,7 @@ class Client:
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
-            # Even on an interrupt, no call may remain pending that no peer will answer.
+            # Even on an interrupt, a call that no peer will answer must not remain pending.
             if not channel.may_arrive(peer, error):
                 calls.retract(call)
                 rollback(undo)
@@ -261,14 +261,15 @@ class Client:
             self._cancel(call)
             raise
         if (self.closed or peer in self._receiver.ended) and calls.pop(call.number) is not None:
-            # The peer left or this agent was closed after pending calls were failed, while this one was being sent.
+            # While this call was being sent, the peer left or this agent was closed, and the pending calls had already
+            # been failed.
             calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _cancel(self, call: PendingCall) -> None:
         self._channel.send_control(call.peer, protocol.CANCEL, call.number)
 
     def answered(self, reply: Envelope) -> tuple[Task, bool] | None:
-        """Handle an answer: return the remaining work, and whether it is short."""
+        """Handle an answer; return the remaining work, and whether it is short."""
         call = self.calls.pop(HEADER.unpack_from(reply.head)[1])
         if call is None:
             # No caller waits, but references in the answer have to be counted and dropped.
@@ -285,7 +286,7 @@ class Client:
         self.calls.fail(None, self.closed_error)
 
     def closed_error(self) -> ClosedError:
-        """Return the error of a call after the agent has been closed."""
+        """Return the error for a call made after the agent has been closed."""
         rank = self._channel.rank
         size = len(self._infos)
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Calls(Protocol):
-    """Calls of functions, and of methods of the object of a key."""
+    """Calls to functions, and to methods of the object with a given key."""
 
     def rank_of(self, to: Any) -> int:
         """Return the rank of a name, a rank or a `WorkerInfo`."""
@@ -49,10 +49,10 @@ class Calls(Protocol):
 
 
 class ReferenceTable(Protocol):
-    """References of a rank."""
+    """A rank's references."""
 
     def own(self, value: object) -> Any:
-        """Register an object of this rank; return its key, with one reference counted."""
+        """Register an object of this rank; return its key. Counts one reference."""
 
     def wait(self, key: Any, timeout: Timeout | None) -> Any:
         """Return the value of an object of this rank."""
@@ -61,7 +61,7 @@ class ReferenceTable(Protocol):
         """Note that a reference of this rank is gone."""
 
     def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
-        """Prepare a reference for a rank; return the numbers to send."""
+        """Prepare a reference for sending to a rank; return the numbers to send."""
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
         """Return the reference for received numbers."""
@@ -71,10 +71,10 @@ class ReferenceTable(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Record of the tensors with a history that messages of an autograd context carry."""
+    """Record of the tensors with a history that are sent in the messages of an autograd context."""
 
     def met(self, number: int, peer: int) -> None:
-        """Record that a message of the context is sent to a rank."""
+        """Record that a message of the context is being sent to a rank."""
 
     def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
         """Record tensors that are sent to a rank. Return the number of their message."""
@@ -87,7 +87,7 @@ class GraphRecorder(Protocol):
 
 
 class Peers(Protocol):
-    """Interface of an agent for its parts, which are in lower layers and need parts made after them.
+    """Interface through which an agent's parts, which are in lower layers, reach the parts created after them.
 
     Attributes:
         rank: This rank.
@@ -123,18 +123,18 @@ _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 def set_agent(agent: Peers) -> None:
-    """Make an agent the latest one of this thread's rank."""
+    """Make an agent the latest of this thread's rank."""
     leave_agent(agent)
     _agents.set((*(_agents.get() or ()), agent))
 
 
 def leave_agent(agent: Peers) -> None:
-    """Remove an agent from those of this thread's rank; the previous one counts again, never another rank's."""
+    """Remove an agent from those of this thread's rank; its previous agent becomes current again."""
     _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
 def register(agent: Peers) -> None:
-    """Add an agent to those of this process; threads that belong to no rank use it if it is the only one."""
+    """Add an agent to those of this process; threads that belong to no rank use it if it is the only agent."""
     _open.add(agent)
 
 
@@ -144,7 +144,7 @@ def unregister(agent: Peers) -> None:
 
 
 def find_agent() -> Peers | None:
-    """Return the latest agent of this thread's rank; for other threads the only one of this process; None if none."""
+    """Return the latest agent of this thread's rank; for other threads, this process's only agent; None if none."""
     agents = _agents.get()
     if agents is not None:
         return agents[-1] if agents else None

@@ -1,4 +1,4 @@
-"""Functions that other ranks may call: exposed ones, by name; any importable one if peers are trusted."""
+"""Functions that other ranks may call: exposed functions, by name; any importable function if peers are trusted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _names: dict[Any, str] = {}
 
 
 class _Table(dict[str, Any]):
-    """Table of the functions and classes exposed in this process, by name."""
+    """Functions and classes exposed in this process, by name."""
 
     changes = 0
 
@@ -41,7 +41,7 @@ _exposed = _Table()
 
 
 class NotExposedError(CommError, PermissionError):
-    """Error of a call to a function that is not exposed there, or that carries such a function. It did not run.
+    """Raised for a call to a function that is not exposed there, or with one as an argument. The call did not run.
 
     Args:
         message, group, call, rank, size, operation, peer, nbytes, waited_s: As for `CommError`.
@@ -87,7 +87,7 @@ def expose(target: T) -> T:
     Returns: The same function or class.
 
     Raises:
-        TypeError: It is not callable, or has no name by which peers could request it.
+        TypeError: It is not callable, or has no name under which peers could request it.
 
     Example:
         >>> @un.rpc.expose
@@ -112,9 +112,9 @@ def expose(target: T) -> T:
 
 
 def async_execution(function: T) -> T:
-    """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when that completes.
+    """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when the future completes.
 
-    The thread that ran the function is free meanwhile. Usable as a decorator, beneath `expose`.
+    The thread that ran the function is free in the meantime. Usable as a decorator, beneath `expose`.
 
     Args:
         function: A function, static method or class method.
@@ -142,7 +142,7 @@ def async_execution(function: T) -> T:
 
 
 def changes() -> int:
-    """Return the number of changes to the table of exposed functions, which invalidate caches of it."""
+    """Return how often the table of exposed functions has changed; any change invalidates caches of it."""
     return _exposed.changes
 
 
@@ -166,7 +166,7 @@ def name_of(target: Any) -> str:
         return known
     name = _find_name(target)
     if "<" in name:
-        # Caching nested functions would keep alive everything that they hold.
+        # Caching nested functions would keep everything they hold alive.
         return name
     if len(_names) >= _NAMES_KEPT:
         _names.clear()
@@ -192,7 +192,7 @@ def _find_name(target: Any) -> str:
 
 
 def _plain(target: Any) -> bool:
-    """Return whether it is a function of a C module, which has the module as `__self__`."""
+    """Return whether it is a function of a C module; such a function has the module as its `__self__`."""
     return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
 
 
@@ -224,15 +224,15 @@ class ExportTable:
         return found  # type: ignore[no-any-return]  # callable, as checked
 
     def lists(self, name: str) -> bool:
-        """Return whether this name is in a table, so that it maps to the same function until `changes` changes."""
+        """Return whether this name is in a table, and so maps to the same function until `changes` changes."""
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
-        """Return whether this name maps to this function or class, as exposed here or by an import."""
+        """Return whether this name maps to this function or class, either as exposed here or by an import."""
         return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
 
     def given(self, function: Any) -> Callable[..., Any]:
-        """Return a function that was sent with the call. Raises `NotExposedError`."""
+        """Return a function that was sent by value with the call. Raises `NotExposedError`."""
         if not self.trusted or not callable(function):
             raise NotExposedError("only a rank that trusts its peers runs functions sent with a call")
         return function  # type: ignore[no-any-return]  # callable, as checked

@@ -1,4 +1,4 @@
-"""Optimizer for parameters on several ranks: each is stepped by its owner."""
+"""Optimizer for parameters on several ranks; each parameter is stepped by its owner."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 
 @expose
 class LocalOptimizer:
-    """One rank's part: a torch optimizer of local parameters.
+    """One rank's part: a torch optimizer for local parameters.
 
     Args:
         name: Module and name of the optimizer's class, which must already be imported here.
         params: References to parameters of this rank.
-        args, kwargs: Arguments of the optimizer.
+        args, kwargs: Arguments for the optimizer.
     """
 
     def __init__(self, name: str, params: list[RRef[Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Return True: if this can be called, the optimizer exists."""
+        """Return True. That this can be called means that the optimizer exists."""
         return True
 
     def step(self, context: int) -> None:
@@ -66,16 +66,16 @@ def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
 
 
 class DistributedOptimizer:
-    """A torch optimizer over parameters of many ranks, stepped with the gradients of a context.
+    """A torch optimizer for parameters on many ranks, stepped with the gradients of a context.
 
     It creates one optimizer on each rank that owns some of the parameters. Steps of several trainers on the same
     parameters are serialized.
 
     Args:
-        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step, as all of torch's
-            except `LBFGS`; must be imported on the owners as well.
-        params_rref: References to parameters, or to modules for all of their parameters.
-        args, kwargs: Arguments of the optimizer, sent like arguments of calls.
+        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step: all of torch's
+            except `LBFGS`. It must also be imported on the owners.
+        params_rref: References to parameters, or to modules to optimize all of their parameters.
+        args, kwargs: Arguments for the optimizer, sent like the arguments of calls.
 
     Example:
         >>> def program(comm):

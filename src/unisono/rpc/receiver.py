@@ -1,4 +1,4 @@
-"""Receiver of the mailbox: one permanent thread, or temporarily a thread that waits for an answer."""
+"""Receives from the mailbox in one permanent thread or, temporarily, in a thread that waits for an answer."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ class Receiver:
     """Receives messages from a mailbox, and runs the resulting tasks.
 
     The receiving thread runs short functions itself, because handing them to another thread would take longer. A second
-    thread, the deputy, checks whether one of them takes long after all, and then takes over receiving. So no message
-    that a function waits for is delayed by more than a few milliseconds.
+    thread, the deputy, checks whether one of them takes long after all, and if so takes over receiving. So a message
+    that a function waits for is never delayed by more than a few milliseconds.
 
     Args:
         box: The mailbox.
         workers: Other threads, which run long functions.
-        clock: Called between messages; returns when it is to be called next, on the library's clock, and tasks.
-        prepare: Called in each new thread first.
+        clock: Called between messages; returns when to call it next, on the library's clock, and the tasks that are
+            due.
+        prepare: Called first in each new thread.
         name: Name of the threads.
 
     Attributes:
         handlers: Handler of each kind of message, as passed to `start`.
-        ended: Ranks whose end has been handled, or is about to be; their messages are dropped.
+        ended: Ranks whose exit has been handled, or is about to be; their messages are dropped.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Receiver:
         self.closed: bool = False
 
     def start(self, handlers: Mapping[int, Handler]) -> None:
-        """Begin to receive. Handlers are called in the order of the messages, by one thread at a time."""
+        """Start receiving. Handlers are called in message order, by one thread at a time."""
         self.handlers = handlers
         self._start(self._receive)
         self._start(self._watch)
@@ -126,7 +127,8 @@ class Receiver:
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
-                # After the messages, because those already received from a rank count even if it is lost by now.
+                # After the messages, because messages already received from a rank count even if it has been lost
+                # since.
                 due, tasks = self._clock()
                 look_at = now + _TICK_S
                 if tasks:
@@ -163,7 +165,7 @@ class Receiver:
         return bool(messages)
 
     def _run_all(self, mine: int) -> bool:
-        """Run the queued tasks in order; return False if this thread was replaced and its deputy does the rest."""
+        """Run the queued tasks in order; return False if this thread was replaced and the deputy does the rest."""
         todo = self._todo
         while todo:
             task, short = todo.popleft()
@@ -202,7 +204,7 @@ class Receiver:
                 quiet = 0 if self._runs != total or self._running else quiet + 1
                 if quiet > _QUIET_TICKS:
                     self._armed = False
-                    # A function that has just begun found the deputy still awake.
+                    # A function that has just started may have found the deputy still awake, and not woken it.
                     self._armed = self._running > 0
 
     def _replace(self, seen: int) -> bool:
@@ -218,7 +220,7 @@ class Receiver:
 
     # -- threads waiting for an answer -----------------------------------------------------------------
     def wait_for_reply(self, call: PendingCall) -> None:
-        """Wait until a call has ended or its time is up, polling for its answer if that pays off."""
+        """Wait until a call has ended or its time is up; poll for its answer if that pays off."""
         box = self._box
         spins = 0
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
@@ -245,7 +247,7 @@ class Receiver:
                 call.sleep(call.timeout - (clock.now() - call.started))
 
     def _hand_over(self, task: Task, awaited: bool) -> None:
-        """Run the task of the awaited answer here: no other thread needs to complete its future."""
+        """Run the task of the awaited answer here, so that no other thread needs to complete its future."""
         if awaited:
             _safely(task)
         else:
@@ -270,7 +272,7 @@ class Workers:
     """Runs tasks in order of arrival, at most `most` at a time, not counting tasks that wait for another rank.
 
     Because waiting tasks do not count, nested callbacks of any depth cannot exhaust the threads. A task that waits
-    invisibly (for a lock, or inside torch) does count; so when tasks are queued and none has ended for a while, one
+    invisibly (for a lock, or inside torch) does count; so if tasks are queued and none has finished for a while, one
     more thread is admitted.
 
     Args:
@@ -313,7 +315,7 @@ class Workers:
         finally:
             self._working.add(here)
             with self._lock:
-                # May temporarily exceed the limit by one, because a started task is not stopped.
+                # May temporarily exceed the limit by one, because a running task cannot be paused.
                 self._running += 1
 
     def close(self) -> None:
@@ -324,7 +326,7 @@ class Workers:
             self._available.notify_all()
 
     def _start_threads(self) -> None:
-        """Make sure that a thread takes the first task, if one more may run. Call with the lock held."""
+        """Make sure that a thread takes the first task, if one more task may run. Call with the lock held."""
         if not self._tasks or self._closed:
             return
         if self._running >= self._most + self._further:
@@ -338,7 +340,7 @@ class Workers:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _watch(self) -> None:
-        """While tasks are queued, admit one more whenever none has ended for some time."""
+        """While tasks are queued, admit one more thread whenever no task has finished for some time."""
         while True:
             seen = self._ended
             time.sleep(_STUCK_S)
@@ -373,7 +375,7 @@ class Workers:
             while not self._tasks or self._running >= self._most + self._further:
                 if self._closed or not self._available.wait(_IDLE_S):
                     self._idle -= 1
-                    # A task may have arrived while the time ran out.
+                    # A task may have arrived just as the time ran out.
                     self._start_threads()
                     return None
             self._idle -= 1
@@ -389,17 +391,17 @@ _MOST_BYTES = 256 << 20
 
 
 class PendingCall:
-    """One pending call. It ends once, by an answer or by an error; the first one counts.
+    """One pending call. It ends once, with an answer or an error, whichever comes first.
 
     Attributes:
-        number, peer: Number of the call, and the rank called.
+        number, peer: The call's number, and the rank called.
         name: Name of the function, for messages.
         started, timeout: Start on the library's clock, and timeout in seconds.
         nbytes: Size of the request, as counted by the peer's window.
         reply: The answer as received.
-        error: Error that ended it without an answer.
-        within: Its autograd context, and the call from another rank that it is part of; both also apply to callbacks of
-            its future.
+        error: Error that ended the call without an answer.
+        within: The call's autograd context, and the call from another rank that it is part of; both also apply to
+            callbacks of its future.
     """
 
     __slots__ = (
@@ -432,7 +434,7 @@ class PendingCall:
             self._ended.set()
 
     def late(self) -> CommTimeoutError:
-        """Return the error of a call that has timed out."""
+        """Return the error for a call that has timed out."""
         waited = clock.now() - self.started
         return CommTimeoutError(
             f"waited {waited:.1f} s for rank {self.peer} to answer {self.name}. It may still run there; pass a "
@@ -443,7 +445,7 @@ class PendingCall:
         )
 
     def cancelled(self) -> AbortedError:
-        """Return the error of a cancelled call."""
+        """Return the error for a cancelled call."""
         message = f"the call of {self.name} on rank {self.peer} was cancelled"
         return AbortedError(message, peer=self.peer, operation="rpc")
 
@@ -472,11 +474,11 @@ class CallFuture(torch.futures.Future[Any]):
 
 
 class FlowControl:
-    """Limit on the calls that this rank may have pending at one peer, which bounds the peer's queue.
+    """Limit on this rank's pending calls at one peer, which bounds the peer's queue.
 
     Args:
         most_calls: Maximum number of unanswered calls.
-        most_bytes: Maximum of their total size; a single call may be larger.
+        most_bytes: Maximum total size of these calls; a single call may be larger.
     """
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:
@@ -486,14 +488,14 @@ class FlowControl:
         self._available = threading.Condition(threading.Lock())
 
     def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any], nested: bool = False) -> bool:
-        """Wait for room for one more call and count it; False if there is none by the deadline.
+        """Wait until there is room for one more call, and count it; False if there is no room by the deadline.
 
         Args:
-            nbytes: Its size.
+            nbytes: Size of the call.
             deadline: On the library's clock.
-            blocked: A context manager to be in while waiting.
-            nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then does
-                not wait, because calls that wait for each other could otherwise take all the room.
+            blocked: A context manager to enter while waiting.
+            nested: Whether the call is part of another one, admitted elsewhere, which ends only after this one. It then
+                does not wait, because calls that wait for each other could otherwise take up all the room.
         """
         with self._available:
             while not nested and self._calls:
@@ -509,7 +511,7 @@ class FlowControl:
             return True
 
     def leave(self, nbytes: int) -> None:
-        """Release the room of a call that was answered, or never will be."""
+        """Release the room taken by a call that has been answered or never will be."""
         with self._available:
             self._calls -= 1
             self._bytes -= nbytes
@@ -517,13 +519,13 @@ class FlowControl:
 
 
 class PendingCalls:
-    """Table of calls: admits them, ends each once, and enforces the deadlines of those that no thread waits for.
+    """Table of calls: admits them, ends each one once, and enforces the deadlines of calls that no thread waits for.
 
     Args:
         size: Number of ranks.
         wake: Wakes the thread that checks the deadlines.
         result: Returns the value of a call that has ended, or raises its error.
-        cancel: Notifies the peer of a call that nobody awaits its answer any more.
+        cancel: Notifies the peer that nobody waits for the answer to a call any more.
 
     Attributes:
         windows: Flow control, one per rank.
@@ -552,7 +554,7 @@ class PendingCalls:
         self.next_due: float = float("inf")
 
     def __len__(self) -> int:
-        """Return the number of calls that are unanswered, or whose callbacks are running and may make more calls."""
+        """Return the number of calls that are unanswered, or whose callbacks are running and may make further calls."""
         return len(self._unfinished)
 
     def add(self, call: PendingCall) -> None:
@@ -592,7 +594,7 @@ class PendingCalls:
         self._unfinished.discard(call.number)
 
     def of(self, peer: int | None = None) -> list[PendingCall]:
-        """Return the calls pending at this rank; at any rank if None."""
+        """Return the calls pending at this rank, or at any rank if None."""
         return [call for call in list(self._open.values()) if peer is None or call.peer == peer]
 
     def late(self) -> list[PendingCall]:
@@ -610,7 +612,7 @@ class PendingCalls:
 
     # -- completion ----------------------------------------------------------------------------
     def give_up(self, call: PendingCall, error: CommError) -> bool:
-        """End a call without its answer and send a cancel to its peer; False if it was answered meanwhile."""
+        """End a call without its answer and notify its peer; False if it was answered in the meantime."""
         if self.pop(call.number) is None:
             return False
         self._cancel(call)
@@ -618,7 +620,7 @@ class PendingCalls:
         return True
 
     def fail(self, peer: int | None, error: Callable[[], BaseException]) -> None:
-        """End the calls pending at a lost rank, each with its own error; at all ranks if None."""
+        """End the calls pending at a lost rank (at all ranks if None), each with its own error."""
         for call in self.of(peer):
             if self.pop(call.number) is not None:
                 self.end(call, error())

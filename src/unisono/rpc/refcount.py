@@ -1,22 +1,23 @@
-"""Distributed reference counting, which tells an owner when an object is no longer referenced.
+"""Distributed reference counting, through which an owner learns when an object is no longer referenced.
 
 Reference listing, after Birrell, Evers, Nelson, Owicki and Wobber, *Distributed Garbage Collection for Network
 Objects* (1993). The owner counts, for each rank, the references that rank holds. Messages from one rank to another
-arrive in order; messages between different pairs of ranks are unordered. So a rule is needed when A passes a
-reference to an object of O on to B, and then drops its own: B's `ADD` and A's `DROP` race to O.
+arrive in order; messages between different pairs of ranks are unordered. So rules are needed for the case that A passes
+a reference to O's object on to B and then drops its own: B's `ADD` and A's `DROP` race to O.
 
 - The owner passes a reference to B: it counts one for B before it sends.
-- A, not the owner, passes one to B: it *pins* its own, so that it cannot be dropped. B notifies the owner (`ADD`), the
-  owner answers (`ADD_ACK`), and only then does B send A a `RELEASE` of the pin. If B is the owner, it counts and
-  releases.
+- A, not the owner, passes a reference to B: A *pins* its own, so that it cannot be dropped. B notifies the owner
+  (`ADD`), the owner answers (`ADD_ACK`), and only then does B send A a `RELEASE` of the pin. If B is the owner, it
+  counts the reference and sends the release.
 - A rank that drops a reference notifies the owner (`DROP`). When all counts are 0, the object is freed.
-- `remote` counts one for its caller when the owner receives the call. Another rank's `ADD` may arrive before that: it
-  finds no object yet, and an entry is reserved for it. Objects are numbered per pair of creator and owner, so that
-  an owner can distinguish an object still to be created from one freed long ago, which its `ADD_ACK` reports.
-- A rank that dies holds nothing any more: its counts are dropped, and what was pinned for it is released.
+- `remote` counts one reference for its caller when the owner receives the call. Another rank's `ADD` may arrive
+  earlier, when there is no object yet; an entry is then reserved for it. Objects are numbered per pair of creator and
+  owner, so that an owner can distinguish an object still to be created from one freed long ago, and reports the latter
+  in its `ADD_ACK`.
+- A dead rank holds nothing any more: its counts are dropped, and references pinned for it are released.
 
-Every living reference is either counted, or pinned by another one for which the same holds. So nothing that a living
-rank refers to is freed, unless the rank that passed it on died before the owner was notified.
+Every live reference is either counted, or covered by a pinned reference for which the same holds. So nothing that a
+living rank refers to is freed, unless the rank that passed it on died before the owner was notified.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Send = Callable[..., None]
 
 
 class Key(NamedTuple):
-    """Identity of an object at its owner: the rank that requested it, and its number among that rank's objects."""
+    """Identity of an object at its owner: the rank that requested it, and its number among those."""
 
     creator: int
     number: int
@@ -49,10 +50,10 @@ class CountedReference(Protocol):
 
 
 class _Entry:
-    """One object, or its reserved entry.
+    """An object, or the entry reserved for one.
 
     Attributes:
-        counts: Number of references that each rank holds.
+        counts: Number of references held by each rank.
         value: Opaque to this module.
     """
 
@@ -84,10 +85,10 @@ class _Numbers:
 
 
 class RefCounts:
-    """Objects of one owner, with the references that each rank holds. Not thread-safe.
+    """One owner's objects, with the references held by each rank. Not thread-safe.
 
     Args:
-        blank: Creates the placeholder of a value still to arrive.
+        blank: Creates the placeholder for a value still to arrive.
     """
 
     def __init__(self, blank: Callable[[], Any] = lambda: None) -> None:
@@ -167,7 +168,7 @@ class References:
         blank: As in `RefCounts`.
 
     Attributes:
-        freed: Unreferenced values, for the owner to release where their finalizers do no harm.
+        freed: Unreferenced values, for the owner to release where running their finalizers does no harm.
     """
 
     def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
@@ -196,12 +197,12 @@ class References:
             return Key(self.rank, next(numbers))
 
     def unused(self, owner: int, key: Key) -> None:
-        """Recycle a key that was never requested from the owner nor passed on: the next object gets its number."""
+        """Recycle a key that was neither requested from the owner nor passed on: the next object gets its number."""
         with self.lock:
             self._unused.add((owner, key))
 
     def give(self, owner: int, key: Key, handle: CountedReference, peer: int) -> tuple[int, Callable[[], None]]:
-        """Pass a reference on. Return the token to send with it, and how to undo this if nothing is sent."""
+        """Pass a reference on. Return the token to send with it, and a function that undoes this if nothing is sent."""
         if owner == self.rank:
             with self.lock:
                 self.ledger.add(key, peer)
@@ -228,7 +229,7 @@ class References:
                 self._send(owner, ADD, *key, tag)
 
     def dropped(self, owner: int, key: Key, holder: int | None = None) -> None:
-        """Queue a dropped reference. May be called by a finalizer: takes no lock, `flush` does the rest."""
+        """Queue a dropped reference. May be called by a finalizer, so it takes no lock; `flush` does the rest."""
         if holder is None or holder == self.rank:
             self._dropped.append((owner, key))
         else:
@@ -259,7 +260,7 @@ class References:
 
     # -- messages from other ranks -------------------------------------------------------------
     def arrived(self, peer: int, kind: int, words: tuple[int, ...]) -> None:
-        """Handle a protocol message. Messages of one rank must be passed one at a time, in order."""
+        """Handle a protocol message. Messages from one rank must be passed one at a time, in order."""
         if kind == ADD:
             with self.lock:
                 known = self.ledger.add(Key(*words[:2]), peer)

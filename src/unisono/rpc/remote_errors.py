@@ -1,4 +1,4 @@
-"""Exceptions across ranks, raised at the caller with their original class and the remote traceback in their text."""
+"""Exceptions from other ranks, raised at the caller with their class and the remote traceback in their text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RemoteError(Exception):
 
     Attributes:
         rank: Rank that raised it.
-        remote_text: Its `str` on that rank.
-        remote_traceback: Its traceback on that rank.
+        remote_text: The error's `str` on that rank.
+        remote_traceback: The error's traceback on that rank.
 
     Example:
         >>> def program(comm):
@@ -58,7 +58,7 @@ _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteErr
 def packed(error: BaseException) -> _Report:
     """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
-        # It was raised on a third rank, so report that one.
+        # It was raised on a third rank, so report that rank.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
         # Without the whole text: the traceback below contains it, and each further rank would double the length.
         text = error.remote_text
@@ -70,18 +70,18 @@ def packed(error: BaseException) -> _Report:
     try:
         serialization.encode(content)
     except Exception:
-        # Even if its contents cannot be sent, the error itself must reach the caller.
+        # Even if the error's contents cannot be sent, the error must reach the caller.
         content = ((text,), {})
     return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
 
 
 def rebuilt(report: _Report, rank: int) -> Exception:
-    """Return the exception to raise for values that `packed` made. Classes are looked up, never imported."""
+    """Return the exception to raise for the values made by `packed`. Classes are looked up, never imported."""
     name, text, (args, fields), trace = report
     try:
         return _made(_class_of(name), args, fields, rank, text, trace)
     except TypeError:
-        # An object of its class (an exception group, for example) needs more than could be sent.
+        # Creating an instance of its class (an exception group, for example) needs more than was sent.
         return _made(Exception, args, fields, rank, text, trace)
 
 
@@ -90,7 +90,7 @@ def _made(
 ) -> Exception:
     joined = _joined(kind)
     maker: type = joined
-    # Without the class's own constructor: a peer's message must not run any Python code.
+    # Bypass the class's own constructor: a peer's message must not run any Python code.
     while not isinstance(vars(maker).get("__new__"), types.BuiltinFunctionType):
         maker = maker.__base__ or BaseException
     error: RemoteError = maker.__new__(joined, *args)
@@ -103,7 +103,7 @@ def _made(
 
 
 def _joined(kind: type[BaseException]) -> type[RemoteError]:
-    """Return a class that is both a `RemoteError` and of this kind."""
+    """Return a subclass of both `RemoteError` and this class."""
     if kind not in _classes:
         try:
             space = {"__module__": kind.__module__, "__doc__": kind.__doc__}

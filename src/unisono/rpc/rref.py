@@ -1,4 +1,4 @@
-"""References to objects that remain on their owner: this rank's objects, and `RRef`, through which others use them."""
+"""References to objects that stay on their owner: this rank's objects, and `RRef`, through which others use them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OwnedValue:
         self._lock = threading.Lock()
 
     def settle(self, value: Any, error: BaseException | None = None) -> None:
-        """Set the outcome. Only the first call counts."""
+        """Set the outcome. Only the first call has an effect."""
         with self._lock:
             if self.known:
                 return
@@ -51,7 +51,7 @@ class OwnedValue:
             callback()
 
     def when_known(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the outcome is known; immediately if it is."""
+        """Call `callback` once the outcome is known; immediately if it already is."""
         with self._lock:
             if not self.known:
                 self._callbacks.append(callback)
@@ -60,12 +60,12 @@ class OwnedValue:
 
 
 class RRefContext:
-    """References of one agent: the protocol of `refcount`, with `RRef`s as handles and `OwnedValue`s as values.
+    """One agent's references: the protocol of `refcount`, with `RRef`s as handles and `OwnedValue`s as values.
 
     Args:
-        agent: Its agent; also an attribute, for references.
+        agent: The agent; also an attribute, used by references.
         channel: Notifies other ranks.
-        timeout_s: Default seconds to wait for an object.
+        timeout_s: Default timeout for waiting for an object, in seconds.
         not_counted: Context in which this thread waits.
         kind: Class of the references, such as `RRef`.
     """
@@ -95,7 +95,7 @@ class RRefContext:
 
     @property
     def pins(self) -> int:
-        """Return the number of references pinned for the ranks that they were passed on to."""
+        """Return the number of references pinned for ranks that they were passed on to."""
         return self._protocol.pins
 
     @property
@@ -190,10 +190,10 @@ class RRef(Generic[T]):
     """A reference to an object that remains on the rank that owns it.
 
     `remote` returns one immediately; `RRef(value)` creates one to a local object. References can be sent in
-    arguments and results. The object is freed when the last reference anywhere is dropped, or its holder dies.
+    arguments and results. The object is freed when the last reference anywhere is dropped or its holder dies.
 
     Args:
-        value: An object of this rank, which becomes its owner.
+        value: A local object; this rank becomes its owner.
 
     Example:
         >>> @un.rpc.expose
@@ -251,13 +251,13 @@ class RRef(Generic[T]):
         return self._confirmation is None or self._confirmation.done()
 
     def to_here(self, timeout: Timeout | None = None) -> T:
-        """Return a copy of the object (the object itself on its owner). Waits until it exists.
+        """Return a copy of the object (on its owner, the object itself). Waits until it exists.
 
         Args:
             timeout: Seconds or a `timedelta`; the agent's if None.
 
         Raises:
-            Exception: Raised by the function that was to create it.
+            Exception: The error of the function that was to create the object.
             PeerLostError: The owner has left, or the object was freed because all its holders had died.
         """
         if self.is_owner():
@@ -276,7 +276,7 @@ class RRef(Generic[T]):
         return cast(T, self._references.wait(self._key, None))
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy that runs methods on the object's owner and waits for them: `ref.rpc_sync().step(3)`.
+        """Return a proxy whose methods run on the object's owner and block until they return: `ref.rpc_sync().step(3)`.
 
         Args:
             timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
@@ -304,10 +304,10 @@ class RRef(Generic[T]):
 
         Args:
             context: Number of the context in which it was computed.
-            retain_graph: Keep the graph for another pass.
+            retain_graph: Whether to keep the graph for another pass.
 
         Raises:
-            RuntimeError: The graph is gone, because an earlier pass did not retain it.
+            RuntimeError: The graph was freed by an earlier pass that did not retain it.
             CommError: There is no such context.
         """
         self._references.agent.contexts.backward_from(self, context, retain_graph)

@@ -1,4 +1,4 @@
-"""Server side of an agent: run the calls of other ranks, and answer them."""
+"""Server side of an agent: runs other ranks' calls and answers them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_CACHED = 1000
 
 
 class _ServedCall:
-    """One call of another rank.
+    """One call from another rank.
 
     Attributes:
         target: Name of the function, encoded.
@@ -43,10 +43,10 @@ class _ServedCall:
         positional: Number of positional arguments.
         key: Key of the object whose method is called, if any.
         result: Number of the object to create; 0 if the result is returned.
-        cancelled: Whether its caller has stopped waiting.
-        thread: Thread that runs its function.
-        outcome: Holder of its result if that remains here.
-        called: Object that the method is called on, if any.
+        cancelled: Whether the caller has stopped waiting.
+        thread: Thread that runs the function.
+        outcome: Holder of the result if it stays here.
+        called: Object whose method is called, if any.
     """
 
     __slots__ = (
@@ -81,7 +81,7 @@ def cancelled() -> bool:
 
 
 class CallServer:
-    """Calls of other ranks, from their arrival until they are answered.
+    """Other ranks' calls, from their arrival until they are answered.
 
     Args:
         channel: Reads calls and sends answers.
@@ -106,19 +106,19 @@ class CallServer:
         return len(self._open)
 
     def accept(self, message: Envelope) -> tuple[Task, bool]:
-        """Accept a call. Return its task, and whether that is likely to be short."""
+        """Accept a call. Return its task, and whether the task is likely to be short."""
         call = _ServedCall(message)
         if call.kind == REMOTE:
-            # Counted now, because this rank's later messages about the object must find it.
+            # Counted now, because the caller's later messages about the object must find it.
             call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
         if call.key is not None:
-            # Resolved before the caller's next message is handled, which may drop the reference. An unknown key is
-            # reported to the caller when the call is served.
+            # Resolved before the caller's next message is handled, because that one may drop the reference. An unknown
+            # key is reported to the caller when the call is served.
             with contextlib.suppress(PeerLostError):
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
         short = call.target in self._quick if long else call.target not in self._slow
-        # Only after malformed calls have been rejected, because they would never end.
+        # Registered only after malformed calls have been rejected, because those would never end.
         self._open[message.peer, call.number] = call
         return lambda: self._serve(call, message), short
 
@@ -150,7 +150,7 @@ class CallServer:
         try:
             self._run(call, message)
         except BaseException as error:
-            # Including SystemExit or KeyboardInterrupt from the function: reported to the caller, while this thread
+            # Including SystemExit or KeyboardInterrupt from the function: reported to the caller; this thread
             # continues.
             self._fail(call, error)
         finally:
@@ -169,7 +169,7 @@ class CallServer:
                 self._quick.add(target)
 
     def _run(self, call: _ServedCall, message: Envelope) -> None:
-        """Run the function, and answer with its result when there is one."""
+        """Run the function, and answer once its result is available."""
         if call.kind == REMOTE:
             # The object remains counted even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
@@ -197,7 +197,7 @@ class CallServer:
         result.add_done_callback(lambda future: self._settle_by(call, future))
 
     def _function(self, call: _ServedCall, args: list[Any]) -> Callable[..., Any]:
-        """Return the function to call, removed from the arguments if it was sent along."""
+        """Return the function to call; if it was sent along, remove it from the arguments."""
         exposed = self._channel.exposed
         references = self._references
         if call.key is not None:
@@ -235,7 +235,7 @@ class CallServer:
             try:
                 self._channel.send(call.peer, (REPLY, call.number, call.context), (value,))
             except CommError:
-                # The caller has left, or does not receive.
+                # The caller has left, or is not receiving.
                 pass
             except Exception as refused:
                 return self._fail(call, refused)

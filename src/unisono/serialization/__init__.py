@@ -1,4 +1,4 @@
-"""Serialization without pickle: received bytes can only become a value, and never run code."""
+"""Serialization without pickle: received bytes can only become a value; they can never run code."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ finders.extend((classes.find, tensors.find))
 
 
 def encode(value: object) -> bytes:
-    """Return the bytes of a value, from which `decode` creates an equal one.
+    """Return bytes from which `decode` creates an equal value.
 
-    Carries None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
+    Supports None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
     OrderedDict, slice, range, members of enums, NamedTuples, dataclasses, and torch's tensors, dtypes,
-    devices and sizes; numpy's arrays (of no subclass) and scalars where numpy is imported already. A dataclass
-    carries its declared fields and nothing else. A combination of flags that the receiver has not made itself equals
-    no other, unless it is an `IntFlag`: compare its `value`, or ask whether it contains a flag. A tensor arrives on
-    the CPU, contiguous, without requires_grad.
+    devices and sizes; numpy's arrays (not subclasses) and scalars if numpy is already imported. Of a dataclass, only
+    the declared fields are sent. A received combination of flags that the receiver has not created itself equals no
+    other, unless it is an `IntFlag`: compare its `value`, or test whether it contains a flag. A tensor arrives on the
+    CPU, contiguous, without requires_grad.
 
     Cost: about 0.3 us for a small item; a tensor's bytes are copied once.
 
     Raises:
-        TypeError: Something in it cannot be sent; the message says what, and where it is.
-        ValueError: It nests deeper than `MAX_DEPTH`, or contains itself.
+        TypeError: Something in the value cannot be sent; the message says what it is and where.
+        ValueError: The value nests deeper than `MAX_DEPTH`, or contains itself.
 
     Example:
         >>> decode(encode(("all_reduce", 17, {"shape": [2, 3]})))
@@ -52,15 +52,14 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: Buffer) -> Any:
-    """Return the value that `encode` made these bytes from.
+    """Return the value from which `encode` created these bytes.
 
-    Classes are found by name in modules that are imported already, or among those given to `register`;
-    no module is imported, and no constructor, property setter, `__del__` or `_missing_` is run (setters and
-    `__del__` only of classes that were registered). Memory is bounded by a small multiple of the input, and
-    nothing is kept.
+    Classes are looked up by name in modules that are already imported, or among those passed to `register`. No module
+    is imported, and no constructor, property setter, `__del__` or `_missing_` is run (except setters and `__del__` of
+    registered classes). Memory is bounded by a small multiple of the input, and nothing is cached.
 
     Raises:
-        ValueError: The bytes are cut off, damaged, or name a class that is not known here.
+        ValueError: The bytes are truncated or damaged, or name a class that is not known here.
 
     Example:
         >>> decode(encode("a word")[:-1])
@@ -68,7 +67,7 @@ def decode(data: Buffer) -> Any:
         ...
         ValueError: these bytes hold no value: they end too early
     """
-    # Bytes are indexed twice as fast as a view of them; a slice of a view copies nothing.
+    # Indexing bytes is twice as fast as indexing a view; slicing a view copies nothing.
     view = data if type(data) is bytes and len(data) < _SMALL else memoryview(data).cast("B")
     try:
         value, end = read(view, 0, MAX_DEPTH)

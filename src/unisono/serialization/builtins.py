@@ -1,4 +1,4 @@
-"""Codecs of Python's built-in values: numbers, text, bytes, containers."""
+"""Codecs for Python's built-in values: numbers, text, bytes, containers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOO_DEEP = "nests deeper than 100 levels, or contains itself"
 
 
 def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
-    """Append several items in sequence; an error reports the index."""
+    """Append several items in sequence; an error contains the item's index."""
     if not depth:
         raise ValueError(f"the value {_TOO_DEEP}")
     depth -= 1

@@ -1,4 +1,4 @@
-"""Codecs of dataclasses, enums and NamedTuples: sent by qualified name, found only if already imported."""
+"""Codecs for dataclasses, enums and NamedTuples: sent by qualified name, found only if already imported."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 
 
 def register(cls: ClassT) -> ClassT:
-    """Register a dataclass, enum or NamedTuple that cannot be found by its name, such as a local one.
+    """Register a dataclass, enum or NamedTuple that cannot be found by name, such as a local class.
 
-    This also permits a class with `__del__` or property setters that run on receipt; without it they are refused.
+    This also permits classes with `__del__` or with property setters that run on receipt, which are otherwise refused.
     Every process that sends or receives the class must register it. Usable as a decorator.
 
     Raises:
-        TypeError: It is not a dataclass, enum or NamedTuple.
+        TypeError: The class is not a dataclass, enum or NamedTuple.
 
     Example:
         >>> import dataclasses
@@ -67,7 +67,7 @@ def register(cls: ClassT) -> ClassT:
 
 
 def find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder of a class of these three kinds; None for any other."""
+    """Return the encoder for a class of one of these three kinds; None for any other."""
     known = _encoders.get(cls)
     kind = None if known else _kind(cls)
     if kind is None:
@@ -90,7 +90,7 @@ def _kind(cls: type[Any]) -> str | None:
         return "enum"
     if issubclass(cls, tuple):
         return "tuple" if isinstance(getattr(cls, "_fields", None), tuple) else None
-    # For a subclass that is not a dataclass itself, only its parent's fields would arrive.
+    # If a subclass is not a dataclass itself, only its parent's fields would arrive.
     return "dataclass" if "__dataclass_fields__" in vars(cls) else None
 
 
@@ -100,7 +100,7 @@ def _name(cls: type[Any]) -> str:
 
 
 def _resolve(name: str) -> type[Any] | None:
-    """Return the class of this name, if it exists here. Looks into dictionaries only, so that no code can run."""
+    """Return the class with this name, if it exists here. Only looks into dictionaries, so that no code can run."""
     if name in _registered:
         return _registered[name]
     module, _, qualname = name.partition(":")
@@ -124,7 +124,7 @@ def _known(name: str, kind: str) -> type[Any]:
 
 
 def _hook(name: str, cls: type[Any]) -> str:
-    """Return the code of a class that would run when a value is created or freed; empty if none, or if allowed."""
+    """Return which code of a class would run when a value is created or freed; empty if none, or if allowed."""
     if _registered.get(name) is cls:
         return ""
     hook = _hooks.get(cls)
@@ -136,7 +136,7 @@ def _hook(name: str, cls: type[Any]) -> str:
 
 
 def _setters(cls: type[Any]) -> list[str]:
-    """Return the fields that have setter code; slots have none."""
+    """Return the fields that have a setter; slots do not."""
     found = [(field, type(vars(base)[field])) for field in _fields(cls) for base in cls.__mro__ if field in vars(base)]
     return [f"the setter of {f}" for f, kind in found if hasattr(kind, "__set__") and kind is not MemberDescriptorType]
 
@@ -158,7 +158,7 @@ def _dataclass_encoder(name: str, cls: type[Any]) -> Encoder:
     except TypeError:
         raise UnsendableError(f"a {name}, which cannot be recreated from its fields alone") from None
     fields = _fields(cls)
-    # The field names are sent along, so that two versions of a class are not mixed.
+    # The field names are sent along, so that two versions of a class are not confused.
     start = _start("D", f"{name}({','.join(fields)})") + head("t", len(fields))[1:]
 
     def encoder(parts: Parts, value: object, depth: int) -> None:
@@ -250,7 +250,7 @@ def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _flag(cls: Any, number: int) -> enum.Flag:
-    """Return the member of this number. The class itself would run `_missing_`, and cache each combination forever."""
+    """Return the member with this number. The class itself would run `_missing_` and cache each combination forever."""
     known: enum.Flag | None = cls._value2member_map_.get(number)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""Byte format: one byte for the kind of an item, its length where it has one, its content."""
+"""Byte format of an item: one byte for its kind, its length if it has one, and its content."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _TEXT_HEADS = tuple(bytes((ord("s"), length)) for length in range(_LONG))
 
 
 class UnsendableError(Exception):
-    """Raised for a value that cannot be sent. Each container it passes adds its part of the path, innermost first."""
+    """Raised for a value that cannot be sent. Containers around the value add their parts of its path."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -83,7 +83,7 @@ def head(kind: str, length: int) -> bytes:
 
 
 def take_length(view: View, at: int) -> tuple[int, int]:
-    """Return a number of items of at least a byte each, and their offset. The bytes are known to be present."""
+    """Return a number of items of at least one byte each, and their offset; check that the bytes are present."""
     length = view[at]
     at += 1
     if length == _LONG:
@@ -95,7 +95,7 @@ def take_length(view: View, at: int) -> tuple[int, int]:
 
 
 def take_bytes(view: View, at: int) -> tuple[View, int]:
-    """Return the bytes after their length, and the offset of the next item."""
+    """Return the bytes that follow their length, and the offset of the next item."""
     length, at = take_length(view, at)
     return view[at : at + length], at + length
 

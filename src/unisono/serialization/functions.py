@@ -1,4 +1,4 @@
-"""Pickles of functions by value, for processes that cannot import them. Only for peers that are trusted."""
+"""Pickles functions by value, for processes that cannot import them. Only for trusted peers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FILE_NAME = 10
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object with the name of its file, which cloudpickle 3.1.3 and later leave out."""
+    """Reduce a code object with the name of its file, which cloudpickle 3.1.3 and later omit."""
     build, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
     return build, (*arguments[:_FILE_NAME], code.co_filename, *arguments[_FILE_NAME + 1 :])
 
 
 class FunctionPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickler that sends functions and classes by value where needed: errors on peers name the caller's lines."""
+    """Pickler that sends functions and classes by value where needed. Errors on peers name the caller's lines."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table)
 
@@ -36,7 +36,7 @@ _registry = threading.RLock()
 
 @contextmanager
 def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Register a module whose functions and classes are sent by value. A registration by the user is kept."""
+    """Register a module whose functions and classes are sent by value. A registration by the user is left in place."""
     if module is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Codecs of torch's tensors, dtypes, devices and sizes, and numpy's arrays. Imports neither package."""
+"""Codecs for torch's tensors, dtypes, devices and sizes, and for numpy's arrays. Imports neither package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["find", "has_no_storage", "install", "put_dense", "put_shape", "put_t
 
 
 def find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder of a torch or numpy type; None for any other."""
+    """Return the encoder for a torch or numpy type; None for any other."""
     torch = sys.modules.get("torch")
     if torch is not None:
         if issubclass(cls, torch.Tensor):
@@ -49,7 +49,7 @@ def put_shape(parts: Parts, shape: Sequence[int]) -> None:
 
 
 def take_shape(view: View, at: int) -> tuple[tuple[int, ...], int]:
-    """Return the sizes that `put_shape` wrote, and the offset of what follows."""
+    """Return the sizes that `put_shape` wrote, and the offset after them."""
     count = view[at]
     shape = struct.unpack_from(f"<{count}Q", view, at + 1)
     if max(shape, default=0) >= 2**63:
@@ -66,7 +66,7 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
 
 
 def why_not_dense(tensor: torch.Tensor) -> str | None:
-    """Return what a tensor is that has no plain bytes; None if it has."""
+    """Return what kind of tensor it is if it has no plain bytes; None if it has."""
     import torch
 
     if has_no_storage(tensor):
@@ -109,7 +109,7 @@ def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
     raw = torch.empty(len(content), dtype=torch.uint8, device="cpu")
     if len(content):
         memoryview((ctypes.c_char * len(content)).from_address(raw.data_ptr())).cast("B")[:] = content
-    # Operations would disagree about a bool that is neither 0 nor 1.
+    # Operations disagree about a bool that is neither 0 nor 1.
     return (raw.ne(0) if dtype == torch.bool else raw.view(dtype)).reshape(shape), at
 
 

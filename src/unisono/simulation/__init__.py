@@ -1,4 +1,4 @@
-"""Virtual time: simulation of whole programs with seeded thread scheduling, on a clock that never really waits."""
+"""Virtual time: simulates whole programs with seeded thread scheduling, on a clock that never really waits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Replacements of Python's clocks, locks, queues and threads for a simulation's threads.
+"""Replacements for Python's clocks, locks, queues and threads, for a simulation's threads.
 
-Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, loops of asyncio
-and code built on them work in virtual time. Every replacement first checks whether a task calls it; other threads
-of the process get the original behaviour. All patches are removed when the last simulation has ended.
+Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, asyncio event loops,
+and code built on these work in virtual time. Every replacement first checks whether a task calls it; other threads of
+the process get the original behaviour. All patches are removed when the last simulation has ended.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _threads() -> list[Replacement]:
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
         with unpatched():
-            # A task created it, and it really notifies the parent that it has started.
+            # A task created the thread, which notifies its parent in real time that it has started.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
         parent.scheduler.admit(task)
@@ -231,7 +231,7 @@ def _loops() -> list[Replacement]:
 
 
 class VirtualLock:
-    """Replacement of `threading.Lock`.
+    """Replacement for `threading.Lock`.
 
     Threads outside simulations wait in real time, so it may outlive a simulation.
     """

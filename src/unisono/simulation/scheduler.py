@@ -1,4 +1,4 @@
-"""Scheduler of tasks and virtual time: exactly one thread runs at a time, chosen by a seed."""
+"""Scheduler for tasks and virtual time: exactly one thread runs at a time, chosen by a seed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class SimulatedTask:
         blocked: Whether it waits for a wake-up or a time.
         woken: Whether its last wait ended with a wake-up rather than at its time.
         number: Number of its current wait, so that the end of an earlier wait is not mistaken for its end.
-        pending: Exception to raise at its current or next wait.
+        pending: Exception to raise in its current or next wait.
         waits: Descriptions of its waits, innermost last.
-        hasty: How many of these waits end at their time, however late.
+        hasty: Number of these waits that end at their time, however late.
         polls: Number of polls since it last yielded.
         children: Number of threads it has started.
-        joiners: Tasks that wait for its end.
+        joiners: Tasks that wait for it to end.
         done: Whether it has ended.
         thread: Its thread.
     """
@@ -122,7 +122,7 @@ _Action = Callable[[], object]
 
 
 def nanoseconds(seconds: float) -> int:
-    """Convert to nanoseconds, from 0 to a century. Rounds up so that a waiter never wakes with time remaining."""
+    """Convert a time of up to a century to nanoseconds. Rounds up so that a waiter never wakes with time remaining."""
     return math.ceil(min(max(seconds, 0.0), 3.2e9) * _NS)
 
 
@@ -192,7 +192,7 @@ class TaskScheduler:
     immediately. Shorter waits, and waits marked hasty, end at their time.
 
     Args:
-        seed: Seed of all choices.
+        seed: Seed for all choices.
         patience_s: Default timeout of an operation, in virtual seconds.
         stuck_s: Real seconds after which a task that neither ends nor blocks is considered stuck.
         preempt: Probability that other tasks may run before a free lock is acquired.
@@ -470,7 +470,7 @@ _TORCH = f"{os.sep}torch{os.sep}"
 
 
 def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float) -> tuple[str, dict[int, str]]:
-    """Return a sentence that names each rank and its operation, where known.
+    """Return a sentence that names each rank and, where known, its operation.
 
     Ranks in the same wait are named together, so the sentence is short however many ranks there are.
 

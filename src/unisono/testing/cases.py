@@ -27,16 +27,16 @@ class Case:
     Attributes:
         call: The method, such as "all_reduce".
         size: Number of ranks.
-        count: Elements of one tensor (a typical one, if lengths differ).
+        count: Number of elements per tensor (typical, if lengths differ).
         dtype: Dtype of all tensors.
         op: Reduction, for calls that reduce.
         root: Root rank, for calls that have one.
         layout: Memory layout of the tensors; see `unisono.testing.memory_layouts`.
         algorithm: Argument of the call.
         async_op: Argument of the call.
-        uneven: Whether lengths differ between ranks, if the call allows it. Some are then zero.
-        numbers: "whole" numbers (their sums are exact), "any", or "nan" to include some NaNs.
-        seed: Seed of the elements.
+        uneven: Whether lengths differ between ranks, if the call allows it. Some lengths are then zero.
+        numbers: "whole" for integer values (exact sums), "any", or "nan" to include some NaNs.
+        seed: Seed for the elements.
 
     Example:
         >>> case = Case("all_gather", size=2, count=1, dtype=torch.int64, numbers="whole")
@@ -79,7 +79,7 @@ class Case:
         return tuple(shares[i] for i in torch.randint(len(shares), (self.size,), generator=generator).tolist())
 
     def given(self) -> list[Tensors]:
-        """Return the input of each rank, the same on every calling rank. One-dimensional tensors."""
+        """Return the input of each rank as one-dimensional tensors, the same on every calling rank."""
         generator = torch.Generator().manual_seed(self.seed)
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 
@@ -150,7 +150,7 @@ class Case:
 
 
 def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return elements whose sums and products, over up to 16 ranks, remain in the dtype's range."""
+    """Return elements whose sums and products over up to 16 ranks stay within the dtype's range."""
     dtype = case.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)
@@ -160,7 +160,7 @@ def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count
     if case.numbers == "whole":
-        # Products remain small and exact as well.
+        # Products stay small and exact, too.
         values = torch.randint(1, 3, (parts,), generator=generator) * 1.0
         values *= torch.randint(0, 2, (parts,), generator=generator) * 2 - 1
     else:

@@ -1,4 +1,4 @@
-"""Repeated runs of a program under random faults: each must end with the right result or an error that names a rank.
+"""Repeated runs of a program under random faults: each must return the right result or raise an error naming a rank.
 
     chaos.check(program, 3, seeds=range(100))
 
@@ -36,7 +36,7 @@ Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
 
 class ChaosError(AssertionError):
-    """Raised for a run that ended wrongly. The message contains the seed that replays it.
+    """Raised if a run ended with a wrong result or error. The message contains the seed that replays the run.
 
     Example:
         >>> try:
@@ -72,12 +72,12 @@ class Run:
     """One run under one seed.
 
     Attributes:
-        seed: The seed of everything random.
+        seed: The seed for everything random.
         outcomes: A result or an error, by rank.
         weather: The injected faults.
         time_s: Duration in virtual seconds.
-        digest: Hash of `trace`: equal for runs that went the same way.
-        trace: One line for each event, in order.
+        digest: Hash of `trace`: equal for identical runs.
+        trace: One line per event, in order.
 
     Example:
         >>> first, second = (run(lambda comm: comm.rank, 2, seed=1) for _ in range(2))
@@ -100,7 +100,7 @@ class Run:
 
 
 def weather(seed: int, nprocs: int) -> FaultPlan:
-    """Return a network and one to three faults, drawn from a seed; one seed in eight has no faults.
+    """Return a network and one to three faults drawn from a seed; one seed in eight gives no faults.
 
     Args:
         seed: Any int.
@@ -127,7 +127,7 @@ def weather(seed: int, nprocs: int) -> FaultPlan:
 
 
 def _soon(draw: Random) -> int:
-    """Draw the number of the message to fault: usually an early one, always within reach."""
+    """Draw the index of the message at which to kill or freeze a rank: usually an early one, always within reach."""
     return round(math.exp(draw.uniform(0.0, math.log(30.0))))
 
 
@@ -148,18 +148,18 @@ _FAULTS: dict[str, Callable[[Random, int], dict[str, Any]]] = {
 
 
 def run(program: _Program, nprocs: int, seed: int, *args: Any, **options: Any) -> Run:
-    """Run `program(comm, *args)` once under the faults that the seed draws.
+    """Run `program(comm, *args)` once under the faults drawn from the seed.
 
-    Messages carry checksums, so a corrupted message raises an error and never yields a wrong number.
+    Messages carry checksums, so a corrupted message raises an error and never yields a wrong result.
 
     Args:
         program: The program of each rank.
         nprocs: Number of ranks.
-        seed: Seed of everything random.
+        seed: Seed for everything random.
         args: Passed to the program.
         options: Options of `unisono.simulate`; `timeout` defaults to 10 virtual seconds.
 
-    Returns: The outcome of each rank and the trace. An error of a rank is an outcome, and not raised.
+    Returns: The outcome of each rank and the trace. A rank's error is an outcome, not raised.
 
     Raises:
         ChaosError: The run leaked threads.
@@ -192,23 +192,23 @@ def check(
     replay: bool = True,
     **options: Any,
 ) -> Counter[str]:
-    """Run a program under the faults of each seed, judge its outcome, and check that a replay ends the same.
+    """Run a program under each seed's faults, judge its outcomes, and check that a replay gives the same trace.
 
     Args:
         program: The program of each rank. Its result is compared with that of a run without faults.
         nprocs: Number of ranks.
         args: Passed to the program.
-        seeds: One for each run.
-        judge: Function that returns the fault in the outcomes, by rank, given those of a run without faults;
+        seeds: One per run.
+        judge: Function that takes the outcomes by rank, and those of a fault-free run, and returns what is wrong;
             `named_or_right` if None.
         replay: Whether to run each seed twice, and compare the traces.
         options: Options of `unisono.simulate`.
 
     Returns:
-        Number of runs by ending.
+        Number of runs per ending.
 
     Raises:
-        ChaosError: A run ended wrongly; contains the seed.
+        ChaosError: A run ended with a wrong result or error; the message contains the seed.
 
     Example:
         >>> def program(comm):
@@ -236,15 +236,15 @@ def check(
 
 
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
-    """Judge that accepts from each rank the result of a run without faults, or an error with rank and operation.
+    """Judge that accepts from each rank either the result of a fault-free run or an error with rank and operation.
 
-    The default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` of a killed rank.
+    The default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` from a killed rank.
 
     Args:
         outcomes: A result or an error, by rank.
         calm: Results of a run without faults, by rank.
 
-    Returns: The first fault as text; None if there is none.
+    Returns: Description of the first wrong outcome; None if all are accepted.
 
     Example:
         >>> named_or_right([1, 2], [1, 2]), named_or_right([1, 3], [1, 2])

@@ -1,4 +1,4 @@
-"""Run a case on a rank, and report the errors in its result."""
+"""Runs a case on a rank and reports the errors in its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Report:
 
 
 def check_case(comm: Communicator, case: Case) -> Report:
-    """Make the call on this rank; compare the result, the inputs and the memory around both. Collective.
+    """Make the call on this rank and check the result, the inputs and the memory around both. Collective.
 
     Example:
         >>> case = Case("all_reduce", size=2, count=5, layout="every second", algorithm="ring")
@@ -69,7 +69,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
 
 
 def check_reports(case: Case, reports: Sequence[Report]) -> None:
-    """Raise `AssertionError` if any rank has complained, or bits differ that must be equal."""
+    """Raise `AssertionError` if any rank has complaints, or if bits that must be equal differ."""
     complaints = [message for report in reports for message in report.complaints]
     assert not complaints, f"{case}\n" + "\n".join(complaints)
     if case.what.same_everywhere:

@@ -68,7 +68,7 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that the result is the mean of kept values, bitwise equal on all ranks, within the declared loss.
+    """Check that the result is the mean of the kept values within the declared loss, bitwise equal on all ranks.
 
     Args:
         make, bucket: As in `check_codec`.
@@ -110,7 +110,7 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that a codec that loads a state continues like the one that saved it, and a clone starts fresh.
+    """Check that a codec continues from a loaded state like the codec that saved it, and that a clone starts fresh.
 
     Args:
         make, comm, bucket: As in `check_average`.
@@ -126,7 +126,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    # Loads only tensors, numbers, strings and containers.
+    # `weights_only` restricts loading to tensors, numbers, strings and containers.
     fresh.load_state_dict(torch.load(file, weights_only=True))
     for expected, step in zip(after, steps[2:], strict=True):
         assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not continue from its loaded state"
@@ -219,10 +219,10 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
     """Check that error feedback keeps the sum of results near the sum of means, after any number of steps. Collective.
 
     Args:
-        make: Function that makes the codec, perhaps with feedback already.
+        make: Function that makes the codec, possibly with feedback already included.
         comm: Communicator of the averaging ranks.
         bucket: Contributions, the same in each step; preferably float64, so that rounding is negligible.
-        steps: Number of steps, several times as many as the codec takes to send everything once.
+        steps: Number of steps: several times the number that the codec needs to send everything once.
 
     Raises: AssertionError otherwise.
 
@@ -248,7 +248,7 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
 
 
 def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
-    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts its own ranks, as `bytes_sent` does.
+    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts its own ranks, like `bytes_sent`.
 
     Args:
         make, size, bucket: As in `check_codec`.
@@ -286,10 +286,10 @@ Make = Callable[[], Codec]
 
 
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """Return the bytes that a rank sends for one average, counted at the sender; the mean over ranks.
+    """Return the number of bytes a rank sends per average, counted at the sender and averaged over ranks.
 
     Starts ranks as threads. They choose algorithms as if only bytes had a cost, as `wire_bytes` assumes. The first
-    average, in which ranks agree, is not counted.
+    average, in which ranks check that their calls match, is not counted.
 
     Args:
         make: Function that makes the codec.
@@ -346,8 +346,8 @@ class Bucket:
     Attributes:
         shapes: Shapes of the parameters.
         dtype: Dtype of the bucket.
-        numbers: Kind of contributions, one of `NUMBERS`.
-        seed: Seed of the contributions.
+        numbers: Kind of values in the contributions, one of `NUMBERS`.
+        seed: Seed for the contributions.
 
     Example:
         >>> bucket = Bucket(shapes=[(2, 3), (1,)], numbers="constant")
@@ -371,7 +371,7 @@ class Bucket:
         return sum(map(math.prod, self.shapes))
 
     def contribution(self, rank: int) -> torch.Tensor:
-        """Return a rank's contribution: a new tensor with the same values at each call, one-dimensional on the CPU.
+        """Return a rank's contribution: a new one-dimensional CPU tensor, with the same values at each call.
 
         Args:
             rank: The rank, 0 or more.

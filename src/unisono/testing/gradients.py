@@ -1,4 +1,4 @@
-"""Checks for code that averages gradients or shares parameters: plain functions that run on each rank."""
+"""Checks for code that averages gradients or broadcasts parameters: plain functions that run on each rank."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def check_averages(average: Averager, comm: Communicator) -> None:
 
 
 def check_shares(share: Averager, comm: Communicator) -> None:
-    """Check that every parameter and buffer, even a frozen one, becomes rank 0's, in place. Collective.
+    """Check that every parameter and buffer, even a frozen one, gets rank 0's values, in place. Collective.
 
     Args:
         share: Function that broadcasts rank 0's parameters and buffers, such as `unisono.broadcast_parameters`.
-        comm: The ranks that share.
+        comm: The ranks that take part.
 
     Raises: AssertionError otherwise.
 

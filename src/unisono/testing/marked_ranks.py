@@ -1,4 +1,4 @@
-"""Ranks of a test: number, backend, and whether with torch's default group. Imports nothing slow before a test runs."""
+"""A test's ranks: number, backend, and torch's default group if wanted. Imports nothing slow until a test runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MarkedRanks:
 
     Args:
         size: Number of ranks, or the name of a test argument whose value or number of items it is.
-        backend: A transport's name, or "process" for processes of this host on the fastest one.
+        backend: A transport's name, or "process" for processes on this host with the fastest transport.
         torch: Whether each rank has torch's default process group.
         options: Options of `unisono.testing.pool`.
     """
@@ -112,7 +112,7 @@ class MarkedRanks:
             raise
 
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a test that runs `test` on the ranks, as a decorator does.
+        """As a decorator: return a test that runs `test` on the ranks.
 
         It returns one rank's result, and is a coroutine function if `test` is, so the test runner decides how to handle
         both. If it takes these ranks as `comm`, the test gets its rank's communicator.
@@ -138,7 +138,7 @@ class MarkedRanks:
 
 
 def _processes() -> str:
-    """Return the fastest transport between processes of this host."""
+    """Return the fastest transport between processes on this host."""
     from unisono.host.native import core_build
     from unisono.host.network import why_no_shm
     from unisono.launcher.api import network_of
@@ -149,7 +149,7 @@ def _processes() -> str:
 def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> MarkedRanks:
     """Return a decorator that runs a test on ranks, on each of which torch's default process group exists.
 
-    For unittest, and below Hypothesis' `given`; with pytest, the marker `ranks(3, torch=True)` does the same.
+    For unittest, and for use under Hypothesis' `given`; with pytest, the marker `ranks(3, torch=True)` does the same.
 
     Args:
         size: Number of ranks, or the name of a test argument whose value or number of items it is.
@@ -160,7 +160,7 @@ def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> Mar
     Raises:
         Exception: From the test: the error of the first failing rank; notes name the rank, and the errors of others.
 
-    Cost: a few milliseconds for each run on threads or on processes that are already running.
+    Cost: a few milliseconds per run on threads or on processes that are already running.
 
     Example:
         >>> import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tensors in all memory layouts that users have, with guard bytes around them."""
+"""Tensors in all memory layouts that occur in practice, with guard bytes around them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
     Args:
         values: One-dimensional.
         layout: One of `LAYOUTS`; the nearest possible one if the number of elements does not allow it (a prime number
-            has no rows and columns).
+            of elements forms no matrix).
 
     Raises:
         ValueError: An unknown layout.

@@ -53,7 +53,7 @@ TIMEOUT_S = 10.0
 
 
 class HostRanks(Closing):
-    """Ranks that each run `program(comm, *args)` on a communicator that `init` made from their environment.
+    """Ranks that each run `program(comm, *args)` on a communicator made by `init` from their environment.
 
     Args:
         network: The hosts.
@@ -61,7 +61,7 @@ class HostRanks(Closing):
         program: The program of every rank; must be importable.
         args: Passed to the program.
         backend: Backend for `init`.
-        options: Function of a rank that returns further options of `init`; `timeout` defaults to 10 s.
+        options: Function that takes a rank and returns further options for `init`; `timeout` defaults to 10 s.
         variables: Further variables of the ranks' environment.
 
     Example:
@@ -96,7 +96,7 @@ class HostRanks(Closing):
             self._links.append(link)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
-        """Return the result or error of each of these ranks (all if None); None for a killed rank."""
+        """Return the result or error of each given rank (all if None), with None for a killed rank."""
         found: list[Any] = []
         for rank in range(len(self._links)) if ranks is None else ranks:
             assert self._links[rank].poll(within_s), f"rank {rank} has not ended within {within_s} s"
@@ -128,7 +128,7 @@ class HostRanks(Closing):
 
 
 def send_signal() -> None:
-    """Notify the test that this rank has reached this point."""
+    """Tell the test that this rank has reached this point."""
     own_link().send_bytes(b"word")
 
 
@@ -173,7 +173,7 @@ class LinkReport:
     """Measurements of a link.
 
     Attributes:
-        processor: Share of one core that the relay has used since the previous report; 0 without a relay.
+        processor: Fraction of one core that the relay has used since the previous report; 0 without a relay.
         rate: Bits per second that TCP delivered from host 0 to host 1, without headers.
         round_trip: Seconds from host 0 to host 1 and back, the median over UDP datagrams.
     """
@@ -190,10 +190,10 @@ class LinkReport:
 class Network(Closing):
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
-    Each host is a network namespace with one interface, eth0. A context manager. At its end, even after an error or if
-    the caller is killed, all processes on these hosts are killed and the hosts removed. `tc` limits the rate with tbf,
-    and delays and loses packets with netem. If the kernel has no netem, a relay, which is a Python process, moves
-    packets between TUN devices instead.
+    Each host is a network namespace with one interface, eth0. A context manager: on exit, even after an error or if the
+    caller is killed, it kills all processes on these hosts and removes the hosts. `tc` limits the rate with tbf, and
+    delays and loses packets with netem. If the kernel has no netem, a relay, which is a Python process, moves packets
+    between TUN devices instead.
 
     Args:
         hosts: Number of hosts.
@@ -209,8 +209,8 @@ class Network(Closing):
 
     Raises:
         ValueError: The delay or the loss is invalid.
-        subprocess.CalledProcessError: On entry: the machine has no such hosts, or `tc` does not understand the rate.
-            `unisono.testing.namespaced_ranks.obstacle()` returns the reason in advance: they need Linux, root and
+        subprocess.CalledProcessError: On entry: the machine does not support such hosts, or `tc` rejects the rate.
+            `unisono.testing.namespaced_ranks.obstacle()` returns the reason in advance: such hosts need Linux, root and
             iproute2.
 
     Example:
@@ -247,7 +247,7 @@ class Network(Closing):
         self.addresses: list[str] = [f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts)]
         self._guard: subprocess.Popen[str] | None = None
         self._relay: subprocess.Popen[bytes] | None = None
-        # The relay's processor seconds at the previous report, and its time.
+        # The relay's CPU seconds at the previous report, and the time of that report.
         self._reported = 0.0, 0.0
 
     def __enter__(self) -> Self:
@@ -336,7 +336,7 @@ class Network(Closing):
         return f"{self._stem}-{host}"
 
     def command(self, host: int, *words: str) -> list[str]:
-        """Return the command line that runs these words on a host.
+        """Return the command line that runs a program on a host.
 
         Args:
             host: Number of the host.
@@ -411,10 +411,11 @@ class Network(Closing):
             seconds: Duration of the rate measurement, which starts after a burst.
 
         Returns:
-            Rate, round trip, and the relay's share of a core since the previous report, excluding these measurements.
+            Rate, round trip, and the fraction of a core that the relay used since the previous report, excluding these
+            measurements.
 
         Raises:
-            TimeoutError: Nothing comes back, because a host is disconnected or all packets are lost.
+            TimeoutError: No reply arrives, because a host is disconnected or all packets are lost.
         """
         used = self._relay_seconds()
         now = time.monotonic()
@@ -477,7 +478,7 @@ class Network(Closing):
                 with contextlib.suppress(TimeoutError):
                     began = time.perf_counter()
                     near.sendto(bytes([number]), far.getsockname())
-                    # Replies that are too late for their own probe must not count for the next one.
+                    # A reply that comes too late for its own probe must not count for the next one.
                     while (reply := far.recvfrom(1))[0] != bytes([number]):
                         pass
                     far.sendto(*reply)
@@ -535,7 +536,7 @@ def obstacle(*, slow: bool = False) -> str | None:
     """Return the reason why this machine does not support such hosts; None if it does.
 
     Args:
-        slow: Whether their network has a delay or loses packets.
+        slow: Whether the network will have a delay or lose packets.
 
     Example:
         >>> reason = obstacle()
@@ -561,7 +562,7 @@ def _run(*words: str) -> str:
 
 
 def run_ranks(fn: Callable[..., Any], size: int, backend: str = "thread", *args: Any, **options: Any) -> list[Any]:
-    """Return each rank's `fn(comm, *args)`, on `size` ranks that live as long as the call.
+    """Return each rank's `fn(comm, *args)`, on `size` ranks that exist only for this call.
 
     Args:
         fn: The program of every rank.

@@ -3,8 +3,8 @@
     python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
 
 It creates a TUN device in each namespace, and writes a byte to standard output when all of them exist. On standard
-input it takes pairs of bytes, a host's number and whether the host is connected, and answers each with a byte. It ends
-with its standard input. It does not import unisono, because it must start fast.
+input it reads pairs of bytes, a host's number and whether the host is connected, and answers each pair with a byte. It
+exits at end of input. It does not import unisono, because it must start fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PR_SET_TIMERSLACK = 29
 _LARGEST = 1 << 16
 # Number of reads from one device before due packets are delivered.
 _BATCH = 32
-# More than a 1 Gbit/s line transfers in 100 ms.
+# More than a 1 Gbit/s link transfers in 100 ms.
 _ROOM = 10_000
 
 
@@ -41,7 +41,7 @@ class Relay:
     Args:
         delay: Seconds from the sender's device to the receiver's.
         loss: Probability that a packet is lost.
-        seed: Seed of the losses.
+        seed: Seed for the losses.
         hosts: Namespace of each host, by address.
     """
 
@@ -121,7 +121,7 @@ def main() -> None:
     delay, loss, seed, *hosts = sys.argv[1:]
     places = [host.partition("=") for host in hosts]
     relay = Relay(float(delay), float(loss), int(seed), {address: name for name, _, address in places})
-    # Packets must wait only for their delay, not for a processor or for timers to be coalesced.
+    # Packets must wait only for their delay, not for a CPU or for coalesced timers.
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)

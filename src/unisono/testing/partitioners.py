@@ -1,4 +1,4 @@
-"""Checks of partitioners, and of functions that divide samples, which raise `AssertionError`.
+"""Checks for partitioners and for functions that divide samples; a failed check raises `AssertionError`.
 
     check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
 
@@ -38,7 +38,7 @@ Make = Callable[[Any], Partitioner]
 
 
 class PartitionResult(Protocol):
-    """Protocol of a division into parts, such as a `DataPartitioner`.
+    """Protocol for a division into parts, such as a `DataPartitioner`.
 
     Example:
         >>> result: PartitionResult = un.data.DataPartitioner(range(4), [0.5, 0.5], partition="strided")
@@ -47,7 +47,7 @@ class PartitionResult(Protocol):
     """
 
     def use(self, rank: int) -> Iterable[int]:
-        """Return the samples of a rank.
+        """Return a rank's samples.
 
         Args:
             rank: From 0 to the number of parts - 1.
@@ -64,7 +64,7 @@ class Samples(torch.utils.data.Dataset[int]):
 
     Args:
         count: Number of samples.
-        seed: Seed of the metadata: labels and groups of very different sizes, integer costs, some of them 0.
+        seed: Seed for the metadata: labels and groups of very different sizes, and integer costs, some of them 0.
         kinds: Maximum number of labels and of groups.
 
     Attributes:
@@ -90,7 +90,7 @@ class Samples(torch.utils.data.Dataset[int]):
 
 
 def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Run all checks of one division: lossless, the same everywhere, and balanced as stated.
+    """Run all checks on one division: lossless, the same everywhere, and balanced as declared.
 
     Args:
         make: Factory of the partitioner.
@@ -146,7 +146,7 @@ def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed
 
 
 def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Check that each part's load is within the partitioner's stated bounds, and declared groups are not split.
+    """Check that each part's load is within the partitioner's declared bounds, and that declared groups are not split.
 
     Args:
         make, dataset, sizes, seed: As in `check_partitioner`.
@@ -163,7 +163,7 @@ def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -
 def check_resume(
     make: Make, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]], seed: int, epoch: int = 0
 ) -> None:
-    """Check that successive phases cover every sample once, at any progress of each rank in its part.
+    """Check that successive phases cover every sample once, however far each rank has come in its part.
 
     In each phase, the remaining samples must be dealt as evenly as a whole epoch.
 
@@ -217,7 +217,7 @@ def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int
 
 
 def check_seed(divide: Divide) -> None:
-    """Check that samples are shuffled, and that another seed shuffles them differently.
+    """Check that samples are shuffled, and that a different seed shuffles them differently.
 
     Args:
         divide: Function that divides samples.
@@ -234,7 +234,7 @@ def check_seed(divide: Divide) -> None:
 
 
 def check_cover(parts: Sequence[torch.Tensor], count: int) -> None:
-    """Check that parts together contain each number from 0 to `count` - 1 exactly once.
+    """Check that the parts together contain each number from 0 to `count` - 1 exactly once.
 
     Args:
         parts: Samples of each part: int64, one-dimensional.
@@ -265,7 +265,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _held(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> list[list[int]]:
-    """Return the samples of each part; every rank divides them itself, as in a real job."""
+    """Return the samples of each part; each rank computes the division itself, as in a real job."""
     return [list(divide(range(count), sizes, seed).use(rank)) for rank in range(len(sizes))]
 
 

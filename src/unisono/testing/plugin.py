@@ -45,7 +45,7 @@ _MARKER = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that run each marked test on several numbers of ranks, and several backends."""
+    """Add the options that run each marked test on several numbers of ranks and several backends."""
     group = parser.getgroup("unisono")
     group.addoption("--ranks", type=_numbers, help="numbers of ranks for each test marked with `ranks`, such as 2,3")
     group.addoption("--backends", type=_names, help="backends for each test marked with `ranks`, such as thread,shm")
@@ -76,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     if marker.kwargs.get("torch") and "comm" not in metafunc.fixturenames:
-        # The test need not take the arguments that name its ranks.
+        # A test of torch code need not take `comm` as an argument.
         metafunc.fixturenames.append("comm")
     if "comm" not in metafunc.fixturenames:
         return
@@ -99,7 +99,7 @@ def comm() -> None:
 
 @pytest.fixture(name="torch_ranks")
 def torch_ranks_fixture() -> Callable[..., MarkedRanks]:
-    """Return `unisono.testing.torch_ranks`, for tests that run several programs or choose the ranks themselves."""
+    """Return `unisono.testing.torch_ranks`, for tests that run several programs or choose their ranks themselves."""
     return torch_ranks
 
 
@@ -117,10 +117,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Run a marked test on its ranks, inside everything that pytest and other plugins do around a test.
+    """Run a marked test on its ranks, inside whatever pytest and other plugins wrap around a test.
 
-    The function that they call is replaced temporarily, before any of them wraps it. So they, and not this plugin,
-    handle coroutines, returned values, and expected failures.
+    The function that they call is replaced temporarily, before any of them wraps it. So they, not this plugin, handle
+    coroutines, return values and expected failures.
     """
     marker = item.get_closest_marker("ranks")
     if marker is None or not isinstance(item, pytest.Function):
@@ -148,7 +148,7 @@ def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPa
     def on_rank(name: str) -> bool:
         return run_case(cls(name), given, debugged=debugged)
 
-    # Processes get it by value, like everything in its module.
+    # It is sent to processes by value, like everything in its module.
     on_rank.__module__ = cls.__module__
 
     def run(result: object) -> None:
@@ -177,9 +177,9 @@ def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
 
 
 def _patched(test: Any) -> Any:
-    """Return the cell with the function below all `unittest.mock` decorators; None if there are none.
+    """Return the closure cell of the function under all `unittest.mock` decorators; None if there are no decorators.
 
-    A patch stores only one original. If several threads enter it, the module remains patched for good.
+    A patch stores only one original. If several threads enter it, the module stays patched for good.
     """
     mock = sys.modules.get("unittest.mock")
     cell = None

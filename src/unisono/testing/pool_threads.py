@@ -27,10 +27,10 @@ _IMPORTING_S = 0.05
 def run_limited(
     fn: Callable[..., Any], size: int, backend: str, args: tuple[Any, ...], limit_s: float, options: dict[str, Any]
 ) -> list[Any]:
-    """Return the result of `run_ranks`; abandon the ranks at the limit, or if the caller is interrupted.
+    """Return the result of `run_ranks`; abandon the ranks at the time limit, or if the caller is interrupted.
 
     Raises:
-        CommTimeoutError: The program took longer than `limit_s`; the message says where its ranks are.
+        CommTimeoutError: The program took longer than `limit_s`; the message says where each rank is.
     """
     running: dict[int, int] = {}
     over = threading.Event()
@@ -38,7 +38,7 @@ def run_limited(
     def program(comm: Communicator, *args: Any) -> Any:
         running[comm.rank] = threading.get_ident()
         try:
-            # Ranks that start after the caller has left are not among those that it ends.
+            # The caller cannot end ranks that start after it has left.
             if over.is_set():
                 raise SystemExit
             return fn(comm, *args)
@@ -54,7 +54,7 @@ def run_limited(
             ended.put(([], error))
 
     try:
-        # Inside the block, because ranks may run, and the caller be interrupted, before this returns.
+        # Inside the block, because ranks may already run, and the caller may be interrupted, before this returns.
         threading.Thread(target=start, name="unisono launch", daemon=True).start()
         results, error = ended.get(timeout=limit_s)
     except Empty:
@@ -85,14 +85,14 @@ def _end(running: dict[int, int], stopped: set[int]) -> bool:
     frames = thread_frames()
     for thread in set(running.copy().values()) - stopped:
         if not _imports(frames.get(thread)):
-            # Ends a Python loop. A thread blocked in C ends with this process.
+            # Ends a Python loop. A thread blocked in C only ends with this process.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
             stopped.add(thread)
     return bool(set(running.copy().values()) - stopped)
 
 
 def _end_importing(running: dict[int, int], stopped: set[int]) -> None:
-    """End the others as well, once they have finished importing."""
+    """End the remaining threads once they have finished importing."""
     while _end(running, stopped):
         time.sleep(_IMPORTING_S)
 
@@ -103,7 +103,7 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:
-    """Return the error of a program that took too long.
+    """Return the error for a program that took too long.
 
     Args:
         limit_s: Its limit in seconds.

@@ -27,13 +27,13 @@ LEAVE = b""
 
 
 def serve(comm: Communicator, folder: str) -> None:
-    """Run programs until the driver makes this rank leave, or is gone.
+    """Run programs until the driver dismisses this rank or is gone.
 
     Programs get their own communicators, so that a failing program does not break `comm`.
 
     Args:
         comm: Communicator of all ranks.
-        folder: Folder for the stacks of all threads, written on SIGUSR1.
+        folder: Folder to which the stacks of all threads are written on SIGUSR1.
     """
     link = own_link()
     stacks = (Path(folder) / f"stacks-{comm.rank}").open("w")
@@ -70,10 +70,10 @@ def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
             fn, args = pickle.loads(program)
             return fn(comm, *args)
         except BaseException as error:
-            # Like at the end of a launched rank, notify the peers, so that they do not wait for this rank.
+            # As at the end of a launched rank, notify the peers, so that they do not wait for this rank.
             comm.__exit__(type(error), error, error.__traceback__)
             if type(error).__name__ == "Skipped":
-                # Pytest presents its class as one of Python's own, so pickle cannot find it by name.
+                # Pytest makes its class look like a Python built-in, so pickle cannot find it by name.
                 raise SkipTest(str(error)) from None
             raise
 

@@ -1,4 +1,4 @@
-"""Ranks started once and reused for many small programs."""
+"""Ranks that are started once and reused for many small programs."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _KEPT = 8
 class RankPool(Closing):
     """Ranks reused for many small programs: about a millisecond each, where starting ranks takes a second.
 
-    Each program finds torch's random generator freshly seeded. After an error raised by a program itself, the next one
-    gets a new communicator. Ranks are replaced if they failed in another way, took too long, or if the driver has
-    changed its environment, folder or standard output since they started. With a backend that runs ranks as threads,
-    each program gets new ranks, at no cost.
+    Each program starts with torch's random generator freshly seeded. After an error raised by a program itself, the
+    next program gets a new communicator. Ranks are replaced if they failed in another way or took too long, or if the
+    driver has since changed its environment, working directory or standard output. With a backend that runs ranks as
+    threads, each program gets new ranks, at no cost.
 
     Args:
         size: Number of ranks; a program may use fewer.
         backend: A transport's name.
-        limit_s: Time limit of one program in seconds. Ranks that take longer are ended, and the error contains the
+        limit_s: Time limit of one program in seconds. Ranks that take longer are killed, and the error contains the
             stack of each.
         options: Options of `unisono.launch`; `timeout` defaults to 10 s.
 
@@ -109,7 +109,7 @@ class RankPool(Closing):
         return conclude(ended, size, on_failure)
 
     def _ready(self) -> PoolProcesses:
-        """Return running ranks: new ones if there are none, or the driver's surroundings have changed."""
+        """Return running ranks: new ones if there are none or if the driver's environment has changed."""
         here = _surroundings()
         if self._staff is not None and here == self._started_in:
             return self._staff
@@ -137,7 +137,7 @@ def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
     Ranks of the 8 most recently used pools are kept.
 
     Args:
-        backend, size, options: As in `RankPool`. Their `repr` selects the pool.
+        backend, size, options: As in `RankPool`. Equal `repr`s of these select the same pool.
 
     Example:
         >>> pool("thread") is pool("thread")
@@ -174,7 +174,7 @@ def _file(number: int) -> tuple[int, int] | None:
 
 
 def _of_the_first(size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for a launch of fewer ranks: hosts keep their remaining ranks."""
+    """Return the options for launching fewer ranks: hosts keep their remaining ranks."""
     hosts = options.get("hosts")
     if hosts is None:
         return options
@@ -204,7 +204,7 @@ _LEAVE_S = 10.0
 
 
 class PoolProcesses:
-    """Running ranks, each of which waits for programs on its connection.
+    """Running ranks, each waiting for programs on its connection.
 
     The constructor starts the ranks. They end on `close`, or when this process ends.
     """
@@ -267,13 +267,13 @@ class PoolProcesses:
             try:
                 usable = self._ranks.links[outcome.rank].recv()
             except (EOFError, OSError):
-                # Without a second message, the first was the end of the rank instead of its program's result.
+                # Without a second message, the first one reported the rank's end, not its program's result.
                 outcome.reported = usable = False
             self._usable = self._usable and usable
         return ended
 
     def _stop(self) -> dict[int, str]:
-        """End all ranks; return the stacks of those that are running a program."""
+        """Kill all ranks; return the stacks of those that are running a program."""
         ranks = sorted(self._ranks.running)
         self._signal(ranks, signal.SIGUSR1)
         time.sleep(_DUMP_S)
@@ -283,7 +283,7 @@ class PoolProcesses:
         return stacks
 
     def close(self) -> None:
-        """Make the ranks leave, and wait until they have ended."""
+        """Dismiss the ranks, and wait until they have ended."""
         self._ranks.running.update(self._ranks.links)
         try:
             Supervisor(partial(self._send, LEAVE), self._ranks.ends, self._ranks.links, "continue").run(_LEAVE_S)
@@ -301,7 +301,7 @@ class PoolProcesses:
 
 
 def _shown(dump: str) -> str:
-    """Return the program's frames from a dump of all threads, without the library's."""
+    """Return the program's frames from a dump of all threads, leaving out the library's."""
     for thread in dump.split("\n\n"):
         above, found, _ = thread.partition(f'File "{pool_worker.__file__}"')
         if found:

@@ -17,7 +17,7 @@ class _Subtests:
     def test(self, msg: str | None = None, **kwargs: Any) -> Iterator[None]:
         """Context of a subtest.
 
-        A failure ends the test, because in the next subtest other ranks would wait for this rank.
+        A failure ends the test, because otherwise other ranks would wait for this rank in the next subtest.
         """
         import pytest
 
@@ -49,7 +49,7 @@ class _Errors(TestResult):
         self.raised: list[BaseException] = []
 
     def _exc_info_to_string(self, info: Any, test: TestCase) -> str:
-        """Keep an error that unittest is about to convert to text."""
+        """Keep an error that unittest is about to format as text."""
         self.raised.append(info[1])
         return ""
 
@@ -60,17 +60,17 @@ def run_case(case: TestCase, given: dict[str, Any], *, debugged: bool) -> bool:
     Args:
         case: The test, not yet used.
         given: Attributes set by fixtures.
-        debugged: Whether a debugger shows failures.
+        debugged: Whether failures open a debugger.
 
     Raises:
-        BaseException: The first error of the test, to be reported to other ranks. pytest.xfail.Exception: It failed as
-        expected.
-        SkipTest: It is skipped.
+        BaseException: The first error of the test, to be reported to other ranks.
+        pytest.xfail.Exception: The test failed as expected.
+        SkipTest: The test is skipped.
     """
     vars(case).update(given)
     result = _Errors()
     if debugged:
-        # Like pytest, do not tear down a failed test before the debugger ends.
+        # Like pytest, do not tear down a failed test before the debugger exits.
         vars(case)["tearDown"] = lambda: result.raised or type(case).tearDown(case)
     case(result)
     for test, reason in result.skipped:

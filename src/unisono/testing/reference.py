@@ -57,11 +57,11 @@ def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """Expected contents of one tensor.
+    """Expected contents of a tensor.
 
     Attributes:
         value: The expected elements, in a wider dtype where rounding is allowed.
-        slack: The largest allowed difference, by element; None if the bits must be equal.
+        slack: The largest allowed difference per element; None if the result must be equal bit for bit.
 
     Example:
         >>> Expected(torch.tensor([1.0]), slack=torch.tensor([0.1])).complaint(torch.tensor([1.05]))
@@ -75,7 +75,7 @@ class Expected:
         """Return a description of the first wrong element of a result; empty if there is none.
 
         Args:
-            found: The result: one-dimensional, of the dtype of the tensors that were reduced.
+            found: The result: one-dimensional, with the dtype of the tensors that were reduced.
 
         Example:
             >>> permuted(torch.tensor([1, 2])).complaint(torch.tensor([1, 3]))
@@ -100,7 +100,7 @@ class Expected:
 
 
 def permuted(tensor: torch.Tensor) -> Expected:
-    """Return the expectation of exactly these elements, bit for bit.
+    """Return the expectation that a result has exactly these elements, bit for bit.
 
     Args:
         tensor: One-dimensional.
@@ -111,10 +111,10 @@ def permuted(tensor: torch.Tensor) -> Expected:
 def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
     """Return the expected reduction of all ranks' one-dimensional tensors.
 
-    Integers and bools are exact (they wrap, as in torch), and so are minimum and maximum (NaN wins), and sums and
-    products of integer-valued floats that remain small enough. Otherwise the slack is the usual bound: the rounding
-    unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical
-    Algorithms", chapters 3 and 4).
+    Integers and bools are exact (they wrap around, as in torch), as are minimum and maximum (NaN wins), and sums and
+    products of integer-valued floats that stay small enough. Otherwise the slack is the usual bound: the rounding unit
+    times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical Algorithms",
+    chapters 3 and 4).
 
     Args:
         tensors: One from each rank, of equal length and one of `DTYPES`, on the CPU.
@@ -154,7 +154,7 @@ def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
     value, magnitude = (
         (wide.prod(0), magnitudes.prod(0)) if op is ReduceOp.PRODUCT else (wide.sum(0), magnitudes.sum(0))
     )
-    # A complex product consists of four products, and the magnitudes of its parts sum to more than its own.
+    # A complex product consists of four real products, and the magnitudes of a number's parts sum to more than its own.
     slack = magnitude * info.eps * size * (4 if wide.is_complex() else 1) + size * info.smallest_normal * info.eps
     if op is ReduceOp.AVG:
         return Expected(value / size, (slack + magnitude * info.eps) / size + size * info.smallest_normal * info.eps)

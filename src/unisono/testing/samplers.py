@@ -1,4 +1,4 @@
-"""Checks of samplers that divide a dataset among ranks, which raise `AssertionError`.
+"""Checks for samplers that divide a dataset among ranks; a failed check raises `AssertionError`.
 
     check_ranks(partial(un.data.PartitionSampler, partition="grouped"), Samples(1000), ranks=3)
 
@@ -45,11 +45,11 @@ def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
 
 
 def check_epochs(make: MakeSampler, dataset: Any) -> None:
-    """Check that another epoch or seed has another order, and that an epoch always has the same order.
+    """Check that a different epoch or seed gives a different order, and that an epoch always has the same order.
 
     Args:
         make: As in `check_ranks`, for a sampler that shuffles; also called with a `seed`.
-        dataset: As in `check_ranks`, with so many samples that two orders are never equal by chance.
+        dataset: As in `check_ranks`, with enough samples that two orders are never equal by chance.
 
     Raises: AssertionError otherwise.
 
@@ -68,7 +68,7 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
 
 
 def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]]) -> None:
-    """Check that samplers yield every sample once across saved states, at any progress of each rank.
+    """Check that samplers yield every sample once across saved states, however far each rank has come.
 
     Args:
         make, dataset: As in `check_ranks`.
@@ -96,7 +96,7 @@ def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: 
 
 
 def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], done: Sequence[int]) -> None:
-    """Check that ranks taking turns follow one global order, so that a job resumed on other ranks sees the same one.
+    """Check that ranks that take turns follow one global order, so a job resumed on other ranks sees the same order.
 
     Args:
         make: As in `check_ranks`, with a partitioner that deals in turns (`Partitioner.interleaves`).

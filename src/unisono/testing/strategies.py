@@ -1,4 +1,4 @@
-"""Hypothesis strategies for all arguments of collectives. Draw in the driver, and send the values to the ranks.
+"""Hypothesis strategies for all arguments of collectives. Draw in the driver and send the values to the ranks.
 
     @given(data=st.data(), size=strategies.worlds(4), dtype=strategies.dtypes())
     def test_all_reduce(data, size, dtype):
@@ -48,7 +48,7 @@ _CHUNK_BYTES = 4096
 
 
 def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
-    """Return a strategy of numbers of ranks.
+    """Return a strategy for the number of ranks.
 
     Args:
         max_size: The largest number; the smallest is 1.
@@ -62,7 +62,7 @@ def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
 
 
 def calls() -> st.SearchStrategy[str]:
-    """Return a strategy of names of collective methods of a communicator: `unisono.testing.cases.CALLS`.
+    """Return a strategy for names of a communicator's collective methods: `unisono.testing.cases.CALLS`.
 
     Example:
         >>> from hypothesis import find
@@ -73,7 +73,7 @@ def calls() -> st.SearchStrategy[str]:
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Return a strategy of dtypes: floats of 16 to 64 bits, bfloat16, signed integers, uint8, bool, complex64.
+    """Return a strategy for dtypes: floats of 16 to 64 bits, bfloat16, signed integers, uint8, bool, complex64.
 
     Example:
         >>> from hypothesis import find
@@ -84,7 +84,7 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def ops(dtype: torch.dtype) -> st.SearchStrategy[ReduceOp]:
-    """Return a strategy of reduce operations that are defined for a dtype.
+    """Return a strategy for the reduce operations that are defined for a dtype.
 
     Args:
         dtype: Any of `unisono.testing.reference.DTYPES`.
@@ -98,7 +98,7 @@ def ops(dtype: torch.dtype) -> st.SearchStrategy[ReduceOp]:
 
 
 def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CHUNK_BYTES) -> st.SearchStrategy[int]:
-    """Return a strategy of element counts, mostly around the number of ranks and the end of a chunk.
+    """Return a strategy for element counts, mostly around the number of ranks and the chunk size.
 
     Args:
         size: Number of ranks.
@@ -115,7 +115,7 @@ def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CH
 
 
 def layouts() -> st.SearchStrategy[str]:
-    """Return a strategy of memory layouts of a tensor, for `unisono.testing.memory_layouts.place`.
+    """Return a strategy for a tensor's memory layout, for `unisono.testing.memory_layouts.place`.
 
     Example:
         >>> from hypothesis import find
@@ -126,7 +126,7 @@ def layouts() -> st.SearchStrategy[str]:
 
 
 def roots(size: int) -> st.SearchStrategy[int]:
-    """Return a strategy of ranks.
+    """Return a strategy for ranks.
 
     Args:
         size: Number of ranks.
@@ -142,11 +142,11 @@ def roots(size: int) -> st.SearchStrategy[int]:
 def algorithms(
     collective: str, size: int | None = None, *, rounded: bool = True, uneven: bool = True
 ) -> st.SearchStrategy[str | None]:
-    """Return a strategy of the argument `algorithm`: None, or the name of an algorithm of a collective.
+    """Return a strategy for the argument `algorithm`: None, or the name of an algorithm of a collective.
 
     Args:
         collective: A key of `unisono.algorithms.ALGORITHMS`, such as "all_reduce".
-        size: Number of ranks; if not given, only algorithms for any number are drawn.
+        size: Number of ranks; if not given, only algorithms that work for any number are drawn.
         rounded: Whether the call adds or multiplies floating-point numbers.
         uneven: Whether parts may differ in length.
 
@@ -161,7 +161,7 @@ def algorithms(
 
 
 def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
-    """Return a strategy of lists of lengths with a given sum, uneven, with some zeros.
+    """Return a strategy for lists of uneven lengths, some of them zero, with a given sum.
 
     Args:
         size: Number of lengths.
@@ -177,7 +177,7 @@ def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
 
 
 def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
-    """Return a strategy of partitions of ranks into disjoint, non-empty groups, at most 3, each in some order.
+    """Return a strategy for partitions of the ranks into at most 3 disjoint, non-empty groups, each in some order.
 
     Args:
         size: Number of ranks.
@@ -195,7 +195,7 @@ def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
-    """Return a strategy of one-dimensional tensors of any elements, including NaN and infinities, on the CPU.
+    """Return a strategy for one-dimensional CPU tensors of any elements, including NaN and infinities.
 
     Args:
         dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from float16's values.
@@ -220,7 +220,7 @@ def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
 
 
 def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStrategy[list[torch.Tensor]]:
-    """Return a strategy of lists of tensors, one for each rank, all of the same dtype and length.
+    """Return a strategy for lists of tensors, one per rank, all of the same dtype and length.
 
     Args:
         size: Number of ranks.
@@ -238,10 +238,9 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 def inputs(
     draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
 ) -> list[torch.Tensor]:
-    """Return a strategy of lists of tensors, one for each rank, of equal lengths. Ranks and elements shrink as well.
+    """Return a strategy for lists of equally long tensors, one per rank. Number of ranks and elements shrink.
 
-    With `@pytest.mark.ranks("inputs")`, a test runs on as many ranks as its argument `inputs`, drawn from this, has
-    tensors.
+    With `@pytest.mark.ranks("inputs")`, a test runs on one rank per tensor in its argument `inputs`, drawn from this.
 
     Args:
         draw: Passed by Hypothesis.
@@ -260,13 +259,13 @@ def inputs(
 
 @st.composite
 def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int = _CHUNK_BYTES) -> Case:
-    """Return a strategy of collective calls with all their parameters: see `unisono.testing.cases.Case`.
+    """Return a strategy for collective calls with all their parameters: see `unisono.testing.cases.Case`.
 
     Args:
         draw: Passed by Hypothesis.
         size: Number of ranks.
         call: The method; any if None.
-        chunk_bytes: Chunk size of the ranks' communicator, for counts of one more than a chunk.
+        chunk_bytes: Chunk size of the ranks' communicator, used to draw counts just above one chunk.
 
     Example:
         >>> from hypothesis import find

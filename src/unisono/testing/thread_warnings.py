@@ -1,4 +1,4 @@
-"""Warning filters and records for each rank, if ranks are threads of one process."""
+"""Per-rank warning filters and records, for ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "_
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    # Python's C code and other modules go through attributes of the module, and so its class; the module's own
-    # functions use its dictionary.
+    # Python's C code and other modules look up attributes on the module, hence on its class; the module's own functions
+    # use its dictionary.
     module: Any = warnings
     _process.update((name, vars(module)[name]) for name in _NAMES)
     try:

@@ -1,8 +1,9 @@
-"""The torch.distributed environment of a test's rank: its own groups and environment variables.
+"""The torch.distributed environment of a rank in a test: its own groups and environment variables.
 
 Ranks may be threads of this process. So while such a test runs, per-process state of torch and Python becomes
 per-thread: torch's table of groups, its registry of their names, and RANK and the other environment variables of
-torchrun. Threads that a rank starts belong to it. On processes the same groups are made, of the same ranks.
+torchrun. Threads that a rank starts belong to it. If ranks are processes, the same groups are created, with the same
+ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _runs = itertools.count()
 
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-# Properties in torch, which return the process's maps.
+# In torch, these are properties that return the process's maps.
 _Maps: Any = type("_Maps", (type(distributed_c10d._world),), {**dict.fromkeys(_MAPS), "group_count": 0})
 
 
@@ -64,8 +65,8 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        # The tested code may make the default group, as under torchrun; its call replaces the one provided for the
-        # test.
+        # The tested code may make the default group, as under torchrun; its call then replaces the group provided for
+        # the test.
         given = self.given
         if given is not None and sys._getframe(3).f_code.co_name == "init_process_group":
             self.given = None
@@ -99,10 +100,10 @@ class _TorchRank:
     """One rank of a running test.
 
     Args:
-        comm: Its communicator, from which its groups derive.
+        comm: The rank's communicator, from which its groups derive.
         meeting: Address and port of the rendezvous, as torchrun sets them in the environment.
-        timeout_s: Longest wait of an operation.
-        run: Number of the run, part of the names of groups.
+        timeout_s: Maximum wait of an operation, in seconds.
+        run: Number of the run, which is part of group names.
     """
 
     def __init__(self, comm: Communicator, meeting: dict[str, str], timeout_s: float, run: int) -> None:
@@ -116,7 +117,7 @@ class _TorchRank:
         self._run = run
         self._made: Counter[tuple[int, ...]] = Counter()
         self._comms: list[Communicator] = []
-        # Kept, because torch's C++ code holds only its own part of a store.
+        # Kept alive, because torch's C++ code holds only the C++ part of a store.
         self._stores: list[ControlStore] = []
 
     def store(self) -> ControlStore:
@@ -127,7 +128,7 @@ class _TorchRank:
         return self._stores[-1]
 
     def connect(self, ranks: Sequence[int], timeout_s: float) -> JoinedGroup:
-        """Join a new group of these ranks, which all call it; like `Communicator.subgroup`, without the others."""
+        """Join a new group of these ranks, all of which call this; like `Communicator.subgroup`, without the others."""
         engine = engine_of(self.comm)
         members = tuple(ranks)
         self._made[members] += 1
@@ -140,13 +141,13 @@ class _TorchRank:
         return JoinedGroup(comm, engine.control, group)
 
     def fail(self, error: BaseException) -> None:
-        """Report to the other ranks of all groups why this one ends, so that they do not wait for it."""
+        """Tell the other ranks of all groups why this rank ends, so that they do not wait for it."""
         for comm in self._comms:
             comm.__exit__(type(error), error, error.__traceback__)
 
 
 class _RankOfThread:
-    """The rank that this thread belongs to, or the whole process."""
+    """Holder of the rank that this thread belongs to, or that the whole process is."""
 
     process: _TorchRank | None = None
 
@@ -165,11 +166,11 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
     Args:
         ranks: The ranks.
         program: As for `RankPool.run`.
-        timeout_s: Longest wait of an operation, even in groups with a longer timeout.
+        timeout_s: Maximum wait of an operation in seconds, even in groups with a longer timeout.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.
-        Exception: As `RankPool.run`.
+        Exception: As for `RankPool.run`.
     """
     in_process = transport_named(ranks.backend).in_process
     with socket.socket() as probe:
@@ -177,7 +178,7 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     run = 0 if in_process else next(_runs)
 
-    # The test's module determines how it is pickled.
+    # Pickling depends on the test's module.
     @functools.wraps(program)
     def on_rank(comm: Communicator) -> Any:
         return _on_rank(_TorchRank(comm, meeting, timeout_s, run), program)
@@ -208,7 +209,7 @@ def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]
         result = program(rank.comm)
     except BaseException as error:
         rank.fail(error)
-        # Errors at the end of a group must not replace the one that ended the rank.
+        # Errors from destroying a group must not replace the one that ended the rank.
         with suppress(Exception):
             _leave()
         raise
@@ -217,7 +218,7 @@ def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]
 
 
 def _leave() -> None:
-    """Destroy the groups that the tested code has left open."""
+    """Destroy the groups that the tested code left open."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -245,7 +246,7 @@ def _torch_replaced() -> Iterator[None]:
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Context in which torch's C++ code finds groups by thread."""
+    """Context in which torch's C++ code looks up groups per thread."""
     _set_thread_isolation_mode(True)
     try:
         with replaced(_of_threads()):
@@ -286,7 +287,7 @@ def _of_torch() -> list[Replacement]:
 
 
 def _create(description: Any, options: object = None) -> UnisonoGroup:
-    """Make a group on one of its members, as torch describes it."""
+    """Create a group, as described by torch, on one of its members."""
     rank = _thread.rank
     assert rank is not None
     members = description.global_ranks_in_group or range(rank.comm.size)
@@ -329,7 +330,7 @@ def _refused(owner: type, name: str) -> Callable[..., Any]:
         rank = _thread.rank
         # A process forked by a rank, such as a DataLoader worker, shares nothing with other ranks.
         if rank is not None and rank.comm.size > 1 and rank.process == os.getpid():
-            # Without the class's internal module.
+            # Omit the class's internal module.
             shown = f"{owner.__module__}.{owner.__qualname__}"
             raise UnavailableError(f"{shown} {_PROFILES}", rank=rank.comm.rank, size=rank.comm.size)
         return real(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The API of `torch.distributed.rpc` over unisono's calls, for programs written for torch's.
+"""The API of `torch.distributed.rpc` over unisono's calls, for programs written for torch's RPC.
 
     import unisono.interop.torch_rpc as rpc     # in place of torch.distributed.rpc
     from unisono.interop.torch_rpc import (

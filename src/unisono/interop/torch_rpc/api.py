@@ -1,4 +1,4 @@
-"""Start, options, calls and end of a program's RPC, with torch's signatures."""
+"""Startup, options, calls and shutdown of a program's RPC, with torch's signatures."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ __all__ = [
 
 
 class BackendType(enum.Enum):
-    """Torch's RPC backends. Whichever is requested, unisono's own runs."""
+    """Torch's RPC backends. Whichever is requested, unisono's own is used."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 class RpcBackendOptions:
-    """Rendezvous address of the ranks, and timeout of calls.
+    """Rendezvous address of the ranks, and timeout for calls.
 
     Args:
         rpc_timeout: Seconds; 0 for no limit.
@@ -66,7 +66,7 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The same, and the number of functions that may run concurrently.
+    """The same options, plus the number of functions that may run concurrently.
 
     Args:
         num_worker_threads: Number of functions called by other ranks that run here concurrently.
@@ -131,14 +131,15 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Let this process call others and be called. Every rank calls it, with its own name.
+    """Let this process call other processes and be called. Every rank calls it, with its own name.
 
     The options' `init_method` defines the rendezvous, by default "env://": MASTER_ADDR and MASTER_PORT, and RANK and
     WORLD_SIZE unless given here. It is torch's rendezvous: a process group of the program may use the same address,
     before or after.
 
     Raises:
-        RuntimeError: It was called before; ranks do not join; or the arguments are invalid (also a ValueError).
+        RuntimeError: It was called before; some ranks did not join; or the arguments are invalid (then also a
+        ValueError).
         TypeError: The backend or the options are not of torch's class.
     """
     if find_agent() is not None:
@@ -175,11 +176,11 @@ def _meet(init_method: str, rank: int, world_size: int) -> tuple[Communicator, d
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """End this rank's calls.
+    """Shut down RPC on this rank.
 
     Args:
         graceful: Whether to keep serving until all ranks have called this and no call is in flight.
-        timeout: Seconds to wait for that; 0 for no limit.
+        timeout: Maximum wait for that in seconds; 0 for no limit.
     """
     agent = current_agent()
     comm, _store = _made.pop(agent, (None, None))
@@ -213,13 +214,13 @@ def rpc_async(
 def remote(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rpc.RRef[Any]:
-    """The same as `rpc_sync`, but leave the result on its rank: return a reference to it immediately."""
+    """The same as `rpc_sync`, but leave the result on that rank, and return a reference to it immediately."""
     with as_in_torch():
         return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
 
 
 def get_worker_info(worker_name: str | None = None) -> rpc.WorkerInfo:
-    """Return the name and number of a rank; of this one if None."""
+    """Return the name and number of a rank (this rank if None)."""
     with as_in_torch():
         return rpc.get_worker_info(worker_name)
 

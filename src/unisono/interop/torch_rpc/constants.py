@@ -1,4 +1,4 @@
-"""Torch's special timeouts, and its error classes where unisono's differ."""
+"""Torch's special timeouts, and torch's error classes where unisono's differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOREVER_S = 3.0e8
 
 
 def seconds(timeout: Timeout | None) -> float | None:
-    """Convert torch's timeout to unisono's: in torch -1 is the default, and 0 is no limit.
+    """Convert torch's timeout to unisono's: in torch, -1 means the default and 0 means no limit.
 
     Example:
         >>> seconds(-1.0), seconds(2.5), seconds(0) > 1e8
@@ -40,7 +40,7 @@ def seconds(timeout: Timeout | None) -> float | None:
 
 
 class ArgumentError(RuntimeError, ValueError):
-    """Error for an argument that torch refuses with a RuntimeError, and unisono with a ValueError."""
+    """Raised for an argument that torch rejects with a RuntimeError and unisono with a ValueError."""
 
 
 @contextmanager

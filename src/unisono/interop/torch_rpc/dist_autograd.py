@@ -1,4 +1,4 @@
-"""`torch.distributed.autograd`, and `torch.distributed.optim.DistributedOptimizer`, which steps in its contexts."""
+"""`torch.distributed.autograd`, and `torch.distributed.optim.DistributedOptimizer`, which uses its contexts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DistributedOptimizer", "backward", "checked", "context", "get_gradie
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record tensors that cross ranks, for `backward`; yield the context's number. RuntimeError inside another one."""
+    """Record tensors that cross ranks, for `backward`; yield the context's number. Must not be nested."""
     if rpc.context.context.get() != NO_CONTEXT:
         raise RuntimeError(
             "there is an autograd context in this thread already; leave it before entering another context"
@@ -33,7 +33,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
     Raises:
         TypeError: The roots are not a list of tensors.
-        RuntimeError: No such context, an invalid root, or a function that failed in its backward.
+        RuntimeError: There is no such context, a root is invalid, or a function's backward failed.
     """
     checked(context_id)
     if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor) for root in roots):
@@ -45,7 +45,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradient of each leaf of this rank. Raises RuntimeError for a context that is unknown here."""
+    """Return the gradient of each leaf on this rank. Raises RuntimeError for a context that is unknown here."""
     return autograd.get_gradients(checked(context_id))
 
 
@@ -64,9 +64,9 @@ class DistributedOptimizer(rpc.DistributedOptimizer):
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer`.
         params_rref: References to parameters.
-        args, kwargs: Arguments of the optimizer.
+        args, kwargs: Arguments for the optimizer.
     """
 
     def step(self, context_id: int) -> None:
-        """Make a step with the gradients of a context. Raises RuntimeError if there is no such context."""
+        """Do one step with the gradients of a context. Raises RuntimeError if there is no such context."""
         super().step(checked(context_id))

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RRef(rpc.RRef[T]):
-    """A reference to an object that remains on the rank that owns it.
+    """A reference to an object that stays on the rank that owns it.
 
     Args:
         value: An object of this rank.
@@ -63,7 +63,7 @@ class RRef(rpc.RRef[T]):
 
 
 class _Remote:
-    """Methods of another rank's object, whose results remain there. As in torch, first check that the method exists."""
+    """Methods of another rank's object, whose results stay there. As in torch, first check that the method exists."""
 
     def __init__(self, rref: RRef[Any], timeout: Timeout | None) -> None:
         self._rref = rref

@@ -21,12 +21,12 @@ class RemoteModule(nn.Module):
     Args:
         remote_device: Rank and device: "worker1", "worker1/cpu", "rank:1/cuda:0"; the device is "cpu" if none is given.
         module_cls: The module's class.
-        args, kwargs: Its arguments.
+        args, kwargs: Arguments for the module's constructor.
         _module_interface_cls: Torch's argument for TorchScript, which is not supported.
 
     Attributes:
         on: Name of the rank.
-        device: Device of the module there.
+        device: The module's device on that rank.
         module_rref: Reference to the module.
     """
 

@@ -6,10 +6,10 @@
         grads = un.rpc.autograd.get_gradients(ctx)
 
 Within a context, tensors with a history in arguments or results of calls are recorded on both sides. Gradients are kept
-in the context, on the rank of each leaf, and never in `.grad`, so passes of several ranks over shared parameters do not
-mix. A leaf's hooks (tensor hooks, post-accumulate hooks, those of `DistributedDataParallel` and `GradientAverager`) run
-once in a pass, with the sum over all messages. What they leave in `.grad` becomes the gradient, and `.grad` is
-restored.
+in the context, on the rank of each leaf, and never in `.grad`, so passes started by several ranks over shared
+parameters do not mix. A leaf's hooks (tensor hooks, post-accumulate hooks, and those of `DistributedDataParallel` and
+`GradientAverager`) run once per pass, with the sum over all messages. Whatever they leave in `.grad` becomes the
+gradient, and `.grad` is then restored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["backward", "context", "get_gradients"]
 def context() -> Iterator[int]:
     """Record tensors that cross ranks, for `backward`.
 
-    Functions called within the context run in it as well, on any rank, and so do callbacks of `rpc_async` futures. When
+    Remote functions called within the context, and callbacks of `rpc_async` futures, run in it as well. When
     the context ends, all ranks discard the record and the gradients.
 
     Yields: The context's number, which may be sent to other ranks.
@@ -62,22 +62,22 @@ def context() -> Iterator[int]:
 
 
 def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Back-propagate from some tensors, over all ranks involved. Returns when all are done.
+    """Back-propagate from some tensors through all ranks involved. Returns when all are done.
 
     Args:
         context: The number of the context in which they were computed.
-        roots: Tensors of this rank, with one element each.
+        roots: Tensors on this rank, with one element each.
         retain_graph: Whether to keep the graph for another pass.
 
     Raises:
         TypeError: A root is not a tensor; for references, use their `backward`.
         ValueError: There is no root, or one has several elements or no history.
         CommError: There is no such context.
-        RuntimeError: The graph is gone, because an earlier pass did not retain it; or a tensor was received in another
-            context.
+        RuntimeError: The graph was freed by an earlier pass that did not retain it, or a tensor was received in another
+        context.
         PeerLostError: A rank on the path of the gradients has died.
 
-    Cost: one round trip for each message passed backward, and one more to discover these.
+    Cost: one round trip per message traversed backward, and one more per message to discover it.
     """
     start(find(context), roots, retain_graph)
 

@@ -26,7 +26,7 @@ class Context:
     """One rank's part of a context.
 
     Args:
-        number: Number of the context, the same on every rank.
+        number: The context's number, the same on every rank.
         leaves: Leaves of all contexts of this rank.
 
     Attributes:
@@ -80,7 +80,7 @@ class DistributedPass:
     """One backward pass on one rank.
 
     Args:
-        context: Context that it is part of.
+        context: Context that the pass belongs to.
         retain_graph: Whether the graph is kept for another pass.
     """
 
@@ -94,7 +94,7 @@ class DistributedPass:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def join(self, number: int, output: Output) -> list[RecvRecord]:
-        """Add an output that gradients will flow back from. Return the messages not yet queried."""
+        """Add an output that gradients will flow back from. Return the messages that have not been queried yet."""
         self._outputs[number] = output
         triggers = {id(trigger) for record in output.received for trigger in record.triggers}
         self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
@@ -126,7 +126,7 @@ class DistributedPass:
 
         Args:
             number: Number of the output.
-            gradients: Gradients of its tensors; None for the roots (gradient 1).
+            gradients: Gradients of the output's tensors; None for the roots (gradient 1).
         """
         context = self._context
         output = self._outputs[number]
@@ -162,7 +162,7 @@ class DistributedPass:
                 raise
             raise RuntimeError(f"{GRAPH_GONE} ({error})") from None
         for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
-            # A trigger, which represents a message, has none.
+            # Triggers, which represent messages, get no gradient.
             if gradient is not None:
                 known = self._gradients.get(leaf)
                 self._gradients[leaf] = gradient if known is None else known + gradient
@@ -177,7 +177,7 @@ class DistributedPass:
 
 
 def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> Gradients:
-    """Copy gradients to separate memory: autograd may return one tensor for all terms of a sum, or expanded ones."""
+    """Copy gradients to separate memory: autograd may return one tensor for all terms of a sum, or views."""
     taken = {_memory(other) for other in others if other is not None}
     apart: Gradients = []
     for gradient in found:

@@ -2,9 +2,9 @@
 
 A message between ranks is an edge of the graph: gradients return to the sender of its tensors once everything that the
 receiver computed from them has been back-propagated. The number of contributions is determined first: starting from the
-roots, each rank walks its graph from the queried outputs to the messages that they were computed from, and queries the
+roots, each rank walks its graph from the queried outputs to the messages from which they were computed, and queries the
 senders (`discover`). So tensors that were sent but never used block nothing, and each gradient is sent once. In both
-phases, a call is answered once all calls that it caused are, so when the first one returns, everything is done.
+phases, a call is answered only after all the calls it caused, so when the first one returns, everything is done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 def current_contexts() -> Contexts:
-    """Return the contexts of this thread's agent."""
+    """Return the contexts known to this thread's agent."""
     found = current_agent().contexts
     assert isinstance(found, Contexts)
     return found
@@ -83,7 +83,7 @@ def _checked(roots: Any) -> list[torch.Tensor]:
 def discover(
     number: int, name: tuple[int, int], messages: Sequence[int], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """Announce gradients to the sender of some messages. Answered once all earlier senders are notified as well."""
+    """Announce gradients to the sender of some messages. Answered once all senders further back have been notified."""
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
@@ -147,7 +147,7 @@ def _flow(
 
 
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Complete when all futures have, with the first error, if any. Torch's own version would change the error."""
+    """Return a future of all these, which fails with the first error. Torch's own version alters the error."""
     done: torch.futures.Future[Any] = torch.futures.Future()
     left = itertools.count(len(futures) - 1, -1)
     errors = list[Exception]()
@@ -221,7 +221,7 @@ class Contexts:
         return found
 
     def discard(self, number: int) -> None:
-        """Discard a context that has ended, and notify the ranks to which this rank has passed it."""
+        """Discard a context that has ended, and notify the ranks to which this rank announced it."""
         with self._lock:
             found = self._open.pop(number, None)
             self._ended[number] = None
@@ -231,7 +231,7 @@ class Contexts:
             self._send(peer, DISCARD, number)
 
     def lose(self, peer: int) -> None:
-        """Discard the contexts that a lost rank began."""
+        """Discard the contexts that a lost rank opened."""
         for number in list(self._open):
             if number >> _RANK_BITS == peer:
                 self.discard(number)

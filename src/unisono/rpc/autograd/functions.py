@@ -1,4 +1,4 @@
-"""The two ends of a message in the graph of autograd: where tensors are sent, and where they are received."""
+"""The two ends of a message in the autograd graph: where tensors are sent, and where they are received."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class SendRecord:
     """Tensors sent in one message.
 
     Attributes:
-        token: A tensor with their combined history at the time they were sent.
-        gradients: Gradient of each of them, set before `token` is back-propagated.
+        token: A tensor with the combined history of the sent tensors at the time they were sent.
+        gradients: Gradient of each sent tensor, set before back-propagating from `token`.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class RecvRecord:
     """Tensors received in one message.
 
     Attributes:
-        peer, message: Its sender, and its number there.
-        triggers: For each tensor, the leaf before it in the graph.
+        peer, message: The sender, and the message's number there.
+        triggers: For each tensor, the leaf that precedes it in the graph.
         found: Gradients stored by a backward pass, by the tensor's index in the message.
     """
 
@@ -70,7 +70,7 @@ class _RecvBackward(torch.autograd.Function):
 
 
 def departure(tensors: list[torch.Tensor]) -> SendRecord:
-    """Record tensors that are sent, in this order."""
+    """Record tensors being sent, in this order."""
     record = SendRecord()
     with torch.enable_grad():
         record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
@@ -102,7 +102,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """Yield all nodes behind these in the graph, each once."""
+    """Yield all graph nodes reachable from these, each once."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

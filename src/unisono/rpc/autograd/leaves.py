@@ -23,14 +23,14 @@ class Leaves:
     """Leaves of all contexts of one rank.
 
     A backward pass over ranks reaches a leaf once per message, but its hooks must run once, with the sum. So a pass
-    collects gradients with the leaves' hooks disabled, and runs each leaf's AccumulateGrad node at its end: tensor
-    hooks, post-accumulate hooks, and those of DistributedDataParallel see the same as in a local `backward()`. The
+    collects gradients with the leaves' hooks disabled, and runs each leaf's AccumulateGrad node at the end: tensor
+    hooks, post-accumulate hooks and those of DistributedDataParallel see the same as in a local `backward()`. The
     user's p.grad is saved and restored.
 
-    One lock serialises computation. It is not held during hooks, because those that average gradients may wait for
-    other ranks, which may need this rank: then only these hooks' leaves are in use. A local `backward()` in another
-    thread waits for a CPU leaf before adding to it. On other devices hooks run in autograd's threads, and it does not
-    wait.
+    One lock serialises computation. It is not held while hooks run, because hooks that average gradients may wait for
+    other ranks, which may need this rank; meanwhile only the leaves of these hooks are in use. A local `backward()` in
+    another thread waits for a CPU leaf before adding to it. On other devices, hooks run in autograd's threads, and the
+    local pass does not wait.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Leaves:
         self._adding: dict[int, int] = {}
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Make local passes wait at these leaves from now on, while they are in use here."""
+        """From now on, make local passes wait at these leaves while they are in use here."""
         for leaf in leaves:
             with self._lock:
                 if leaf.is_cpu and leaf not in self._watched:
@@ -60,7 +60,7 @@ class Leaves:
 
     @contextmanager
     def _alone(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context that uses leaves exclusively."""
+        """Context with exclusive use of some leaves."""
         here = threading.get_ident()
         numbers = [id(leaf) for leaf in leaves]
         with self._freed:
@@ -72,7 +72,7 @@ class Leaves:
             until = clock.now() + _PATIENCE_S
             while any(self._adding.get(number, here) != here for number in numbers):
                 if clock.now() > until:
-                    # A pass has failed between the two hooks, in a user's hook.
+                    # A pass failed between the two hooks, in a user's hook.
                     self._adding.clear()
                 # Let other threads continue.
                 time.sleep(1e-5)
@@ -105,21 +105,21 @@ class Leaves:
             return torch.autograd.grad(outputs, leaves, starts, retain_graph=retain_graph, allow_unused=True)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Run each leaf's AccumulateGrad node with its gradient; return copies of p.grad as the hooks leave it.
+        """Run each leaf's AccumulateGrad node with its gradient; return copies of p.grad as left by the hooks.
 
         The user's p.grad is restored afterwards, even if a hook raises.
         """
         leaves = [leaf for leaf in gradients if leaf.requires_grad]
         with self.swapped(leaves):
             torch.autograd.backward(leaves, [gradients[leaf] for leaf in leaves])
-            # It may be part of a bucket, which the next pass overwrites.
+            # p.grad may be part of a bucket, which the next pass overwrites.
             return {leaf: leaf.grad.detach().clone() for leaf in leaves if leaf.grad is not None}
 
     @contextmanager
     def swapped(
         self, leaves: Sequence[torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Replace p.grad of some leaves temporarily with these gradients or None."""
+        """Temporarily replace p.grad of some leaves with these gradients or None."""
         with self._alone(leaves):
             before = [leaf.grad for leaf in leaves]
             try:
@@ -150,7 +150,7 @@ def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Ite
 def _elsewhere(
     hooks: Sequence[Callable[..., Any]], lock: threading.RLock, on_cpu: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that runs these in threads other than this one."""
+    """Return a hook that runs these only in threads other than this one."""
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Conformance checks of every transport: plain functions of a `World`, in families."""
+"""Conformance checks for every transport: plain functions that take a `World`, grouped into families."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CHECKS: tuple[Check, ...] = (
 class TransportConformance:
     """Base class for a transport's tests: pytest collects one test for each check.
 
-    Takes four ranks and about ten seconds. Override the method of a check that a transport cannot meet, preferably with
-    one that states the reason.
+    Takes four ranks and about ten seconds. If a transport cannot pass a check, override that check's method, preferably
+    with one that states the reason.
 
     Attributes:
         backend: The name of the transport.

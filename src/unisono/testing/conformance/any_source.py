@@ -47,7 +47,7 @@ def _is_offered(comm: Communicator) -> bool:
 
 @_where_offered
 def receive_any_gets_each_message_once(world: World) -> None:
-    """Each message of any length arrives once, in order for each sender; the receiver gets the sender's rank."""
+    """Each message, of any length, arrives once and in order per sender; the receiver gets the sender's rank."""
 
     def program(comm: Communicator, count: int) -> list[tuple[int, float]]:
         got = []
@@ -96,7 +96,7 @@ def receive_any_starves_no_sender(world: World) -> None:
 
 @_where_offered
 def receive_any_is_served_in_order(world: World) -> None:
-    """Receives posted before any send match in posting order, in whatever order they are waited for."""
+    """Receives posted before any send match in posting order, regardless of the order of the waits."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * _EACH)
@@ -144,7 +144,7 @@ def probe_consumes_nothing(world: World) -> None:
 
 @_where_offered
 def receive_any_separates_tags_and_subgroups(world: World) -> None:
-    """A receive ignores messages of another tag or sub-group; ranks are the sub-group's."""
+    """A receive ignores messages with another tag or from another sub-group; ranks are those of the sub-group."""
 
     def program(comm: Communicator) -> list[tuple[int, float]]:
         got = numbers(comm, -1)
@@ -218,7 +218,7 @@ def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
 
 @_where_offered
 def receive_any_ends_with_an_error(world: World) -> None:
-    """The receive fails on abort, on a mismatched message (the sender may see the error) and when no peer is left."""
+    """The receive fails on abort, on a mismatched message (the sender may get the error) and when no peer is left."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
         aborted = comm.dup()
@@ -253,7 +253,7 @@ def receive_any_ends_with_an_error(world: World) -> None:
 
 @_where_offered
 def receive_any_reports_a_lost_sender(world: World) -> None:
-    """A failed rank ends the wait even if others could still send, and is the error's `peer`; also for probes."""
+    """A failed rank ends the wait, or the probe, even if others could still send, and is the error's `peer`."""
 
     def program(comm: Communicator, probes: bool, never_s: float) -> int:
         if comm.rank == 1:

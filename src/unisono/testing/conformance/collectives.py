@@ -1,4 +1,4 @@
-"""Laws of collectives: each equals its plain reference for all arguments; see `unisono.testing.cases`."""
+"""Laws of collectives: each result equals the plain reference for all arguments; see `unisono.testing.cases`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def barrier_waits_for_all_ranks(world: World) -> None:
 
 
 def objects_arrive_on_all_ranks(world: World) -> None:
-    """The four object collectives carry plain values of different lengths, from and to each rank."""
+    """The four object collectives transfer plain values of different lengths, from and to each rank."""
 
     def program(comm: Communicator) -> list[object]:
         mine = {"rank": comm.rank, "text": "é" * comm.rank, "tensor": torch.arange(comm.rank), "nothing": None}
@@ -168,7 +168,7 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
     """Yield error-prone counts for each algorithm, with everything else drawn at random, reproducibly.
 
-    A named algorithm gets half of the counts with an odd number of ranks, and the others with an even one.
+    A named algorithm runs half of the counts on an odd number of ranks, and the other half on an even number.
     """
     chance = Random(f"{call} {size}")
     family = COLLECTIVES[call].family

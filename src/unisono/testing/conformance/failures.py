@@ -23,11 +23,11 @@ __all__ = [
 
 
 def abort_ends_every_wait(world: World) -> None:
-    """Ranks in any kind of wait get `AbortedError` with the reason, and soon."""
+    """Ranks in any kind of wait promptly get an `AbortedError` with the reason."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
         part = comm.dup()
-        # In flight on every rank except the aborting one, before the abort.
+        # Before the abort, in flight on every rank except the aborting one.
         works = {
             0: lambda: part.irecv(numbers(comm, 0), 3),
             1: lambda: part.barrier(async_op=True),

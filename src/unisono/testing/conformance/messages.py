@@ -74,7 +74,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
 
 
 def tags_are_separate(world: World) -> None:
-    """A receive gets a message with its tag, whatever was sent before; a backend without tags raises an error."""
+    """A receive gets the message with its tag, whatever was sent before; a backend without tags raises an error."""
 
     def program(comm: Communicator) -> list[float] | str:
         tags = [0, 1, 7, 2**24 - 1]
@@ -97,7 +97,7 @@ def tags_are_separate(world: World) -> None:
 
 
 def peers_are_separate(world: World) -> None:
-    """A receive gets a message from the rank that it names, whichever rank sent first."""
+    """A receive gets its message from the rank it names, whichever rank sent first."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, -1, -1, -1, -1)
@@ -139,7 +139,7 @@ def messages_and_collectives_are_separate(world: World) -> None:
 
 
 def batch_does_not_deadlock(world: World) -> None:
-    """All ranks may send and receive at the same time, more data than any buffer holds."""
+    """All ranks may send and receive more data than any buffer holds, at the same time."""
 
     def program(comm: Communicator) -> list[float]:
         count = 1 << 18
@@ -170,7 +170,7 @@ def batch_keeps_its_order(world: World) -> None:
 
 
 def messages_to_oneself_arrive(world: World) -> None:
-    """Messages to oneself arrive, by tag and in order, beside others', as in a periodic halo exchange on few ranks."""
+    """Messages to oneself arrive by tag and in order, alongside others, as in a periodic halo exchange on few ranks."""
 
     def program(comm: Communicator) -> list[list[float]]:
         mine = comm.rank
@@ -236,7 +236,7 @@ def every_dtype_arrives_bitwise(world: World) -> None:
 
 
 def long_messages_arrive(world: World) -> None:
-    """Messages arrive at lengths around the thresholds of backends."""
+    """Messages of lengths around the backends' thresholds arrive."""
 
     def program(comm: Communicator) -> list[int]:
         wrong = []
@@ -277,13 +277,13 @@ def strided_messages_arrive(world: World) -> None:
 
 
 def receive_of_wrong_size_is_rejected(world: World) -> None:
-    """A length or dtype other than the sender's raises `MismatchError` on the receiver, and no process dies."""
+    """A length or dtype that differs from the sender's raises `MismatchError` on the receiver; no process dies."""
 
     def program(comm: Communicator, sent: int, count: int, dtype: torch.dtype) -> str:
         part = comm.dup()
         try:
             if part.rank == 0:
-                # The sender may see the error, or have completed already.
+                # The sender may get the error, or have completed already.
                 part.isend(torch.ones(sent, device=comm.device), 1)
             else:
                 part.recv(torch.zeros(count, dtype=dtype, device=comm.device), 0)

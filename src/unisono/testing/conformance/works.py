@@ -1,4 +1,4 @@
-"""Laws of works: the state that the handle of an operation in flight reports, and when."""
+"""Laws of works: which state the handle of an operation in flight reports, and when."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def work_completes_without_polling(world: World) -> None:
 
 
 def future_completes_without_polling(world: World) -> None:
-    """`get_future` completes without a wait for the work, and the message has then arrived; also for collectives."""
+    """`get_future` completes without a wait on the work, and the message has then arrived; also for collectives."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)
@@ -126,7 +126,7 @@ def future_completes_without_polling(world: World) -> None:
 
 
 def works_can_be_waited_for_in_any_order(world: World) -> None:
-    """Works may also be waited for repeatedly, or after completion is known."""
+    """Works may also be waited for repeatedly, or after they are known to be complete."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * 5)

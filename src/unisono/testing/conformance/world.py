@@ -48,12 +48,12 @@ class World:
 
     @property
     def soon_s(self) -> float:
-        """Seconds within which any operation that need not wait has long completed."""
+        """Seconds within which any operation that does not block has long completed."""
         return resolve_timeout(self.timeout) / 2
 
     @property
     def never_s(self) -> float:
-        """Seconds of a wait that another event must end: longer than `soon_s`, shorter than any other wait."""
+        """Timeout in seconds for a wait that another event must end: longer than `soon_s`, shorter than others."""
         return 0.9 * resolve_timeout(self.timeout)
 
     def run(
@@ -104,7 +104,7 @@ def wait_all(works: Iterable[Work]) -> None:
 
 
 def until(done: Callable[[], bool], within_s: float) -> None:
-    """Assert that something is done in time without a wait for it."""
+    """Assert that something completes in time without being waited for."""
     deadline = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
@@ -112,7 +112,7 @@ def until(done: Callable[[], bool], within_s: float) -> None:
 
 
 def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the text of the error that the call raises, which must be of this kind and have its rank set."""
+    """Return the message of the error that the call raises, which must be of this class and have its rank set."""
     try:
         call()
     except kind as error:

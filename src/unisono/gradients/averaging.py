@@ -315,7 +315,7 @@ class Averaging(PassOwner):
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
         # With several models, nothing is sent before the end of the pass, where all ranks follow the same order. If a
         # rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait for it to be
-        # repeated, although an earlier model has already finished.
+        # repeated, although an earlier model's pass has already finished.
         early = len(self._watch.peers) == 1
         # Last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")

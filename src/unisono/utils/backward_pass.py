@@ -243,7 +243,7 @@ def _is_ahead(parameter: torch.Tensor) -> bool:
     """Return whether the running graph task adds to a parameter's gradient."""
     if not parameter.requires_grad:
         return False
-    # Torch has no other way to get at the node of a leaf than a view. A freed view refuses any use by its class.
+    # Torch gives access to a leaf's node only through a view. The class of a freed parameter refuses any use.
     with torch.enable_grad(), torch.DisableTorchFunctionSubclass():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None

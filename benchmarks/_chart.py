@@ -102,7 +102,7 @@ def speed() -> str:
     measured = f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {runs[0].machine}" if runs else "not measured yet"
     row, top = 24, 56
     height = top + row * max(len(steps), len(reduces), 1) + 40
-    parts = [pictures.text(0, 16, "Time beside torch's on the same machine: shorter is faster, the line is torch's")]
+    parts = [pictures.text(0, 16, "Time relative to torch on the same machine: shorter is faster, the line is torch")]
     for left, name, title, bars in (
         (0, 150, "training step, over DDP on gloo", steps),
         (380, 100, "all_reduce, 2 ranks, over gloo", reduces),

@@ -1,4 +1,4 @@
-"""Differentiable collectives. The gradient of each is computed with its adjoint, another collective."""
+"""Differentiable collectives. The gradient of each is computed with its adjoint, which is itself a collective."""
 
 from unisono.autograd.collectives import (
     all_gather,

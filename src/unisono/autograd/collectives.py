@@ -41,7 +41,7 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
     any dimension.
 
     Args:
-        tensor: Of a floating or complex dtype, of one shape on all ranks.
+        tensor: Tensor of a floating-point or complex dtype, with the same shape on all ranks.
         comm: The communicator.
 
     Returns:
@@ -49,7 +49,7 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
 
     Raises:
         ValueError: The dtype has no gradient.
-        MismatchError: Ranks make different calls, also in a backward pass.
+        MismatchError: Ranks make different calls, in the forward or a backward pass.
 
     Cost: as `Communicator.all_gather`; in backward, as `reduce_scatter`.
 
@@ -74,7 +74,7 @@ def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
     Args:
-        tensor: Tensor of a floating or complex dtype. Its first dimension may differ between ranks.
+        tensor: Tensor of a floating-point or complex dtype. Its first dimension may differ between ranks.
         comm: The communicator.
 
     Returns:
@@ -98,12 +98,12 @@ def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor
 
 
 def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return on rank r every rank's `tensors[r]`, in rank order. Collective.
+    """Return, on rank r, every rank's `tensors[r]`, in rank order. Collective.
 
     The gradients are exchanged in the same way.
 
     Args:
-        tensors: One tensor per rank, of one floating or complex dtype, and one shape on all ranks.
+        tensors: One tensor per rank, of one floating-point or complex dtype, with the same shape on all ranks.
         comm: The communicator.
 
     Returns:
@@ -131,7 +131,7 @@ def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[t
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
     Args:
-        tensors: One tensor per rank, of one floating or complex dtype. Their first dimensions may differ.
+        tensors: One tensor per rank, of one floating-point or complex dtype. Their first dimensions may differ.
         comm: The communicator.
 
     Returns:
@@ -165,9 +165,9 @@ def all_to_all_single(
     The gradients are exchanged in the same way, with the sizes transposed.
 
     Args:
-        tensor: Of a floating or complex dtype, with at least one dimension.
+        tensor: Tensor of a floating-point or complex dtype, with at least one dimension.
         comm: The communicator.
-        output_split_sizes: Number of rows from each rank. If None, equal parts, of as many rows as `tensor` in total.
+        output_split_sizes: Number of rows from each rank. If None, equal parts, with as many rows in total as `tensor`.
         input_split_sizes: Number of rows for each rank; equal parts if None.
 
     Returns:
@@ -175,7 +175,7 @@ def all_to_all_single(
 
     Raises:
         ValueError: The dtype has no gradient, or the sizes do not fit.
-        MismatchError: Two ranks disagree about the number of rows that one sends the other.
+        MismatchError: Two ranks disagree about the number of rows that one sends to the other.
 
     Example:
         >>> def program(comm):
@@ -227,7 +227,7 @@ def all_reduce(
     ranks' elements.
 
     Args:
-        tensor: Of a floating or complex dtype, with as many elements on every rank.
+        tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank.
         comm: The communicator.
         op: sum, avg, product, min, max.
         scale: As for `Communicator.all_reduce`. The gradient is also scaled.
@@ -236,11 +236,11 @@ def all_reduce(
         A new tensor of the same shape.
 
     Raises:
-        ValueError: The dtype or `op` has no gradient, or cannot be scaled.
-        MismatchError: Ranks make different calls, also in a backward pass.
+        ValueError: The dtype or `op` has no gradient, or the dtype cannot be scaled.
+        MismatchError: Ranks make different calls, in the forward or a backward pass.
 
-    Cost: as `Communicator.all_reduce`, and the same again in backward: twice the bytes for "min" and "max", p times the
-    bytes for "product".
+    Cost: as `Communicator.all_reduce`, and the same again in backward: with twice the bytes for "min" and "max", and p
+    times the bytes for "product".
 
     Example:
         >>> def program(comm):
@@ -271,7 +271,7 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
     Args:
         tensor, comm: As for `all_reduce`.
         op: sum, avg.
-        dst: Rank that gets the sum. It may be passed before `op`, as for `Communicator.reduce`.
+        dst: Rank that gets the sum. It may precede `op`, as in `Communicator.reduce`.
 
     Returns:
         A new tensor of the same shape.
@@ -296,13 +296,13 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
 
 
 def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
-    """Return the sum of every rank's `tensors[r]` on rank r. Collective.
+    """Return, on rank r, the sum of every rank's `tensors[r]`. Collective.
 
     The gradient of each `tensors[r]` is the gradient of rank r's result.
 
     Args:
-        tensors: One tensor per rank, of one floating or complex dtype. Shapes may differ within the list, but the list
-            has the same shapes on all ranks.
+        tensors: One tensor per rank, of one floating-point or complex dtype. Shapes may differ within the list, but
+            must be the same on all ranks.
         comm: The communicator.
         op: sum, avg.
 
@@ -343,8 +343,8 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
     The gradient on rank `src` is the sum of all ranks' gradients; it is zero on the other ranks.
 
     Args:
-        tensor: Of a floating or complex dtype, with as many elements on every rank; only rank `src`'s elements are
-            used.
+        tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank; only rank
+            `src`'s elements are used.
         comm: The communicator.
         src: Rank whose tensor is sent.
 
@@ -353,7 +353,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
 
     Raises:
         ValueError: The dtype has no gradient.
-        MismatchError: Ranks make different calls, also in a backward pass.
+        MismatchError: Ranks make different calls, in the forward or a backward pass.
 
     Cost: as `Communicator.broadcast`; in backward, as `reduce`.
 
@@ -378,7 +378,7 @@ def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Te
     The gradient of rank r's tensor is the gradient of entry r on rank `dst`; the other ranks' gradients are ignored.
 
     Args:
-        tensor: Of a floating or complex dtype, of one shape on all ranks.
+        tensor: Tensor of a floating-point or complex dtype, with the same shape on all ranks.
         comm: The communicator.
         dst: Rank that receives.
 
@@ -405,13 +405,13 @@ def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Te
 
 
 def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> torch.Tensor:
-    """Return rank `src`'s `tensors[r]` on rank r. Collective.
+    """Return, on rank r, rank `src`'s `tensors[r]`. Collective.
 
     The gradient of rank `src`'s `tensors[r]` is the gradient of rank r's result; it is zero on the other ranks.
 
     Args:
-        tensors: One tensor per rank, of one floating or complex dtype, and one shape on all ranks. Only rank `src`'s
-            elements are used.
+        tensors: One tensor per rank, of one floating-point or complex dtype, with the same shape on all ranks. Only
+            rank `src`'s elements are used.
         comm: The communicator.
         src: Rank that sends.
 
@@ -438,21 +438,21 @@ def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> to
 def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> torch.Tensor:
     """Send a tensor to rank `dst`, which calls `recv`; return an empty tensor that represents it in the graph.
 
-    The gradient is the gradient of rank `dst`'s result. The receiver's backward pass sends it, so this rank's must
-    include the token: add `token.sum()`, which is 0, to the loss.
+    The gradient is the gradient of rank `dst`'s result. The receiver's backward pass sends it, so this rank's backward
+    pass must include the token: add `token.sum()`, which is 0, to the loss.
 
     Args:
-        tensor: Of a floating or complex dtype.
+        tensor: Tensor of a floating-point or complex dtype.
         comm: The communicator.
         dst: Another rank.
         tag: As for `Communicator.send`.
 
     Returns:
-        The token: a tensor of the same dtype, without elements.
+        The token: a tensor of the same dtype without elements.
 
     Raises:
         ValueError: The dtype has no gradient.
-        MismatchError: The receiver's backward pass sends the gradients of several messages in another order.
+        MismatchError: The receiver's backward pass sends the gradients of several messages in a different order.
 
     Example:
         >>> def program(comm):
@@ -473,7 +473,7 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
 def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> torch.Tensor:
     """Return the tensor that rank `src` sends with `send`.
 
-    The backward pass sends the gradient of the result back.
+    The backward pass sends the result's gradient back.
 
     Args:
         tensor: Tensor of the shape, dtype and device to receive. Its elements are not used, and its gradient is zero.
@@ -511,7 +511,7 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
 def _flat_list(
     tensors: Sequence[torch.Tensor], comm: Communicator, name: str, *, alike: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return one tensor per rank as one flat tensor, and their numbers of elements.
+    """Return one tensor per rank as a single flat tensor, and their numbers of elements.
 
     With `alike`, all must have the same shape.
     """
@@ -533,7 +533,7 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
     """Return the shapes of the tensors that this rank receives. Collective.
 
     Args:
-        tensors: Tensors, as for the method of `Communicator`.
+        tensors: Tensors, as for the `Communicator` method.
         comm: The communicator.
         name: Name of the method, all_gather_v or all_to_all_v.
     """

@@ -1,4 +1,4 @@
-"""A collective on flat tensors as a custom operator, for autograd and compilers, and its adjoint."""
+"""A collective on flat tensors as a custom operator for autograd and compilers, and its adjoint."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def _call(
 
     Args:
         x: One-dimensional tensor; for a collective that scatters, the parts for all ranks in order.
-        order: Tensor that compilers regard as written to, so that they keep the order of calls.
-        receipt: In a backward pass, the receipt of the forward call, which ranks compare.
+        order: Tensor that compilers consider to be written to, so that they keep the order of calls.
+        receipt: In a backward pass, the receipt of the forward call; ranks compare these.
         name: Name of the collective, or "send" or "recv".
         handle: Handle of the communicator.
         op: Name of the reduction, if there is one.
         root: The root, or the peer of a message; -1 if none.
         tag: Tag of a message.
-        sends: Numbers of elements of the parts of `x`.
-        receives: Numbers of elements of the parts of the result.
+        sends: Number of elements in each part of `x`.
+        receives: Number of elements in each part of the result.
 
     Returns:
         A new one-dimensional tensor, of zeros if the collective has no result for this rank; and the number and line of
@@ -100,7 +100,7 @@ def _collective(
 def _sides(
     what: Any, x: torch.Tensor, y: torch.Tensor, sends: list[int], receives: list[int], rank: int, root: int
 ) -> tuple[Any, Any]:
-    """Return the output and the input of a collective, as its method takes them."""
+    """Return the output and the input of a collective in the form that its method takes."""
     if what.in_place:
         return y, None
     output: Any = y
@@ -120,7 +120,7 @@ def _message(
     tag: int,
     receives: list[int],
 ) -> tuple[torch.Tensor, int]:
-    """Send or receive; in a backward pass, first the number of the message, for the receiver to compare."""
+    """Send or receive; in a backward pass, first the message's number, for the receiver to compare."""
     move = getattr(comm, name)
     y = x.new_empty(sum(receives))
     if origin is not None:
@@ -203,7 +203,7 @@ def apply(
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
     """Return the result of a collective, differentiable with its adjoint.
 
-    The call is as for `_call`, with (rank, size).
+    `call` is as for `_call`, with (rank, size).
     """
     anchor = None if x.requires_grad else _ANCHOR
     result: torch.Tensor = _CollectiveFunction.apply(x, anchor, receipt, *call)[0]  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
     """Mapping of names to tensors, each read and checked on first access.
 
     On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied, and
-    writes to it remain in this process. A tensor remains valid for its lifetime, also after `close`.
+    writes to it remain in this process. A tensor remains valid as long as it exists, even after `close`.
 
     Access raises `KeyError` for an unknown name and `CorruptError` for a damaged tensor.
 
@@ -93,14 +93,14 @@ class Archive(Mapping[str, torch.Tensor], Closing):
         return flat.view(entry.dtype).view(entry.shape)
 
     def state(self, rank: int = 0) -> Any:
-        """Return the whole state as plain values, as a rank saved it: dicts instead of objects.
+        """Return the whole state as a rank saved it, as plain values: dicts instead of objects.
 
         Args:
             rank: Rank whose per-rank values are returned, below `manifest.ranks`.
 
         Raises:
             CorruptError: A tensor is damaged.
-            ValueError: No such rank saved the checkpoint.
+            ValueError: There was no such rank when the checkpoint was saved.
 
         Cost: a pass over all tensors of the state.
 
@@ -137,7 +137,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
 def open_archive(
     path: str | os.PathLike[str] | Storage, *, map_location: MapLocation = None, check: bool = True
 ) -> Archive:
-    """Open a checkpoint to read single tensors, without reading the others.
+    """Open a checkpoint to read individual tensors, without reading the others.
 
     Args:
         path: The checkpoint's path.
@@ -145,12 +145,12 @@ def open_archive(
         check: Whether to compare each tensor with its digest when it is read.
 
     Returns:
-        A mapping of names to tensors; a context manager that closes its files.
+        A mapping of names to tensors, which is also a context manager that closes its files.
 
     Raises:
         NoCheckpointError, CorruptError, FormatError, StorageError: As `load`.
 
-    Cost: reads the manifest; later, one pass over each accessed tensor's bytes for the check.
+    Cost: reads the manifest; later, one pass over each accessed tensor's bytes to check them.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in one directory: every n-th step is saved, and the newest few are kept."""
+"""Checkpoints of a run in one directory: saves every n-th step, and keeps the newest few."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _log = logging.getLogger("unisono.checkpoint")
 
 
 class Checkpointer:
-    """Manager of a run's checkpoints: saves each n-th step into its own directory, and keeps the newest few.
+    """Manager of a run's checkpoints: saves every n-th step into its own directory, and keeps the newest few.
 
     An old checkpoint is removed only after a newer one is published on all ranks. Its manifest is removed first, so
-    that its remains after a crash are never mistaken for a checkpoint. The last one saved counts as the newest,
+    that its remains after a crash are never mistaken for a checkpoint. The one saved last counts as the newest,
     whatever the clock says.
 
     Args:
         directory: Directory for the checkpoints of one run, such as "runs/7"; they are named "step-0000000100".
-        comm: The ranks that save together, even after `comm.rebuild`; None for this process alone.
+        comm: The ranks that save together, also after `comm.rebuild`; None for this process alone.
         keep: Number of complete checkpoints to keep; at least 1.
         every: `step` saves when the number of steps is divisible by it.
-        background: Whether to save as `async_save` does. The next save, or `wait`, raises the error of a failed one.
+        background: Whether to save as `async_save` does. If a save fails, the next save or `wait` raises its error.
         save_on_stop: Whether `close` saves the state of the last `step` if all ranks stop at the same step (`un.stop`).
 
     Raises:
@@ -97,7 +97,7 @@ class Checkpointer:
             step, state: As for `save`.
 
         Returns:
-            Whether it was saved, that is, whether `every` divides `step`.
+            Whether the step was saved, that is, whether `every` divides `step`.
 
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: As `save` does.
@@ -121,7 +121,7 @@ class Checkpointer:
         Raises:
             ValueError: `step` is negative, or has more than 10 digits.
             CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`; with `background`, the errors of the
-                previous save. Also if another `Checkpointer` has saved to the directory since this one did.
+                previous save; also if another `Checkpointer` has saved to the directory since this one did.
         """
         step = index(step)
         if not 0 <= step < 10**10:
@@ -158,7 +158,7 @@ class Checkpointer:
             raise
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
-        """Load the newest complete checkpoint, or that of a given step, in place. Collective.
+        """Load the newest complete checkpoint, or the checkpoint of a given step, in place. Collective.
 
         Args:
             state: As for `un.checkpoint.load`, but a dict, list or object, since only these are updated in place.
@@ -169,8 +169,8 @@ class Checkpointer:
             The number of the step that was loaded. None, with an unchanged state, if there is no checkpoint yet.
 
         Raises:
-            CheckpointError: As `un.checkpoint.load`, and the error of a save in progress. A damaged checkpoint is not
-                skipped silently; the message names a good one.
+            CheckpointError: As `un.checkpoint.load`; also the error of a save that was in progress. A damaged
+                checkpoint is not skipped silently; the message names a good one.
         """
         self.wait()
         if step is not None:
@@ -209,7 +209,7 @@ class Checkpointer:
         """Wait for the save in progress, if there is one.
 
         Raises:
-            CheckpointError, MismatchError, TypeError: The save has failed. Raised once.
+            CheckpointError, MismatchError, TypeError: The save has failed; raised only once.
         """
         saving = self._saving
         self._saving = None

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: all or none succeed in a step, and background saves take turns."""
+"""Ranks that save or load together: in each step, either all succeed or none, and background saves take turns."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _PLAIN: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 
 class CollectiveScope:
-    """The ranks that save or load together; just this one without a communicator.
+    """The ranks that save or load together; without a communicator, only this one.
 
     Args:
         comm: Their communicator, or None.
         operation: Name of the operation in messages, such as "save".
         path: The checkpoint's path.
-        timeout: Limit of the wait for the slowest rank in each phase; the communicator's if None.
+        timeout: Limit on the wait for the slowest rank in each phase; the communicator's if None.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class CollectiveScope:
             stores: Whether it writes to or lists the storage, which a replay must not repeat.
 
         Raises:
-            CheckpointError, MismatchError, TypeError, ValueError: `step` raised on some rank. Raised on every rank, for
-                the first such rank, which it names.
+            CheckpointError, MismatchError, TypeError, ValueError: `step` raised on some rank. Raised on every rank;
+                names the first such rank.
         """
         failed: Exception | None = None
 
@@ -112,7 +112,7 @@ class CollectiveScope:
 
         Args:
             digests: Each rank's digest, already exchanged.
-            describe: Function that returns names and digests or values, which are exchanged to find the difference.
+            describe: Function that returns names with digests or values, which are exchanged to find the difference.
             advice: How to resolve it.
         """
         if self.comm is None or len(set(digests)) == 1:
@@ -217,7 +217,7 @@ class SaveHandle:
             self._work = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Wait until the checkpoint is published on all ranks; raise the error if it is not.
+        """Wait until the checkpoint is published on all ranks; if the save failed, raise its error.
 
         Args:
             timeout: Seconds or a `timedelta`; None for no limit.
@@ -235,7 +235,7 @@ class SaveHandle:
             raise self._error
 
     def _join(self) -> BaseException | None:
-        """Wait, and return the error, without counting it as seen by a caller."""
+        """Wait, and return the error without marking it as seen by a caller."""
         self._thread.join()
         return self._error
 
@@ -272,7 +272,7 @@ class SaveHandle:
 
 
 class SaveQueue:
-    """The saves of one communicator, which run one after another on a duplicate of it."""
+    """The saves of one communicator, which run one after another on a duplicate of the communicator."""
 
     def __init__(self, comm: Communicator) -> None:
         self.background_comm: Communicator = comm.dup()

@@ -19,8 +19,8 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
     """Return the state at a path in any known format: plain values, and tensors on the CPU.
 
     Args:
-        path: A checkpoint of this library, a file of `torch.save` or safetensors, or a directory of DCP.
-        trusted: Whether pickles in it may run code. Set it only for files that you would run as a program.
+        path: A checkpoint of this library, a file written by `torch.save` or safetensors, or a DCP directory.
+        trusted: Whether pickles in it may run code. Set it only for files that you would also run as a program.
 
     Raises:
         NoCheckpointError: Nothing exists at that path.
@@ -43,7 +43,7 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
 
 
 def convert(source: str | Path, target: str | Path, *, to: str | None = None, trusted: bool = False) -> None:
-    """Read a checkpoint in any known format, and write it in another.
+    """Read a checkpoint in any known format, and write it in another one.
 
     Args:
         source: As for `read_any`.
@@ -58,7 +58,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         CorruptError, OSError: `source` is damaged, or cannot be read.
         ValueError: `to` is not a known format.
         UnavailableError: One of the two is a safetensors file, and that package is not installed.
-        pickle.UnpicklingError: `source` holds objects of other classes than torch's, and `trusted` is false.
+        pickle.UnpicklingError: `source` contains objects of classes other than torch's, and `trusted` is false.
 
     Example:
         >>> import tempfile

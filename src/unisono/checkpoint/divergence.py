@@ -1,4 +1,4 @@
-"""Detects ranks whose states differ in any bit, by reading each once, and makes them equal."""
+"""Detects ranks whose states differ in any bit, reading each state once, and makes them equal."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["assert_in_sync", "sync"]
 def assert_in_sync(state: Any, comm: Communicator) -> None:
     """Raise on every rank unless all hold the same state, bit for bit. Collective.
 
-    NaNs of the same bits are equal; 0.0 and -0.0 are not.
+    NaNs with the same bits are equal; 0.0 and -0.0 are not.
 
     Args:
         state: As for `save`: a module with its buffers, a list of tensors, a dict of these and of optimizers. `PerRank`
-            values, and values that are always per rank, may differ, as may elements of `TensorShard`s.
+            values, and values that are always per rank, may differ, as may the elements of `TensorShard`s.
         comm: The ranks to compare.
 
     Raises:
-        MismatchError: A tensor, number or string differs; names it and the ranks.
+        MismatchError: A tensor, number or string differs; the error names it and the ranks.
         TypeError: A value in some rank's state cannot be compared.
 
-    Cost: reads the state once, on its device (about 1 ns for 4 bytes on one core), and gathers 72 bytes a rank. A
+    Cost: reads the state once, on its device (about 1 ns per 4 bytes on one core), and gathers 72 bytes per rank. A
     single changed element is always detected; changes of several cancel out with probability 2**-32.
 
     Example:
@@ -68,7 +68,7 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """Make every rank's state that of rank `src`, in place, and return it. Collective.
 
-    Intended for ranks that have joined later or diverged. Samplers take over `src`'s state; random generators and
+    Intended for ranks that have joined later or diverged. Samplers receive `src`'s state; random generators and
     `PerRank` values remain unchanged on each rank.
 
     Args:
@@ -80,8 +80,8 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         `state` itself if it is a dict, list, tensor or object; else, on the other ranks, a new value.
 
     Raises:
-        StateError: As `load`, on every rank: some rank's state belongs to another model, or an object refuses it.
-        TypeError: As `save`; or the state has a `TensorShard`.
+        StateError: As `load`, on every rank: some rank's state belongs to a different model, or an object rejects it.
+        TypeError: As `save`; or the state contains a `TensorShard`.
         ValueError: `src` is not a rank of `comm`.
 
     Cost: one broadcast of the state's bytes in messages of up to 4 MiB.

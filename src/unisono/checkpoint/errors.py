@@ -1,4 +1,4 @@
-"""Errors of checkpoints, with the fault, its place, and the last good checkpoint to load instead."""
+"""Checkpoint errors, which name the fault, its location, and the last good checkpoint to load instead."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CorruptError(CheckpointError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """The checkpoint has a newer version or an unknown format, or its plain values would take too much memory.
+    """The checkpoint has a newer or unknown format, or its plain values would take too much memory.
 
     Example:
         >>> import tempfile
@@ -95,7 +95,7 @@ class FormatError(CheckpointError, ValueError):
 
 
 class StateError(CheckpointError, ValueError):
-    """The checkpoint is intact, but belongs to another model: names are missing or unexpected, or shapes differ.
+    """The checkpoint is intact, but belongs to a different model: names are missing or unexpected, or shapes differ.
 
     Example:
         >>> import tempfile
@@ -120,7 +120,7 @@ class StorageError(CheckpointError, OSError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: all if they are few, else the first ones.
+    """Names for a message: all if there are few, otherwise the first ones.
 
     Example:
         >>> listed(["a", "b"])

@@ -1,6 +1,6 @@
 """Storage through fsspec: object stores, archives on other hosts, memory. Needs `pip install fsspec`.
 
-Durability and atomicity are the storage's own: object stores put an object completely or not at all.
+Durability and atomicity depend on the storage: object stores put an object completely or not at all.
 """
 
 from __future__ import annotations

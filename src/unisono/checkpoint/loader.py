@@ -1,4 +1,4 @@
-"""Loads a checkpoint on all ranks together: checks that it fits and is complete, and only then writes into place."""
+"""Loads a checkpoint on all ranks together: checks that it fits and is complete, and only then overwrites the state."""
 
 from __future__ import annotations
 
@@ -68,47 +68,47 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. More or fewer ranks may load than saved. Nothing is changed before it is known that the state fits, all
-    files exist, and objects of up to 64 MiB accept their states. Optimizer states go to the parameters of the same
-    names. Modules that adapt what they load do so as in torch.
+    Collective. More or fewer ranks may load than saved. Nothing is changed until it is known that the state fits, that
+    all files exist, and that objects of up to 64 MiB accept their states. Optimizer states are assigned to the
+    parameters with the same names. Modules that adapt what they load do so as in torch.
 
     Each host reads every byte from the disk once: each rank reads a share, and copies the other shares from the page
-    cache. For storage without one, such as `s3://...`, the ranks broadcast their shares.
+    cache. For storage without a page cache, such as `s3://...`, the ranks broadcast their shares.
 
     Args:
         path: As passed to `save`.
         state: State with the structure that was saved; entries missing from a dict are not read. Tensors, modules and
             objects are updated in place; numbers and strings are replaced in their dict or list. None creates
-            everything: tensors, and dicts instead of objects. For a `TensorShard`, only its elements are read, in
+            everything: tensors, and dicts in place of objects. For a `TensorShard`, only its elements are read, in
             blocks of 4 MiB.
         comm: The ranks that load together; None for this process alone.
-        map_location: Device of created tensors: a device, a dict from saved devices to others, or a function, as for
-            `torch.load`, except that None is the CPU. Existing tensors remain on their device.
-        strict: Whether names that only one of module and checkpoint has are an error.
+        map_location: Device for created tensors: a device, a dict from saved devices to others, or a function, as for
+            `torch.load`, except that None means the CPU. Existing tensors remain on their device.
+        strict: Whether it is an error if only one of module and checkpoint has a name.
         check: Whether to compare all bytes with their digests as they are read. "first" does so in a separate pass,
             before anything is changed, as does True if a rank has at most 4 MiB to read. If a larger checkpoint is
             damaged, some tensors of the state are already overwritten when the error is raised, and the message says
             so.
         timeout: As for `save`.
-        progress: Called with the number of bytes in place and the total.
+        progress: Called with the number of bytes loaded and the total.
 
     Returns:
         `state` itself if it is a dict, list, tensor or object; else a new value.
 
     Raises:
         NoCheckpointError: No checkpoint exists, or only an unfinished one.
-        CorruptError: It is damaged; names the tensors, and the last good checkpoint beside it.
+        CorruptError: It is damaged; the error names the tensors, and the last good checkpoint beside it.
         FormatError: It was written by a newer version.
-        StateError: It belongs to another model: names are missing or unexpected, shapes differ, or a dtype would change
-            values; or an object refuses its state. The message says what was changed, if anything.
+        StateError: It belongs to a different model: names are missing or unexpected, shapes differ, or a dtype would
+            change values; or an object rejects its state. The message says what was changed, if anything.
         StorageError: It cannot be read.
         TypeError, ValueError: `map_location` is not as described.
 
-    Rank r loads the per-rank values of rank r if the number of ranks is unchanged. Otherwise, after a save by p ranks,
+    If the number of ranks is unchanged, rank r loads the per-rank values of rank r. Otherwise, after a save by p ranks,
     it loads those of rank r mod p, but random generators from rank p on remain unchanged (see `PerRank`).
 
-    Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB for each rank; each rank copies it
-    once, straight into its tensor, and hashes it there.
+    Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB per rank; each rank copies each
+    byte once, straight into its tensor, and hashes it there.
 
     Example:
         >>> import tempfile
@@ -133,7 +133,7 @@ def load(
 
 
 def load_state(storage: Storage, state: Any, scope: CollectiveScope, options: LoadOptions) -> Any:
-    """Implement `load`; retry if a concurrent save over the same name removes the files. Collective."""
+    """Implement `load`; retry if a concurrent save under the same name removes the files. Collective."""
     for attempt in range(_ATTEMPTS):
         manifest = _manifest(storage, scope)
         try:
@@ -237,7 +237,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
 
 
 def _pass(manifest: Manifest, restoration: Restorer, wanted: Wanted, names: Set[str], size: int) -> _Pass:
-    """`names`: names of the tensors that any rank needs, and of this rank's."""
+    """`names`: names of the tensors that any rank needs, and of those that this rank needs."""
     shared = [name for name in manifest.tensors if name in names and not name.startswith("@")]
     own = [name for name in wanted.needed if name.startswith("@")]
     ranges = _ranges(restoration, wanted, {*shared, *own})
@@ -267,7 +267,7 @@ def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRange
 
 
 def ranks_of_host(comm: Communicator | None) -> Communicator | None:
-    """The ranks of this host, which share what they read; None if this is the only one."""
+    """The ranks on this host, which share what they read; None if this is the only one."""
     if comm is None or comm.size == 1:
         return None
     if len(comm.hosts) == 1:
@@ -288,9 +288,9 @@ def _same(found: list[list[list[int]] | None], scope: CollectiveScope) -> bool:
 def _check_files(
     files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], options: LoadOptions
 ) -> list[list[int]] | None:
-    """Return the identities of the files read for all ranks if the page cache keeps their bytes, else None.
+    """Return the identities of the files read for all ranks if the page cache keeps their bytes, otherwise None.
 
-    Checks that all files that this rank will read have their full size, and on request their bytes.
+    Checks that all files that this rank will read have their full size, and on request checks their bytes.
     """
     mine = [*shares[rank], *own]
     read = chain(*shares, own) if files.cached else mine
@@ -332,9 +332,9 @@ class TensorLoader:
         files: The files to read from.
         restoration: Receives the tensors.
         wanted: The tensors to load.
-        host: The ranks of this host; None if this is the only one.
+        host: The ranks on this host; None if this is the only one.
         options: Options of the load.
-        on_bytes: Called with the number of bytes of each window that is in place.
+        on_bytes: Called with the number of bytes in each loaded window.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class TensorLoader:
             same: Whether the other ranks of the host read the same files, so that their checks also hold here.
 
         Raises:
-            CorruptError: Damaged; names all affected tensors.
+            CorruptError: Data is damaged; the error names all affected tensors.
             OSError: The storage could not be read.
         """
         self._same = same
@@ -488,7 +488,7 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
         saved: A device name such as "cpu" or "cuda:0".
         map_location: As for `torch.load`: a device, a dict from saved devices to others (other devices are kept), or a
             function of a storage and a saved device that returns a storage, or None to leave it. Unlike in torch,
-            `map_location=None` is the CPU.
+            `map_location=None` means the CPU.
 
     Example:
         >>> device_for("cuda:0", {"cuda:0": "cpu"})
@@ -507,7 +507,7 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
 
 
 def check_location(map_location: MapLocation) -> None:
-    """Raise TypeError or ValueError unless this is a `map_location`."""
+    """Raise TypeError or ValueError unless this is a valid `map_location`."""
     if isinstance(map_location, Mapping):
         named: list[object] = list(map_location.values())
     elif callable(map_location) or map_location is None:
@@ -524,7 +524,7 @@ def check_location(map_location: MapLocation) -> None:
 
 
 class Destination:
-    """Memory for one tensor's bytes, and the tensor once all have arrived.
+    """Memory for one tensor's bytes, and the tensor itself once all bytes have arrived.
 
     Args:
         entry: The tensor's metadata.
@@ -550,7 +550,7 @@ class Destination:
         self._memory = memory_of(flat) if flat.device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
-        """Copy in uint8 values as the tensor's bytes from `offset` on."""
+        """Copy uint8 values in, as the tensor's bytes from `offset` on."""
         low = max(offset, self._start)
         high = min(offset + data.numel(), self._start + self._flat.numel())
         if low < high:

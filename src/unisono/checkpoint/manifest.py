@@ -1,7 +1,7 @@
 """The manifest: a checkpoint's table of contents, with digests. A directory without one is not a checkpoint.
 
-It is JSON on one line, after the digest of that line. A manifest read from a file is trusted only after validation:
-every byte of every file belongs to one tensor or header, and names cannot leave the directory.
+It is one line of JSON, preceded by the digest of that line. A manifest read from a file is trusted only after
+validation: every byte of every file belongs to one tensor or header, and names cannot leave the directory.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ class Manifest:
     Attributes:
         id: A hexadecimal number, unique to each save.
         ranks: Number of ranks that saved it.
-        created_ns: Time of the save in ns since 1970; later than a `Checkpointer`'s earlier saves, whatever the clock
-            says.
+        created_ns: Time of the save in ns since 1970; later than the earlier saves of the same `Checkpointer`, whatever
+            the clock says.
         files, tensors: The files, and the tensors with their places.
         state: The tree of the state common to all ranks.
-        per_rank: Trees of each rank's per-rank values.
+        per_rank: For each rank, the tree of its per-rank values.
         extra: The program's values, and the versions of the software that wrote it.
 
     Example:
@@ -149,7 +149,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files except the manifest."""
+        """Total size in bytes of all files except the manifest."""
         return sum([file.size for file in self.files])
 
     def names_in_file(self, index: int) -> list[str]:
@@ -200,7 +200,7 @@ class Manifest:
 
         Args:
             data: Contents of the file.
-            nbytes: Bytes of all other files together, which bound the memory that the manifest may request.
+            nbytes: Total size of all other files in bytes, which bounds the memory that the manifest may request.
 
         Returns:
             The manifest, whose pieces and headers cover each file exactly.
@@ -231,13 +231,13 @@ class Manifest:
         return manifest
 
     def _check_memory(self, text: int) -> None:
-        """Raise unless its values refer to each other once and respect the memory limit.
+        """Raise unless the values are each referred to once and respect the memory limit.
 
         Args:
             text: Memory cost of the manifest itself.
 
         Raises:
-            FormatError: They would take too much memory, or nest too deeply.
+            FormatError: The values would take too much memory, or are nested too deeply.
             ValueError, LookupError: A value of one rank appears in two places, or a tensor is unknown.
         """
         referred: set[Any] = set()
@@ -262,14 +262,14 @@ class Manifest:
             sizes: For each file that exists, its size in bytes: the result of `Storage.sizes`.
 
         Raises:
-            CorruptError: A file is missing or has another size; the message names its tensors.
+            CorruptError: A file is missing or has the wrong size; the message names its tensors.
         """
         for index, file in enumerate(self.files):
             check_size(self, index, sizes.get(file.name))
 
 
 def check_size(manifest: Manifest, index: int, found: int | None) -> None:
-    """Raise `CorruptError`, which names the tensors of a file, unless it exists with its full length.
+    """Raise `CorruptError`, which names a file's tensors, unless the file exists with its full length.
 
     Args:
         manifest: The manifest that lists the file.
@@ -350,7 +350,7 @@ def _tensor(entry: Any, block: object) -> TensorEntry:
 
 
 def _check_tiling(manifest: Manifest) -> None:
-    """Check that pieces and headers cover each file once, and each tensor has all its bytes."""
+    """Check that pieces and headers cover each file exactly once, and that each tensor has all its bytes."""
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file is listed twice")
     if len(manifest.per_rank) != manifest.ranks:

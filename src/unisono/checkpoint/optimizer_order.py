@@ -1,4 +1,4 @@
-"""Order of an optimizer's parameters: saved states go to the parameters with the same names instead of numbers."""
+"""Order of an optimizer's parameters: saved states are assigned to parameters by name instead of number."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def in_order_of(
 ) -> tuple[Node, str | None]:
     """Return a saved state in the order of the optimizer's parameters, or the reason why it cannot be loaded.
 
-    Names are those that the optimizer was created with, or those of the tensors saved beside it. Without names, order
-    counts; warns if two parameters could be swapped.
+    Names are those that the optimizer was created with, or those of the tensors saved beside it. Without names, the
+    order counts; warns if two parameters could be swapped.
 
     Args:
         optimizer: The optimizer to load it into.
@@ -41,7 +41,7 @@ def in_order_of(
             if unknown.
         known: Names of saved tensors by the memory of this process's tensors.
         entries: All saved tensors.
-        path: The optimizer's place in the state.
+        path: The optimizer's location in the state.
     """
     items = entries_of(node) or {}
     groups = [entries_of(group) or {} for group in elements_of(items.get("param_groups")) or []]
@@ -87,7 +87,7 @@ def _size(node: Node, entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _is_counted(groups: Sequence[Mapping[str, Node]]) -> bool:
-    """Return whether parameters are numbered in order, as in torch; long lists are not read yet."""
+    """Return whether parameters are numbered in order, as in torch; long lists have not been read yet."""
     numbers = [number for group in groups for number in elements_of(group.get("params")) or ()]
     return all(type(number) is int for number in numbers) and all(b > a for a, b in pairwise(numbers))
 
@@ -154,7 +154,7 @@ def _reordered(
     found: Sequence[int],
     places: Sequence[int],
 ) -> Node | None:
-    """Return the state with the parameters in this process's order; None if one group has those of several."""
+    """Return the state with the parameters in this process's order; None if one group mixes those of several."""
     ends = list(accumulate(found))
     made: list[Node] = []
     number = 0

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint: which bytes, in which order, by which rank, and the check of their digests."""
+"""Reading of a checkpoint: which bytes, in which order, on which rank, and verification of their digests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadWindow:
-    """Neighbouring blocks of one file that are read together, and the range of their bytes in it."""
+    """Adjacent blocks of a file that are read together, and their byte range in the file."""
 
     file: int
     start: int
@@ -99,7 +99,7 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
 
 
 def assign(windows: Sequence[ReadWindow], ranks: int) -> list[list[ReadWindow]]:
-    """Assign each rank a run of windows, about equal in bytes."""
+    """Assign each rank a run of windows, with about equal numbers of bytes."""
     total = sum([window.stop - window.start for window in windows])
     given: list[list[ReadWindow]] = [[] for _ in range(ranks)]
     position = 0
@@ -162,7 +162,7 @@ class Files(Closing):
         return bool(state.hexdigest() == block.digest)
 
     def prefetch(self, windows: Sequence[ReadWindow], number: int) -> None:
-        """Start reading ahead on the disk from window `number`, which is read next."""
+        """Start reading ahead from the disk, beginning with window `number`, which is read next."""
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
@@ -188,7 +188,7 @@ class Files(Closing):
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
-        """`CorruptError` that names every tensor with bytes in these blocks; None for no blocks."""
+        """`CorruptError` that names every tensor with bytes in these blocks; None if there are no blocks."""
         if not bad:
             return
         names: dict[str, None] = {}

@@ -70,8 +70,8 @@ class Wanted:
 
     Attributes:
         needed: Their names.
-        targets: Tensors of the same dtype and shape to read some of them into.
-        shards: Shards, with the names of the tensors whose ranges they need.
+        targets: Existing tensors of the same dtype and shape into which some of them are read.
+        shards: Shards, with the names of the tensors of which they need ranges.
     """
 
     needed: dict[str, None] = field(default_factory=dict)
@@ -81,10 +81,10 @@ class Wanted:
 
 @dataclass(eq=False)
 class _EarlyObject:
-    """An object in the target that may refuse its state.
+    """An object in the target that may reject its state.
 
     Attributes:
-        path: Its place, for messages.
+        path: Its location, for messages.
         load: Function that loads it; raises `StateError`.
         state: Its old state.
         undo: Function that loads a state into it.
@@ -119,14 +119,14 @@ class Restorer:
 
     Args:
         entries: All saved tensors; also an attribute.
-        source: Function that returns this rank's tree of a per-rank value (see `remapped_rank`), or None to keep the
+        source: Function that returns this rank's tree for a per-rank value (see `remapped_rank`), or None to keep the
             value.
-        strict: Whether names that only one side has are an error.
+        strict: Whether it is an error if only one side has a name.
 
     Attributes:
         early: Tensors of objects that `load_early` loads.
         late: All other tensors.
-        values: The tensors, by name; fill in those of `early` before `load_early`, and of `late` before `build`.
+        values: The tensors, by name; fill in those of `early` before `load_early`, and those of `late` before `build`.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class Restorer:
         return bool(self._parts)
 
     def load_early(self, scope: CollectiveScope) -> None:
-        """Load the objects that may refuse their state, either all of them on all ranks or none. Collective.
+        """Load the objects that may reject their state, either all of them on all ranks or none. Collective.
 
         Raises:
-            StateError: One refuses, and is named; the others have their old state again.
+            StateError: An object rejected its state; the error names it, and the others have their old state again.
         """
         begun: list[tuple[_EarlyObject, Any]] = []
         loaded: list[_EarlyObject] = []
@@ -184,7 +184,7 @@ class Restorer:
         """Return a function that writes the values of `node` into `target` and returns it.
 
         Raises:
-            StateError: The values do not fit; names are listed.
+            StateError: The values do not fit; the error lists the names.
         """
         try:
             build = self._match(target, node, "", "top")
@@ -497,7 +497,7 @@ class Restorer:
 
 
 def _adapts(module: torch.nn.Module) -> bool:
-    """Return whether the module, or one in it, may change or refuse what it loads, so that torch must load it."""
+    """Return whether the module or any submodule may change or reject what it loads, so that torch must load it."""
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
         one._load_state_dict_pre_hooks
         or not all(isinstance(hook, LoadHook) for hook in one._load_state_dict_post_hooks.values())
@@ -508,7 +508,7 @@ def _adapts(module: torch.nn.Module) -> bool:
 
 
 def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
-    """Return each further name of a tied parameter, as its module and its name there, with the first name."""
+    """Return each additional name of a tied parameter, as the module and the name in it, with the first name."""
     names: dict[int, str] = {}
     found = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -578,7 +578,7 @@ def _misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | Non
 
 
 def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether a conversion keeps numbers' meaning: it may round, but not drop a part or a large value."""
+    """Return whether a conversion preserves values: it may round, but not drop an imaginary part or wrap integers."""
     if here == saved or here.is_complex:
         return True
     if here.is_floating_point:

@@ -34,7 +34,7 @@ class SaveLock:
     """Lock of a save: a small file beside the manifest that names the writer.
 
     A dead writer's lock is taken over: on this host, if its process is gone; from another host, if it is an hour old.
-    Storage without a `lock` method has none: two writers go unnoticed there, but do not remove each other's files.
+    Storage without a `lock` method has no lock: two writers go undetected there, but do not remove each other's files.
 
     Args:
         storage: Storage of the checkpoint's path.
@@ -59,7 +59,7 @@ class SaveLock:
         self._held = False
 
     def acquire(self) -> None:
-        """Take the lock, and record the files that are replaced.
+        """Take the lock, and record which files this save replaces.
 
         Raises:
             CheckpointError: Another save holds it.
@@ -98,14 +98,14 @@ class SaveLock:
         self.replaced.update(FILE.findall(_text_of(self._storage, MANIFEST)))
 
     def check(self) -> None:
-        """Raise `CheckpointError` if another save has taken the lock over meanwhile."""
+        """Raise `CheckpointError` if another save has taken over the lock in the meantime."""
         if self._held:
             other = _entry_at(self._storage)
             if other != self._entry:
                 raise CheckpointError(_held_by(other))
 
     def abandon(self) -> None:
-        """Leave the lock for the next save, which will remove the replaced files: this save may not be durable yet."""
+        """Leave the lock for the next save, which removes the replaced files: this save may not be durable yet."""
         if self._held:
             self.release()
             with suppress(OSError):
@@ -133,7 +133,7 @@ def is_locked(storage: Storage) -> bool:
 
 
 def _entry_at(storage: Storage) -> dict[str, Any]:
-    """Return the contents of a path's lock; empty if there is none, or it is empty."""
+    """Return the contents of a path's lock; empty if there is no lock, or it is empty."""
     try:
         found = json.loads(_text_of(storage, _NAME))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Saves on all ranks together: compare, write a share each, and publish the manifest, which makes it a checkpoint."""
+"""Saves on all ranks together: ranks compare states, each writes a share, and the published manifest makes it valid."""
 
 from __future__ import annotations
 
@@ -90,10 +90,11 @@ def save(
     timeout: Timeout | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save a state. On return, the checkpoint is complete and would survive a loss of power.
+    """Save a state. On return, the checkpoint is complete and would survive a power failure.
 
-    Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each writes an
-    equal share. An earlier checkpoint of the same name remains until the end, and survives a crash before that.
+    Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each rank
+    writes an equal share. An earlier checkpoint of the same name remains until the end, and survives a crash before
+    that.
 
     Args:
         path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
@@ -103,20 +104,20 @@ def save(
             its own elements of a `TensorShard`.
         comm: The ranks that save together; None for this process alone.
         extra: Plain values to store in the manifest, for readers of the checkpoint.
-        timeout: Limit of the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
+        timeout: Limit on the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
             None.
         progress: Called with the number of bytes that this rank has written, and its total.
 
     Raises:
-        MismatchError: Ranks have different states; names tensors and ranks. Nothing was written.
-        TypeError: A value in the state, which is named, cannot be saved; or `path` is not a path.
-        ValueError: The state nests too deeply, or contains itself.
+        MismatchError: Ranks have different states; the error names tensors and ranks. Nothing was written.
+        TypeError: A value in the state cannot be saved (the error names it), or `path` is not a path.
+        ValueError: The state is nested too deeply, or contains itself.
         FormatError: Numbers and strings would take too much memory to load; keep long lists as tensors.
-        StorageError: The storage is full, read-only, or gone. Earlier contents stay.
-        CheckpointError: Another save to the path is running; names its process.
+        StorageError: The storage is full, read-only, or gone. Earlier contents are kept.
+        CheckpointError: Another save to the path is running; the error names its process.
         UnavailableError: `path` is a URL, and fsspec is not installed.
 
-    Cost: each of several ranks reads the state once for the comparison, and writes 1/p of it.
+    Cost: with several ranks, each reads the state once for the comparison, and writes 1/p of it.
 
     Example:
         >>> import tempfile
@@ -156,18 +157,18 @@ def async_save(
     timeout: Timeout | None = None,
     progress: Progress | None = None,
 ) -> SaveHandle:
-    """Save as `save` does, but return when this rank's share is copied: training continues during the write.
+    """Save as `save` does, but return once this rank's share is copied: training continues during the write.
 
-    Collective: waits until every rank has called it. A later save of the same communicator, and its `close`, wait for
+    Collective: waits until every rank has called it. Later saves on the same communicator, and its `close`, wait for
     this save. Only `wait()` on the returned handle confirms that the checkpoint is published. A failure is logged,
-    raised by `wait`, the next save or `close`, and otherwise printed at exit. Under `launch` and `unisono run` it fails
-    the rank.
+    raised by `wait`, the next save or `close`, and otherwise printed at exit. Under `launch` and `unisono run`, it
+    makes the rank fail.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
 
     Returns:
-        A handle of the save, whose `wait` raises the errors of `save`.
+        A handle to the save, whose `wait` raises the errors of `save`.
 
     Cost: stalls the caller for a copy of 1/p of the state, and a pass over all of it if there are several ranks. The
     copy remains in memory until it is written. The first call creates a second communicator.
@@ -295,7 +296,7 @@ def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, p
     """Write this rank's share, and return its entries for the manifest.
 
     Raises:
-        CheckpointError: A tensor has changed meanwhile.
+        CheckpointError: A tensor has changed in the meantime.
         OSError: The storage failed.
     """
     file: FileEntry | None = None
@@ -515,7 +516,7 @@ class PreparedState:
         self.portions: list[Portion] = []
 
     def fingerprint(self) -> bytes:
-        """Fingerprint that is equal on two ranks if their states are."""
+        """Fingerprint that is equal on two ranks if their states are equal."""
         tensors = {
             name: (DTYPE_NAMES[entry.dtype], entry.shape, name in self.shards, self.digests.get(name))
             for name, entry in self.entries.items()
@@ -641,8 +642,8 @@ def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, 
     """Raise `MismatchError` unless the ranks together have each element of each tensor exactly once.
 
     Args:
-        shards: The shards of this rank, by name, with the same whole shapes on all ranks.
-        held: For each rank, the range of elements that it has of each tensor, if any, as start and stop.
+        shards: This rank's shards, by name; the full shapes are the same on all ranks.
+        held: For each rank, its range of each tensor's elements, if any, as start and stop.
         rank: This rank.
     """
     for name, shard in shards.items():

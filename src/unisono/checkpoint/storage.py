@@ -1,7 +1,7 @@
 """Storage for checkpoints: a directory on this host, or a URL for fsspec (`s3://...`, `memory://...`).
 
-In a directory, acknowledged writes survive a crash and a loss of power. Each further kind of storage is a file beside
-this one.
+In a directory, acknowledged writes survive a crash or a power failure. Each other kind of storage is a file beside this
+one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Sink(Protocol):
         ...
 
     def finish(self) -> None:
-        """Return once the file and its name would survive a loss of power."""
+        """Return once the file and its name would survive a power failure."""
         ...
 
     def abandon(self) -> None:
-        """Close the file after a failure; it may or may not remain. Never raises."""
+        """Close the file after a failure; the file may or may not remain. Never raises."""
         ...
 
 
@@ -49,7 +49,7 @@ class Source(Protocol):
         size: In bytes.
 
     If the storage sets `kept`, the source may also have an `identity`: integers that are equal in two processes of a
-    host if both read the same file from the same memory. It then suffices that one of them checks the bytes.
+    host if both read the same file from the same memory. Only one of them then needs to check the bytes.
     """
 
     size: int
@@ -80,11 +80,11 @@ class Source(Protocol):
 
 
 class Storage(Protocol):
-    """One directory. Names in it are plain: no separators. Errors are `OSError`.
+    """One directory. Names in it are plain, without separators. Errors are `OSError`.
 
     Attributes:
         where: The directory, for messages and `storage_at`.
-        name: Its last part.
+        name: Last part of the path.
 
     A storage may set `kept = True` to declare that, as with file systems, this host's memory caches bytes that one
     process has read for all its processes. Each rank then reads all bytes that it needs, one rank after another,
@@ -132,7 +132,7 @@ class Storage(Protocol):
     def publish(self, name: str, data: bytes) -> None:
         """Replace a file atomically: at any instant either the old one or the new one exists.
 
-        Returns once the new file, and every file finished before, would survive a loss of power.
+        Returns once the new file, and every file finished before, would survive a power failure.
 
         Args:
             name: Name in this directory.
@@ -141,9 +141,9 @@ class Storage(Protocol):
         ...
 
     def lock(self, name: str, data: bytes) -> bool:
-        """Create a small file unless one of this name exists. Need not survive a loss of power.
+        """Create a small file unless one of this name exists. It need not survive a power failure.
 
-        A storage without this method does not notice two writers on one path.
+        A storage without this method does not detect two writers on one path.
 
         Args:
             name: Name in this directory.
@@ -173,7 +173,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, *names: str) -> None:
-        """Remove these files, as far as they exist.
+        """Remove those of these files that exist.
 
         Args:
             names: Names in this directory.
@@ -185,7 +185,7 @@ class Storage(Protocol):
         ...
 
     def child(self, name: str) -> Storage:
-        """Return the storage of a directory in this one, whether or not it exists.
+        """Return the storage for a subdirectory, whether or not it exists.
 
         Args:
             name: Name of the directory.
@@ -197,7 +197,7 @@ class Storage(Protocol):
         ...
 
     def children(self) -> list[str]:
-        """Return the names of the directories in this one; empty if this one does not exist."""
+        """Return the names of the subdirectories; empty if this directory does not exist."""
         ...
 
 
@@ -337,7 +337,7 @@ class LocalStorage:
 
 
 class LocalSink:
-    """A `Sink`: a new file, whose bytes start to go to the disk while more are written."""
+    """A `Sink`: a new file, whose bytes start going to disk while more are being written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -375,7 +375,7 @@ class LocalSink:
 
 
 class LocalSource:
-    """A `Source`: a regular file, mapped into memory where that works.
+    """A `Source`: a regular file, mapped into memory where possible.
 
     Attributes:
         size: In bytes.

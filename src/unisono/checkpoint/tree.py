@@ -80,17 +80,17 @@ _POLICIES = ("modulo", "keep", "shared", "all", "refuse")
 
 
 class PerRank:
-    """Marks a value in a state that differs between ranks: each rank saves and loads its own.
+    """Marks a value in a state as differing between ranks: each rank saves and loads its own.
 
     Samplers, data loaders, random generators, `GradientAverager` and codecs need no marker.
 
     Args:
         obj: Any value that a state may hold.
-        on_resize: Policy for loading a checkpoint of p ranks with another number of ranks. "modulo": rank r loads the
-            value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", for values of one
-            rank that are valid on any other, such as a data loader's state; `sync` sends them as well. "all": as
-            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts one). "refuse": an
-            error.
+        on_resize: Policy for loading a checkpoint of p ranks with a different number of ranks. "modulo": rank r loads
+            the value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", for values of
+            one rank that are valid on any other, such as a data loader's state; `sync` sends them as well. "all": as
+            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts one). "refuse":
+            raises an error.
 
     Raises:
         ValueError: `on_resize` is unknown.
@@ -117,7 +117,7 @@ class PerRank:
 class RNG:
     """The global random generators of this rank: torch's (CPU, and CUDA if used), Python's and numpy's.
 
-    In a saved state, each rank saves and restores its own, even if ranks are threads. If more ranks load than saved,
+    Each rank saves and restores its own, even if ranks are threads. If more ranks load than saved,
     the additional ones keep their current random state.
 
     Example:
@@ -142,7 +142,7 @@ class RNG:
         """Restore the generators from a state; CUDA's and numpy's remain unchanged if the state lacks them.
 
         Args:
-            state: Result of `state_dict`. States of more CUDA devices than there are here are ignored.
+            state: Result of `state_dict`. States of CUDA devices that do not exist here are ignored.
         """
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -179,7 +179,7 @@ def per_rank_of(value: Any) -> PerRank | None:
 
 @dataclass
 class Captured:
-    """A state taken apart: trees and tensors, the common ones and this rank's.
+    """A state taken apart: trees and tensors, both the common ones and this rank's own.
 
     Attributes:
         tree, tensors: The part that is the same on every rank.
@@ -195,7 +195,7 @@ class Captured:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Size, str | None]]:
-    """Return each parameter with the shape and the optimizer's name; of the whole parameter if it is a shard."""
+    """Return each parameter with its (unsharded) shape, and its name in the optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if pieces := getattr(optimizer, "pieces", None):
         return [(p, piece.shape, piece.name) for p, piece in zip(parameters, pieces, strict=True)]
@@ -207,7 +207,7 @@ def capture(state: Any, rank: int) -> Captured:
     """Take a state apart, without copying tensors.
 
     Raises:
-        TypeError: A value cannot be saved; the message names it and its place.
+        TypeError: A value cannot be saved; the message names it and its location.
     """
     packer = Packer()
     tree = packer.pack(state)
@@ -254,7 +254,7 @@ class Packer:
         self._rank = rank
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
-        """Return the tree of a value. `TypeError` names the part that cannot be saved, and its place."""
+        """Return the tree of a value. `TypeError` names the part that cannot be saved, and its location."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"{path!r} nests deeper than {_MAX_DEPTH}, or contains itself")
         if value is None or type(value) in (bool, str):
@@ -299,7 +299,7 @@ class Packer:
         return name
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Return the name under which an optimizer's parameter is kept; None if it is not."""
+        """Return the name under which an optimizer's parameter is kept; None if it is not kept."""
         return self._seen.get(memory_of_tensor(parameter)) if parameter.data_ptr() else None
 
     def _object(self, value: Any, path: str, depth: int) -> Node:
@@ -397,7 +397,7 @@ class Packer:
 
 
 def memory_of_tensor(value: torch.Tensor | TensorShard) -> tuple[Any, ...]:
-    """Key that is equal for two tensors with the same elements of the same memory.
+    """Key that is equal for two tensors with the same elements in the same memory.
 
     Shards are identified by object, because on some ranks they have no memory.
     """
@@ -514,7 +514,7 @@ def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[
         special: Function for tags that this module does not know, such as an object's state.
 
     Raises:
-        ValueError, TypeError, KeyError: `pack` does not make such a tree.
+        ValueError, TypeError, KeyError: `pack` does not produce such a tree.
     """
 
     def inner(item: Node) -> Any:

@@ -24,7 +24,7 @@ _QUICKLY = 8 << 30
 
 
 def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None = None) -> Manifest:
-    """Read every byte of a checkpoint, and compare it with the saved digests.
+    """Read every byte of a checkpoint, and compare the bytes with the saved digests.
 
     Args:
         path: A directory, a URL that fsspec supports, or a storage.
@@ -34,7 +34,7 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
         The manifest: `tensors`, `files`, `ranks`, `nbytes`.
 
     Raises:
-        CorruptError: It is damaged; `tensors` has all affected tensors, the message the first ones.
+        CorruptError: It is damaged; `tensors` has all affected tensors, and the message names the first ones.
         NoCheckpointError, FormatError, StorageError: As `load`.
 
     Cost: one pass over the files, at the speed of the disk.
@@ -105,7 +105,7 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
     """Return the path of the newest complete checkpoint in a directory; None if there is none.
 
     Unfinished checkpoints, and those with missing or truncated files, do not count. Bytes are not compared: `load` and
-    `verify` do that. The newest is the last one saved, by the clock of rank 0's host; checkpoints of one `Checkpointer`
+    `verify` do that. The newest is the one saved last, by the clock of rank 0's host; checkpoints of one `Checkpointer`
     remain in order even if that clock was set back.
 
     Args:
@@ -130,7 +130,7 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
 
 
 def last_good(storage: Storage) -> str | None:
-    """Path of the newest checkpoint beside this one that can be loaded instead, for messages."""
+    """Path of the newest checkpoint in the same directory that can be loaded instead, for messages."""
     try:
         beside = [pair for pair in complete(storage.parent()) if pair[0].name != storage.name]
     except OSError:

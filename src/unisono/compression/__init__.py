@@ -1,9 +1,9 @@
-"""Send less: lossy codecs that average gradients over all ranks, optionally sending later what was lost.
+"""Lossy codecs that average gradients over all ranks with less traffic, optionally sending what was lost later.
 
     averager = un.GradientAverager(model, comm, compression="bf16")
     averager = un.GradientAverager(model, comm, compression=un.compression.error_feedback(un.compression.onebit()))
 
-Each codec is a file of `codecs`, found by its name.
+Each codec is a file in `codecs`, looked up by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codecs, which average one flat bucket over all ranks, and send less than all of it: interface, and lookup by name."""
+"""Codecs, which average a flat bucket over all ranks, sending less than all of it: interface and lookup by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Codec(ABC):
-    """Averages one flat bucket over all ranks, sending less than all of it. One object a bucket; `clone` makes more.
+    """Averages a flat bucket over all ranks, sending less than all of it. One object per bucket; `clone` makes more.
 
     A new codec is a file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or an entry point of that
     name in another package. Its `average` begins with `prepare`, and its `repr` shows its settings, which all ranks
@@ -63,14 +63,14 @@ class Codec(ABC):
 
         Collective. In place, bitwise identical on all ranks.
 
-        The mean over ranks of `kept` is the result, up to rounding of the bucket's dtype: the rank that causes a loss
-        in a sum books it p times, so that error feedback misses nothing. A single rank has the same losses.
+        The result is the mean of `kept` over ranks, up to rounding in the bucket's dtype: the rank that causes a loss
+        in a sum counts it p times, so that error feedback misses nothing. A single rank has the same losses.
 
         Args:
-            flat: One-dimensional, contiguous, of float16, bfloat16, float32 or float64.
+            flat: One-dimensional contiguous tensor of float16, bfloat16, float32 or float64.
             comm: The ranks that average.
             shapes: Shapes of the parameters stored consecutively in `flat`.
-            kept: If given, tensor of flat's shape and dtype for the part kept of this rank's contribution.
+            kept: If given, tensor of flat's shape and dtype that receives the part kept of this rank's contribution.
 
         Raises:
             MismatchError: Ranks have different codecs, or different buckets.
@@ -81,7 +81,7 @@ class Codec(ABC):
     def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
-        """Average a bucket as `average` does, if the means of some parameters will not be used.
+        """Average a bucket as `average` does, when the means of some parameters will not be used.
 
         Args:
             flat: As for `average`; 0 where parameters are not used.
@@ -103,15 +103,15 @@ class Codec(ABC):
 
     @abstractmethod
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
-        """Return an upper bound of the Euclidean norm of `flat - kept`, for a codec without state.
+        """Return an upper bound on the Euclidean norm of `flat - kept`, for a codec without state.
 
         Args:
             flat: This rank's contribution, as for `average`.
-            others: The other ranks' contributions, in any order, on which a second stage's loss depends.
+            others: The other ranks' contributions, in any order; the loss of a second stage depends on them.
             shapes: As for `average`.
 
         Returns:
-            The bound, infinite if `kept` may be.
+            The bound; infinite if `kept` may be infinite.
 
         Example:
             >>> flat = torch.tensor([4.0, 3.0])
@@ -121,16 +121,16 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
-        """Return the bytes that one rank sends for one average, the mean over ranks.
+        """Return the bytes that a rank sends for one call of `average`, as a mean over ranks.
 
-        An all_reduce counts as 2(p-1)/p of its message, the least possible. The first average of a bucket
-        also sends 8 bytes to each other rank, to agree.
+        An all_reduce counts as 2(p-1)/p of its message, the minimum. The first call for a bucket also sends 8 bytes to
+        each other rank, to check that ranks agree.
 
         Args:
             numel: Elements in the bucket.
             shapes: As for `average`.
             size: Number of ranks.
-            itemsize: Bytes of an element in the bucket.
+            itemsize: Bytes per element of the bucket.
 
         Example:
             >>> un.compression.bf16().wire_bytes(1000, [torch.Size([1000])], size=4, itemsize=4)
@@ -138,17 +138,17 @@ class Codec(ABC):
         """
 
     def clone(self) -> Self:
-        """Return a codec with the same settings, without state, for another bucket."""
+        """Return a codec with the same settings, but no state, for another bucket."""
         fresh = copy.deepcopy(self)
         fresh.reset()
         return fresh
 
     def reset(self) -> None:
-        """Discard the state left by earlier averages."""
+        """Discard the state left by earlier calls of `average`."""
         self._agreed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state left by earlier averages: tensors, numbers, strings and containers of them.
+        """Return the state left by earlier calls of `average`: tensors, numbers, strings and containers of them.
 
         Example:
             >>> codec, flat = un.compression.randomk(seed=7), torch.ones(4)
@@ -190,7 +190,7 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Check the arguments of `average`, and on the first call for a communicator and bucket that ranks agree.
+        """Check the arguments of `average`; on the first call for a communicator and bucket, also that ranks agree.
 
         Args:
             flat, comm, shapes, kept: As for `average`.
@@ -222,7 +222,7 @@ class Codec(ABC):
 
 
 class SteppedCodec(Codec):
-    """Base class of codecs that count their averages, and draw the same random numbers on all ranks for each.
+    """Base class for codecs that count their calls of `average`, and draw the same random numbers on all ranks in each.
 
     Attributes:
         seed: Seed of the draws; the same on all ranks.
@@ -299,11 +299,11 @@ def resolve(spec: Spec) -> Codec:
     """Return the codec that `spec` specifies.
 
     Args:
-        spec: A codec, which is returned itself; a class or function without arguments that returns a codec; or a
-            name of `CODECS`.
+        spec: A codec, which is returned unchanged; a class or function that returns a codec when called without
+            arguments; or a name in `CODECS`.
 
     Raises:
-        ValueError: No codec of that name.
+        ValueError: There is no codec of that name.
         TypeError: `spec`, or its result, is not a codec.
 
     Example:

@@ -1,7 +1,7 @@
 """Two-stage codecs: each rank sums one piece of the encoded buckets, encodes the sum again, and sends it to all.
 
 The stages are a reduce-scatter and an all-gather, each with one message to each peer. Pieces are decoded before they
-are added, so a codec need not support sums, and each rank knows all losses that it causes.
+are added, so a codec need not support summing encoded data, and each rank knows all losses that it causes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["HalfPrecision", "TwoStage"]
 
 
 class TwoStage(Codec):
-    """Block codec: a subclass defines two functions, `encode` and `decode`, and their loss.
+    """Base class of block codecs: a subclass defines two functions, `encode` and `decode`, and their loss.
 
-    A bucket is cut into p pieces with equally many blocks of equal length, up to `block`; the last ones may end in
-    zeros. Cost: each rank sends 2(p-1)/p of the encoded bucket, in two rounds, and needs memory for up to two buckets
-    during a call.
+    A bucket is cut into p pieces with the same number of blocks of equal length, up to `block`; the last ones may be
+    padded with zeros. Cost: each rank sends 2(p-1)/p of the encoded bucket, in two rounds, and needs memory for up to
+    two buckets during a call.
 
     Attributes:
-        block: Largest number of elements that are encoded together.
-        multiple: Number of which blocks' lengths are multiples.
+        block: Maximum number of elements that are encoded together.
+        multiple: Number that divides the length of every block.
     """
 
     block: int
@@ -40,7 +40,7 @@ class TwoStage(Codec):
 
         Args:
             pieces: Tensor of shape (pieces, blocks, length), float32 or float64, contiguous; may be overwritten.
-            counts: Number of elements of each block that are not padding, of shape (pieces, blocks, 1), at least 1.
+            counts: Number of elements in each block that are not padding, at least 1; of shape (pieces, blocks, 1).
 
         Returns:
             uint8, of shape (pieces, bytes), contiguous.
@@ -56,7 +56,7 @@ class TwoStage(Codec):
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Decode the output of `encode`, up to its losses.
+        """Decode the output of `encode`; inverts it except for its losses.
 
         Args:
             coded: Received output of `encode`.
@@ -72,7 +72,7 @@ class TwoStage(Codec):
 
         Args:
             blocks: Number of blocks in the piece.
-            length: Elements of a block.
+            length: Number of elements in a block.
         """
 
     @abstractmethod
@@ -80,13 +80,13 @@ class TwoStage(Codec):
         """Bound the change of each block through `encode` and `decode`. All tensors have one element for each block.
 
         Args:
-            norm: Upper bound of the block's Euclidean norm, float64.
-            largest: Upper bound of its largest magnitude, float64.
-            mean: Lower bound of the mean of its magnitudes, float64.
+            norm: Upper bound on the block's Euclidean norm, float64.
+            largest: Upper bound on its largest magnitude, float64.
+            mean: Lower bound on the mean of its magnitudes, float64.
             count: Number of its elements, without padding.
 
         Returns:
-            Upper bound of the Euclidean norm of the change; infinite if the block may not remain finite.
+            Upper bound on the Euclidean norm of the change; infinite if the block may not remain finite.
         """
 
     def average(
@@ -168,7 +168,7 @@ class TwoStage(Codec):
 
 
 def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None:
-    """Book the second stage's error in the mean as this rank's loss, p times in its own contribution."""
+    """Count the second stage's error in the mean as this rank's loss, p times in its own contribution."""
     mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
     mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)
 
@@ -178,7 +178,8 @@ class HalfPrecision(TwoStage):
 
     Sums are computed in float32 (for float64, in float64), and rounded once.
 
-    An all_reduce of halves would round at every addition, and no rank would book that loss: see `Codec.average`.
+    An all_reduce in half precision would round at every addition, and no rank would count that loss: see
+    `Codec.average`.
     """
 
     half: ClassVar[torch.dtype]

@@ -30,22 +30,22 @@ def join(
 ) -> Communicator:
     """Join a running job as an additional rank, when its ranks call `comm.rebuild` with `grow` or `size`.
 
-    Backend, default timeout, chunk size and checks are the job's. The newcomer gets the last rank.
+    Backend, default timeout, chunk size and checks are those of the job. The newcomer gets the last rank.
 
     Args:
         init_method: As passed to `init` by the job's ranks: "tcp://host:port" or "file:///path".
-        pid: Instead of `init_method`: a process of the job on this host, of the same user: any rank, or the launching
-            process.
+        pid: Instead of `init_method`: PID of one of the job's processes on this host, run by the same user: any rank,
+            or the launching process.
         timeout: Time until the job's ranks admit this one: seconds or a `timedelta`.
         device: As for `init`.
         secret: As for `init`; not needed with `pid` or a file.
         wrap: As for `init`.
 
     Returns:
-        The communicator of the job's ranks and all newcomers; its `close` also ends this process's control client.
+        The communicator of the job's ranks and all newcomers; its `close` also closes this process's control client.
 
     Raises:
-        ValueError: Neither `init_method` nor `pid` was passed, or both; or `timeout` is not a positive number.
+        ValueError: Neither `init_method` nor `pid` was passed, or both were; or `timeout` is not a positive number.
         CommTimeoutError: The job's ranks did not call `rebuild` with `grow` or `size`.
         CommError: The job does not exist, or the secrets differ.
 
@@ -72,7 +72,7 @@ def join(
 def _find_running(
     init_method: str | None, pid: int | None, secret: str | bytes | None
 ) -> tuple[tuple[str, int], bytes, int | None]:
-    """Return address and secret, and the rank that hosts it, if known.
+    """Return the job's address and secret, and, if known, the rank that hosts its control plane.
 
     Raises:
         ValueError: The init method has no address.

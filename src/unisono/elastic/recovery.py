@@ -1,4 +1,4 @@
-"""Training that continues when ranks die, from the last step committed by any survivor, without losing samples."""
+"""Training that continues when ranks die, from the last step that any survivor committed, without losing samples."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class _Stateful(Protocol):
 
 
 class Recovery:
-    """Recovery of a training loop with the remaining ranks, at an agreed step, with all parts moved to them.
+    """Recovery of a training loop on the remaining ranks, at an agreed step, with all parts moved to them.
 
     A step counts when this rank calls `commit`, after the optimizer's step. When a call between ranks fails, `recover`
-    creates a communicator of the survivors, and finds the one with most committed steps. A step that any survivor has
-    committed counts, because its gradients included all ranks, even those that have died since. Ranks that have not
+    creates a communicator of the survivors, and finds the rank with the most committed steps. A step that any survivor
+    has committed counts, because its gradients included all ranks, even those that have died since. Ranks that have not
     committed it receive parameters, buffers and optimizer state from one that has. A step that no survivor has
-    committed is discarded, and its samples, including the dead ranks', are dealt again.
+    committed is discarded, and its samples, including the dead ranks', are redistributed.
 
-    Sharded parts (`un.sharding`) need no file either: each commit takes a snapshot of them, of which the next rank
-    keeps a copy. After a failure all parts return to the last snapshot that any survivor has committed, divided among
-    the new ranks.
+    Sharded parts (`un.sharding`) need no file either: each commit takes a snapshot of them, and the next rank keeps a
+    copy. After a failure all parts return to the last snapshot that any survivor has committed, divided among the new
+    ranks.
 
     Args:
-        comm: The communicator that the loop uses; afterwards `recovery.comm`.
+        comm: The communicator that the loop uses; after a recovery, use `recovery.comm`.
         redundancy: For sharded parts: number of following ranks that keep a copy of each rank's shards. That many
-            neighbouring ranks may die together.
-        parts: Parts of the training, by any name. A part with `rebuild` is a sampler (`un.data.PartitionSampler` or
+            adjacent ranks may die at the same time.
+        parts: Parts of the training, under any names. A part with `rebuild` is a sampler (`un.data.PartitionSampler` or
             `GlobalBatchSampler`), and is advanced by each commit; a part with `move_to` (`un.GradientAverager`) moves
             to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler)
-            is synced. A `ShardedModel`, an optimizer of it, and a `ShardedOptimizer`, which includes its parameters,
-            are divided among the new ranks. Parts are handled in the order in which they are passed.
+            is synced. A `ShardedModel`, its optimizers, and a `ShardedOptimizer` with its parameters are divided among
+            the new ranks. Parts are handled in the order in which they are passed.
 
     Attributes:
         comm: The current communicator.
@@ -62,13 +62,13 @@ class Recovery:
         TypeError: A part is of another type.
         ValueError: `redundancy` is not a number of ranks.
 
-    Construction is collective if a part is sharded. A further death during recovery does no harm. On a replacement
-    (`comm.is_replacement`, from `launch(..., on_failure="replace")`) the constructor joins the others, which are in
-    `recover(size=...)`; afterwards `comm`, `step` and the parts are the job's.
+    Construction is collective if a part is sharded. Further ranks may die during recovery. On a replacement
+    (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the others, which are in
+    `recover(size=...)`; afterwards `comm`, `step` and the parts are those of the job.
 
-    Cost: without sharded parts nothing until a failure; then the rebuild, one exchange of numbers, and one broadcast of
-    the state if ranks differ. With sharded parts each commit copies a rank's shards, sends them to `redundancy` ranks,
-    and waits for all ranks; memory is 2 + 2 * redundancy times the shards, and twice the unsharded parts. Recovery then
+    Cost: without sharded parts, nothing until a failure; then the rebuild, one small exchange, and one broadcast of the
+    state if ranks differ. With sharded parts each commit copies a rank's shards, sends them to `redundancy` ranks, and
+    waits for all ranks; memory is 2 + 2 * redundancy times the shards, and twice the unsharded parts. Recovery then
     sends each element at most once, and no rank ever needs the whole model.
 
     Example:
@@ -120,13 +120,13 @@ class Recovery:
                 self._snapshots.take(comm)
 
     def commit(self, samples: int | None = None) -> None:
-        """Count the step that this rank has completed like all others, and advance the samplers.
+        """Count the step that this rank has just completed, and advance the samplers.
 
         Waits for the other ranks only if a part is sharded.
 
         Args:
             samples: Number of samples that this rank has trained on in this step, such as `len(batch)`, which may be 0.
-                Needed for a `PartitionSampler`. A `GlobalBatchSampler` advances by one step, whatever the number.
+                Required for a `PartitionSampler`. A `GlobalBatchSampler` advances by one step, whatever the number.
 
         Raises:
             TypeError: A sampler needs the number of samples.
@@ -159,8 +159,9 @@ class Recovery:
 
         Raises:
             CommError: As `Communicator.rebuild` does.
-            RuntimeError: On every rank: more ranks died together than there are copies of their shards. Or ranks with
-                `size` have recovered more than ten times in a row without a commit: the step itself may kill them.
+            RuntimeError: On every rank: more ranks died at the same time than there are copies of their shards; or,
+                with `size`, ranks have recovered more than ten times in a row without a commit, so the step itself may
+                kill them.
         """
         while True:
             self._count_attempt(size)
@@ -170,7 +171,7 @@ class Recovery:
             grow = 0
 
     def _count_attempt(self, size: int | None) -> None:
-        """Raise `RuntimeError` if a step kills ranks repeatedly, which would otherwise be replaced forever."""
+        """Raise `RuntimeError` if a step kills ranks repeatedly; otherwise they would be replaced forever."""
         self._attempts = 0 if size is None else self._attempts + 1
         if self._attempts > _MOST_ATTEMPTS:
             raise RuntimeError(
@@ -182,14 +183,14 @@ class Recovery:
         """Join as a newcomer, while the others are in `recover`.
 
         Replaces this rank's parameters, buffers and optimizer state with the job's. Parts that communicate (an
-        averager, sharded ones), and then this object, must have been made with a communicator of this rank alone, such
-        as `un.init("thread")`.
+        averager, sharded parts), and then this object, must have been created with a communicator of this rank alone,
+        such as `un.init("thread")`.
 
         Args:
-            comm: A communicator from `unisono.join`; None if this object was made with it.
+            comm: A communicator from `unisono.join`; None if this object was created with one.
 
         Returns:
-            The communicator to use, also in `comm`; a new one if a rank was lost or has left meanwhile.
+            The communicator to use, also in `comm`; a new one if a rank was lost or has left in the meantime.
 
         Raises:
             ValueError: A part is sharded, and `comm` is None.
@@ -210,7 +211,7 @@ class Recovery:
     def leave(self, *, timeout: Timeout | None = None) -> None:
         """Leave voluntarily after a commit, while the others are in `recover`; closes the communicator.
 
-        Shards that only leaving ranks have are sent to others first, so any number of ranks may leave.
+        Shards that only leaving ranks have are first sent to others, so any number of ranks may leave.
 
         Args:
             timeout: As for `Communicator.rebuild`.
@@ -248,7 +249,7 @@ class Recovery:
             return False
 
     def _follow(self) -> bool:
-        """Agree on the step, and move everything to the communicator. Return False if ranks have left it."""
+        """Agree on the step, and move all parts to the communicator. Return False if ranks have left it."""
         comm = self.comm
         shots = self._snapshots
         serial = 0 if shots is None else shots.serial if shots.has(shots.serial) else -1
@@ -299,7 +300,7 @@ class Sharded(Protocol):
     """Interface of a sharded part."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return nested dicts with a `TensorShard` for each tensor that is spread over ranks."""
+        """Return nested dicts with a `TensorShard` for each tensor that is sharded."""
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Load a snapshot with this rank's shards."""
@@ -309,7 +310,7 @@ class Sharded(Protocol):
 
 
 class _Copy:
-    """Shards of one rank, in one message.
+    """One rank's shards, in one message.
 
     Args:
         index: For each shard, its key, first element, number of elements, shape of the whole tensor, and dtype.
@@ -341,7 +342,7 @@ class _Copy:
         return found
 
     def send(self, comm: Communicator, dst: int) -> None:
-        """Send to another rank, which calls `recv`."""
+        """Send this copy to another rank, which calls `recv`."""
         for message in self._messages():
             comm.send(message.to(comm.device), dst)
 
@@ -377,7 +378,7 @@ def _room(shard: TensorShard) -> int:
 
 @dataclass
 class _Snapshot:
-    """State of all parts at one moment.
+    """State of all parts at one step.
 
     Attributes:
         rank, size: This rank, and the number of ranks, at that time.
@@ -392,15 +393,15 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The last two snapshots, so that the last one that any rank has counted is complete on all ranks.
+    """The last two snapshots, so that the last snapshot that any rank has counted is complete on all ranks.
 
     Args:
         sharded: Sharded parts.
-        whole: Other parts, whose state is rolled back together with these.
+        whole: The other parts, whose state is rolled back together with these.
         redundancy: Number of neighbours that keep a copy of each rank's shards.
 
     Attributes:
-        serial: Number of the last snapshot known to be complete on all ranks; -1 without one.
+        serial: Number of the last snapshot known to be complete on all ranks; -1 if there is none.
     """
 
     def __init__(self, sharded: Mapping[str, Sharded], whole: Mapping[str, Any], redundancy: int) -> None:
@@ -410,12 +411,12 @@ class Snapshots:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all snapshots, because this rank will receive others' state."""
+        """Drop all snapshots, because this rank will receive another rank's state."""
         self.serial: int = -1
         self._taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:
-        """Take a snapshot, and send copies to the neighbours; return when all ranks have. Collective."""
+        """Take a snapshot, and send copies to the neighbours; return once all ranks have done so. Collective."""
         self._taken = {serial: taken for serial, taken in self._taken.items() if serial == self.serial}
         shards: dict[_Key, TensorShard] = {}
         rest = {name: _without_shards(part.snapshot(), (name,), shards) for name, part in self._sharded.items()}
@@ -430,7 +431,7 @@ class Snapshots:
         self.serial += 1
 
     def has(self, serial: int) -> bool:
-        """Return whether this rank has the snapshot of this number."""
+        """Return whether this rank has the snapshot with this number."""
         return serial in self._taken
 
     def restore(self, comm: Communicator, serial: int, leader: int) -> None:
@@ -442,7 +443,7 @@ class Snapshots:
             leader: A rank with this snapshot, whose state newcomers receive.
 
         Raises:
-            RuntimeError: On every rank: no rank has some of the shards.
+            RuntimeError: On every rank: some of the shards exist on no rank.
         """
         mine = self._taken.get(serial)
         known = comm.all_gather_object((sorted(mine.copies), mine.size) if mine else None)
@@ -488,7 +489,7 @@ class Snapshots:
 
         Args:
             comm: All ranks.
-            leaving: The ranks that leave.
+            leaving: The ranks that are leaving.
         """
         known = comm.all_gather_object({s: (sorted(taken.copies), taken.size) for s, taken in self._taken.items()})
         for serial in sorted({serial for each in known for serial in each}):
@@ -508,7 +509,7 @@ class Snapshots:
 
 
 def _without_shards(state: Any, path: _Key, shards: dict[_Key, TensorShard]) -> Any:
-    """Return a copy of nested dicts without shards, which are put into `shards` by path."""
+    """Return a copy of nested dicts without their shards, which are stored in `shards` by path."""
     if not isinstance(state, dict):
         return state.detach().clone() if isinstance(state, torch.Tensor) else deepcopy(state)
     kept = {}

@@ -5,8 +5,8 @@
     ...
     sys.exit(un.stop.exit_status(comm))
 
-`Communicator.stop_requested` counts steps and decides where ranks stop. This module has the sources of requests, and
-the exit status for the job script.
+`Communicator.stop_requested` counts steps and decides where ranks stop. This module provides the sources of requests,
+and the exit status for the job script.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKey
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     """Yield batches until they end, or until all ranks stop at the same step.
 
-    A step is counted before its batch is fetched, so a resumable loader stops at the first batch that was not trained
-    on. Unless `enable` was called for the communicator, Slurm's time limit and, without another handler, SIGTERM
-    request a stop.
+    A step is counted before its batch is fetched, so a resumable loader stops at the first batch that has not been
+    used. Unless `enable` was called for the communicator, Slurm's time limit requests a stop, and so does SIGTERM if it
+    has no other handler.
 
     Args:
         comm: The ranks that stop together. All of them call this, with loaders of equal length or in
@@ -86,21 +86,21 @@ def enable(
     before_limit_s: float | None = 60.0,
     file: str | os.PathLike[str] | None = None,
 ) -> StopSources:
-    """Make signals to this process, a deadline and a file request a stop, until `comm` is closed.
+    """Make signals to this process, a deadline, or a file request a stop, until `comm` is closed.
 
     Call it on any rank, or on all: the first request counts. After `comm.rebuild`, requests go to the new communicator.
 
     Args:
-        comm: The communicator whose `stop_requested` becomes true.
+        comm: The communicator whose `stop_requested` will return True.
         signals: Signals that request a stop. Previously installed handlers are called as well, except Python's own for
-            SIGINT. A signal repeated after 1 s or more goes only to the previous handler, or ends the process if there
-            was none.
+            SIGINT. A signal repeated after 1 s or more goes only to the previous handler, or terminates the process if
+            there was none.
         after_s: Seconds from now until the stop.
         before_limit_s: Seconds before a Slurm job's time limit ($SLURM_JOB_END_TIME) at which to stop; None for never.
         file: Path of a file that requests a stop once it exists. Checked twice a second.
 
     Returns:
-        A context manager. Its `close` disables these sources.
+        A context manager, whose `close` disables these sources.
 
     Raises:
         ClosedError: The communicator is closed.
@@ -131,13 +131,13 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
     """Return the exit status from which a job script decides whether to restart the training.
 
     Args:
-        comm: The communicator that may have stopped; it may be closed by now.
+        comm: The communicator that may have stopped; it may already be closed.
         saved: Whether a checkpoint of the last step is complete. None: whether a `Checkpointer` of this communicator
             has saved one.
 
     Returns:
-        0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if it was, and a checkpoint of
-        that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if there is none.
+        0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if it was stopped and a
+        checkpoint of that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if it was stopped without one.
 
     Example:
         >>> with un.init() as comm:
@@ -153,18 +153,18 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 
 
 class StopSources(Closing):
-    """Sources of a stop request for one communicator, as `enable` returns them.
+    """Sources of stop requests for one communicator, as returned by `enable`.
 
     The signal handler only puts the reason into a queue, so it may interrupt anything. A dedicated thread reads the
     queue, checks the deadlines and the file, and sends the request repeatedly until it is received.
 
-    Once closed, and in a forked process, where no thread reads the queue, the handler passes the signal to the previous
-    handler. It may still be installed, because only the main thread can remove it, and only if it is the newest.
+    Once closed, and in a forked process, where no thread reads the queue, the handler passes the signal on to the
+    previous handler. It may remain installed, because only the main thread can remove it, and only if it is the newest.
 
     Args:
         comm: The communicator.
         signals: The signals.
-        deadlines: Wall-clock time from which to stop, by reason.
+        deadlines: Wall-clock times from which to stop, by reason.
         file: The file that requests a stop once it exists.
 
     Example:
@@ -220,7 +220,7 @@ class StopSources(Closing):
         self._restore()
 
     def _follow(self, comm: Communicator) -> None:
-        """Request stops of this communicator from now on."""
+        """Send stop requests to this communicator from now on."""
         self._comm = weakref.ref(comm, self._on_drop)
         _sources[comm] = self
 

@@ -1,4 +1,4 @@
-"""Queued calls, the size of their next chunk, and the results of a map."""
+"""Queued calls, the size of the next chunk, and the results of a map."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class TaskBatch:
         name: Name of the function, for errors.
         size: Number of calls.
         pack: Returns the bytes of a range of calls.
-        deliver: Called with an index, the results of the calls from that index on, and the error of the next call, if
-            any.
+        deliver: Called with an index, the results of the calls from that index on, and the error of the call after
+            them, if any.
         begin: Called before the first call is sent; returns whether the batch is still wanted.
-        chunksize: Calls per chunk. If None, adapted to the number of remaining calls and the time that they take.
+        chunksize: Calls per chunk. If None, it adapts to the number of remaining calls and the time that they take.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TaskBatch:
         self.deaths: Counter[int] = Counter()
 
     def wanted(self) -> bool:
-        """Return whether any calls wait to be sent."""
+        """Return whether any calls are waiting to be sent."""
         begin = self._begin
         self._begin = None
         if begin is not None and not begin():
@@ -62,7 +62,7 @@ class TaskBatch:
 
     @property
     def short(self) -> bool:
-        """Return whether chunks are known to end soon."""
+        """Return whether chunks are known to finish soon."""
         return self.seconds is not None and self.seconds * (self._chunksize or 1) <= LONGEST_S
 
     def take(self, workers: int) -> Range:
@@ -82,7 +82,7 @@ class TaskBatch:
         return start, middle
 
     def drop(self) -> None:
-        """Drop the calls that wait to be sent, and those that are put back later."""
+        """Drop the calls that are waiting to be sent, and those put back later."""
         self.todo = deque(maxlen=0)
 
 

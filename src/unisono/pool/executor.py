@@ -43,17 +43,17 @@ _Initialize = Callable[[], object] | None
 class Pool(Executor):
     """`concurrent.futures` executor whose workers are ranks: new processes, or the ranks of a communicator.
 
-    `Pool(4)` starts 4 processes, on this host or on an engine, which end with the pool. Tasks and results are pickled,
+    `Pool(4)` starts 4 processes, on this host or on an engine, which exit with the pool. Tasks and results are pickled,
     and functions are sent as in `launch`.
 
     `Pool(comm)` is collective: rank 0 gets the pool, and the other ranks run its tasks; a single rank runs them itself,
     in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down, and then get None;
-    without one, their `shutdown` does this.
+    otherwise, they run tasks in their `shutdown`.
 
-    An idle worker takes the next tasks, and runs them one at a time in its main thread. If it dies, others run the
-    tasks that it had not finished. The result of each task arrives once, but a task that runs again has its side
-    effects twice. A pool that is garbage-collected, or open when its process ends without an error, runs all tasks that
-    it has accepted, and ends.
+    An idle worker takes the next tasks, and runs them one at a time in its main thread. If it dies, other workers run
+    the tasks that it had not finished. The result of each task arrives once, but the side effects of a task that runs
+    again occur twice. A pool that is garbage-collected, or still open when its process exits without an error, runs all
+    tasks that it has accepted, and then shuts down.
 
     Args:
         workers: A communicator, or the number of processes to start; if None, one per core.
@@ -64,10 +64,10 @@ class Pool(Executor):
         initargs: Arguments of `initializer`.
         retries: How many times a task is run again after its worker is lost; then it fails with `PeerLostError`,
             because the task itself may have killed the workers.
-        trusted: For a communicator: whether ranks exchange pickles, which can run any code of the sender's. If False,
+        trusted: For a communicator: whether ranks exchange pickles, through which a sender can run any code. If False,
             functions must be exposed (`unisono.rpc.expose`), and arguments and results must be plain values, as in
             `unisono.rpc`. The same on all ranks.
-        on: Engine or executor whose workers run the tasks, as for `launch`, if `workers` is a number. "auto" is then
+        on: If `workers` is a number: engine or executor whose workers run the tasks, as for `launch`. "auto" is then
             "tcp", or "gloo" without a native core.
 
     Raises:
@@ -75,7 +75,7 @@ class Pool(Executor):
         CommTimeoutError: The engine did not start all workers within 300 s.
         TypeError: `workers` is neither a number nor a communicator, or `initializer` is not callable.
 
-    Cost: about 1 s to start processes, 0.1 ms to exchange a chunk of tasks. Arguments and results are copied, even
+    Cost: about 1 s to start processes, and 0.1 ms to exchange a chunk of tasks. Arguments and results are copied, even
     between threads.
 
     Example:
@@ -126,7 +126,7 @@ class Pool(Executor):
             close_at_exit(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run `fn(*args, **kwargs)` on a worker, and return the future of its result.
+        """Run `fn(*args, **kwargs)` on a worker, and return a future for its result.
 
         Args:
             fn: Function to run. It is sent by value if workers cannot import it; with `trusted=False` it must be
@@ -135,7 +135,7 @@ class Pool(Executor):
             kwargs: Keyword arguments.
 
         Returns: The future. `cancel()` works until a worker takes the task. `result()` raises the function's error: of
-            the same class if this process knows it, with the worker's traceback in its text.
+        the same class if this process knows that class, with the worker's traceback in its text.
 
         Raises:
             RuntimeError: The pool has been shut down.
@@ -162,16 +162,16 @@ class Pool(Executor):
 
         Args:
             fn: As for `submit`.
-            iterables: Iterables, which are read immediately. Don't modify mutable items until the end.
+            iterables: Iterables, which are read immediately. Don't modify mutable items until all results have arrived.
             timeout: Time from now, in seconds or as a `timedelta`, after which waiting for a result raises
                 `TimeoutError`; no limit if None.
             chunksize: Number of calls to send together. If None, it is adapted to the time that calls take and to how
-                many remain, so that all workers end at about the same time; calls stuck behind unexpectedly long ones
-                are moved to other workers.
+                many remain, so that all workers finish at about the same time; calls stuck behind unexpectedly long
+                ones are moved to other workers.
             unordered: Whether to yield results as they arrive, instead of in the order of the items.
 
-        Returns: The iterator. It yields the results before a failed call, and then raises the call's error; calls that
-            have not been sent by then never run.
+        Returns: The iterator. It yields the results that precede a failed call, and then raises the call's error; calls
+        that have not been sent by then never run.
 
         Raises:
             RuntimeError, BrokenPoolError: As `submit`.
@@ -192,7 +192,7 @@ class Pool(Executor):
 
         Args:
             fn, timeout, chunksize, unordered: As for `map`.
-            items: Arguments of each call.
+            items: For each call, its arguments.
 
         Returns: The iterator, as from `map`.
 
@@ -225,17 +225,18 @@ class Pool(Executor):
         return results(arrived, len(calls), until, unordered, partial(scheduler.drop, batch))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks, and end the workers when all accepted tasks are done. Idempotent.
+        """Accept no more tasks, and stop the workers once all accepted tasks are done. Idempotent.
 
         On the other ranks of a communicator, run tasks until rank 0 has called this.
 
         Args:
-            wait: Whether to return only when the workers have ended.
+            wait: Whether to return only once the workers have stopped.
             cancel_futures: Whether to cancel the tasks that no worker has taken.
 
         Raises:
             PeerLostError: Rank 0 was lost (on the other ranks).
-            RuntimeError: A future's callback called this with `wait`, which would deadlock. The pool ends nevertheless.
+            RuntimeError: A future's callback called this with `wait`, which would deadlock. The pool shuts down
+                nevertheless.
         """
         if self._scheduler is None:
             first = not self._served
@@ -264,7 +265,7 @@ class Pool(Executor):
             self.shutdown(wait=False)
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Complete the accepted tasks, as executors do, unless the process ends with an error.
+        """Complete the accepted tasks, as executors do, unless the process exits with an error.
 
         Args:
             error: The error, or None.
@@ -310,7 +311,7 @@ def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: Base
 
 
 class OwnRanks:
-    """Workers that only this pool uses, and that end with it.
+    """Workers that only this pool uses, and that stop with it.
 
     Args:
         size: Number of workers.
@@ -353,7 +354,7 @@ class OwnRanks:
         self.rank = first
 
     def close(self) -> None:
-        """Return when the workers have ended, and the communicator is closed."""
+        """Return once the workers have stopped and the communicator is closed."""
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -379,7 +380,7 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the processes, and return after they have ended."""
+        """Start the processes, and return once they have exited."""
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
@@ -391,7 +392,7 @@ class OwnRanks:
 
 
 def _backend(on: Executor | Engine | None) -> str:
-    """Return the backend between the caller and its workers."""
+    """Return the backend to use between the caller and its workers."""
     if on is None and why_no_shm() is None:
         return "shm"
     return "gloo" if on is None else network_of([core_build()])

@@ -23,7 +23,7 @@ _NO_LIMIT_S = 1e9
 
 
 class BrokenPoolError(PeerLostError, BrokenExecutor):
-    """A pool cannot run tasks: all its workers were lost, or none could be initialized.
+    """The pool cannot run tasks: all its workers were lost, or none could be initialized.
 
     Args:
         message, group, call, rank, size, operation, peer, nbytes, waited_s: As in `CommError`.
@@ -78,7 +78,7 @@ class CallScheduler:
 
     @property
     def ends_here(self) -> bool:
-        """Return whether this thread is completing calls, for example running callbacks of a future."""
+        """Return whether this thread is completing calls, for example running a future's callbacks."""
         return getattr(self._here, "ends", False)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class CallScheduler:
         self._end_queue(CancelledError)
 
     def wait(self) -> None:
-        """Return when all calls have ended."""
+        """Return once all calls have ended."""
         with self._quiet:
             self._quiet.wait_for(lambda: not self._running and not any(batch.todo for batch in self._queue))
 
@@ -226,7 +226,7 @@ class CallScheduler:
             batch.deliver(start, values, None if failed is None else rebuilt(failed, worker))
 
     def _retry(self, batch: TaskBatch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
-        """Queue the calls of a lost worker again, except those that have lost too many workers."""
+        """Requeue a lost worker's calls, except those that have already lost too many workers."""
         start, stop = chunk
         batch.deaths.update(range(start, stop if ran else start))
         deaths = batch.deaths[start]

@@ -1,4 +1,4 @@
-"""One rank's part in a pool: its agent, the thread that runs tasks in turn, and their encoding."""
+"""One rank's part in a pool: its agent, the thread that runs tasks one at a time, and their encoding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Report = tuple[bytes, int, float, Any]
 class Chunk:
     """Calls of one function, with separate positional arguments and common keyword arguments.
 
-    After `limit_s` seconds, a worker returns those that it has not begun.
+    After `limit_s` seconds, a worker returns the calls that it has not begun.
     """
 
     fn: Callable[..., Any]
@@ -103,7 +103,7 @@ class Worker:
         initialize: Called before the first task.
 
     Attributes:
-        agent, codec, trusted: Agent and codec for calls between the ranks, and the argument.
+        agent, codec, trusted: Agent and codec for calls between the ranks; `trusted` as passed.
         start, run, stop: Functions that rank 0 calls remotely on a worker.
     """
 
@@ -161,7 +161,7 @@ class Worker:
             future.set_result(do())
 
     def serve(self) -> None:
-        """Run jobs until rank 0 shuts the pool down, and end."""
+        """Run jobs until rank 0 shuts the pool down, and then stop."""
         try:
             self.loop()
         except BaseException as error:
@@ -181,7 +181,7 @@ class Worker:
         return None
 
     def _run(self, content: bytes) -> Report:
-        """Run a chunk of calls until its time is over. Results after an error are dropped."""
+        """Run a chunk of calls until its time is up. Results after an error are dropped."""
         values: list[Any] = []
         failed = None
         try:

@@ -24,14 +24,14 @@ class LiveComms:
     """Communicators in use, which a failed pass aborts and which are then replaced.
 
     Args:
-        pairs: The communicator of all ranks, and on a mesh those of replicas and of shards.
+        pairs: The communicator of all ranks, and, on a mesh, those of replicas and of shards.
 
     Attributes:
         data: The communicator of all ranks.
         shard: Communicator of the ranks with different parts; `data` without a mesh.
         replicate: Communicator of the ranks with the same part; None without a mesh.
         overlaps: `data.overlaps`.
-        reported: Whether this rank's caller knows of their failure, because it was raised here.
+        reported: Whether this rank's caller knows about their failure, because it was raised here.
     """
 
     def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:
@@ -56,7 +56,7 @@ class ShardComms:
     Attributes:
         live: The communicators in use.
         steps, shard_steps: Like `live.data` and `live.shard`, but never aborted by a failed pass.
-        rank, size: This rank's number in `shard_steps`, and its size.
+        rank, size: This rank's number in `shard_steps`, and the number of ranks in it.
         replica: Rank among the ranks with the same part, or 0.
 
     Raises:
@@ -87,29 +87,29 @@ class ShardComms:
         return tuple(pair.data for pair in self._pairs)
 
     def every(self) -> tuple[Communicator, ...]:
-        """Return these, and those from which they are made again."""
+        """Return these, and those from which they are recreated."""
         return tuple(comm for pair in self._pairs for comm in pair.every())
 
     def abort(self, reason: str) -> None:
-        """End the running step on all ranks, because of an error raised on this one."""
+        """Abort the running step on all ranks, because of an error raised on this one."""
         self.live.reported = True
         for pair in self._pairs:
             pair.abort(reason)
 
     def abort_all(self, reason: str) -> None:
-        """End the running step and all later ones on all ranks."""
+        """Abort the running step and all later ones on all ranks."""
         for pair in self._pairs:
             pair.abort_all(reason)
 
     def fail_step(self, error: BaseException) -> None:
-        """End everything on all ranks, because an optimizer raised here when others may have updated their parts."""
+        """Abort everything on all ranks, because an optimizer raised here after others may have updated their parts."""
         self.abort_all(
             f"optimizer.step() failed there: {type(error).__name__}: {error}. Ranks may have made different steps: "
             "load a checkpoint into new objects"
         )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a function that communicates over those in use.
+        """Return the result of a function that uses the current communicators.
 
         On a mesh, an error in one group breaks all groups, because ranks of other groups would wait for this one. The
         first cause is raised with rank numbers of `data` instead of the group's.
@@ -168,7 +168,7 @@ def _check_mesh(comm: Communicator, mesh: object) -> None:
 
 
 def _places_of(mesh: object) -> tuple[_Place, _Place] | str | None:
-    """Return this rank's places in the groups of a mesh, or text that says what is wrong with it."""
+    """Return this rank's positions in the groups of a mesh, or text that says what is wrong with the mesh."""
     if mesh is None:
         return None
     if isinstance(mesh, tuple | list) and len(mesh) == 2 and all(isinstance(comm, Communicator) for comm in mesh):
@@ -179,7 +179,7 @@ def _places_of(mesh: object) -> tuple[_Place, _Place] | str | None:
 
 
 def _mesh_problem(gathered: list[tuple[_Place, _Place] | str | None]) -> str | None:
-    """Return why the places of all ranks do not form a grid."""
+    """Return the reason why the ranks' positions do not form a grid."""
     places: dict[object, int] = {}
     groups: dict[object, tuple[str, int]] = {}
     for rank, each in enumerate(gathered):

@@ -42,7 +42,7 @@ class ParameterPiece:
         shape: Shape of the whole parameter.
         start: Index of the first element in the flattened parameter.
         tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
-        replica: Number of this copy, where other ranks have the same slice.
+        replica: Number of this copy, if other ranks have the same slice.
     """
 
     name: str
@@ -57,11 +57,11 @@ class ParameterPiece:
         return self.start + len(self.tensor)
 
     def move(self, start: int, elements: torch.Tensor) -> None:
-        """Become another slice, after the number of ranks has changed. The tensor remains the same object.
+        """Become a different slice, after the number of ranks has changed. The tensor remains the same object.
 
         Args:
             start: As `start`.
-            elements: Memory of the slice.
+            elements: Memory for the slice.
         """
         self.start = start
         self.tensor.grad = None
@@ -72,7 +72,7 @@ class ParameterPiece:
         return whole.reshape(-1)[self.start : self.stop]
 
     def wrap(self, elements: torch.Tensor) -> TensorShard:
-        """Return elements of this piece as the `TensorShard` that a checkpoint takes."""
+        """Return elements of this piece as a `TensorShard` for a checkpoint."""
         return TensorShard(elements, self.start, self.shape, self.replica)
 
 
@@ -94,10 +94,10 @@ def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: Sh
 
 
 class FlatParameters:
-    """Parameters that are gathered in one message, and whose gradients are reduced in another.
+    """Parameters that are gathered in one message, and whose gradients are reduced in one message.
 
-    The parameters are views of a flat tensor, whose storage is empty unless gathered. Its elements are in contiguous
-    order, whatever the parameters' strides were.
+    The parameters are views of a flat tensor, whose storage is empty unless they are gathered. Its elements are in
+    contiguous order, whatever the parameters' strides were.
 
     Args:
         named: The parameters, with their names: of one dtype, device and `requires_grad`.
@@ -108,7 +108,7 @@ class FlatParameters:
 
     Attributes:
         names, parameters: As passed.
-        layout: Places of the parameters in the flat tensor.
+        layout: Positions of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
         gradient: Gradient that backward passes fill; None for frozen parameters.
@@ -156,7 +156,7 @@ class FlatParameters:
         _move_pieces(self.pieces, self.layout, self._comms, self.part)
 
     def _make_whole(self) -> None:
-        """Make the parameters views of a flat tensor, and free that."""
+        """Make the parameters views of a flat tensor, and free that tensor."""
         self._whole = torch.empty(self.layout.total, dtype=self._dtype, device=self.part.device)
         # Torch makes no views of a freed tensor.
         self._places = self.layout.views(self._whole, self.parameters)
@@ -183,7 +183,7 @@ class FlatParameters:
 
     # -- the whole ------------------------------------------------------------------------------
     def start_gather(self, *, async_op: bool) -> None:
-        """Start to gather the parameters, unless they are gathered. Collective."""
+        """Start gathering the parameters, unless they are already gathered. Collective."""
         if self.gathered or self._work is not None:
             return
         storage = self._whole.untyped_storage()
@@ -202,7 +202,7 @@ class FlatParameters:
             self._show(gathered=True)
 
     def _show(self, *, gathered: bool) -> None:
-        """Make the parameters, and autograd's saved references to them, usable, or make any use raise."""
+        """Make the parameters, and autograd's saved references to them, usable; or make any use of them raise."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
         for parameter, cls in zip(self.parameters, classes, strict=False):
@@ -241,7 +241,7 @@ class FlatParameters:
 
     # -- outside training -----------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:
-        """Make the parameters views of a new tensor with all elements, and return that. Collective."""
+        """Make the parameters views of a new tensor with all elements, and return that tensor. Collective."""
         flat = self.part.new_empty(self.layout.total)
         self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
         self.changed()
@@ -302,8 +302,8 @@ class _Stage(Enum):
 class _Flight:
     """One reduction of a flat gradient, from its start until its result is added.
 
-    On a mesh, gradients are summed in two stages, reduce_scatter in the shard group and all_reduce between replicas,
-    and divided once. A balanced tree over all ranks gives the same sums, if the ranks of a shard group are consecutive.
+    On a mesh, gradients are summed in two stages (reduce_scatter in the shard group, all_reduce between replicas), and
+    divided once. A balanced tree over all ranks gives the same sums, if the ranks of a shard group are consecutive.
 
     =========  ==========================  ========
     stage      advance                     finish
@@ -357,7 +357,7 @@ class _Flight:
         return self._new
 
     def abandon(self) -> None:
-        """Wait until nothing writes to its memory any more."""
+        """Wait until nothing writes to its memory any longer."""
         if self._work is not None:
             with suppress(CommError):
                 self._work.wait()
@@ -375,7 +375,7 @@ class FlatGradient:
     Gradients are taken one by one, reduced together, and committed once the backward pass has succeeded on all ranks.
 
     Args:
-        layout: Places of the parameters, and of padding after them.
+        layout: Positions of the parameters, and of the padding after them.
         comms: The ranks that share them.
         dtype: Dtype of the message.
         device: Device of the parameters.
@@ -406,12 +406,12 @@ class FlatGradient:
         self.reduced: set[int] = set()
 
     def move_to(self, layout: FlatLayout) -> None:
-        """Drop all gradients, and re-partition for another number of ranks."""
+        """Drop all gradients, and re-partition for a different number of ranks."""
         self.drop()
         self._layout = layout
 
     def take(self, index: int, grad: torch.Tensor) -> None:
-        """Add a parameter's gradient of this rank. `RuntimeError` if they arrive on several streams."""
+        """Add this rank's gradient of a parameter. Raises `RuntimeError` if gradients arrive on several streams."""
         if self._whole is None:
             self._stream.begin()
             self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
@@ -426,7 +426,7 @@ class FlatGradient:
             self.taken.add(index)
 
     def start_reduce(self, *, async_op: bool) -> None:
-        """Start to average the taken gradients over all ranks. Collective."""
+        """Start averaging the taken gradients over all ranks. Collective."""
         # One at a time, so that results are added in pass order, which is the same on all ranks.
         self._finish_average()
         whole = self._whole
@@ -444,7 +444,7 @@ class FlatGradient:
         self._flight = _Flight(self._comms, whole, self._layout.part, async_op=async_op)
 
     def finish_reduce(self) -> None:
-        """Wait for the last reduction in the shard group, and begin the one between replicas."""
+        """Wait for the last reduction in the shard group, and start the one between replicas."""
         if self._flight is not None:
             self._flight.advance()
 
@@ -567,7 +567,7 @@ class ParameterBucket:
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
     def start_gather(self) -> Work:
-        """Start to send this rank's updated part to the shard group, and receive the others'. Collective."""
+        """Start sending this rank's updated part to the shard group, and receiving the others'. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
         return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
@@ -630,7 +630,7 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
     Reads of shape, dtype and other metadata work. Any other use raises.
 
     Raises:
-        RuntimeError: The elements or the gradient were used; names the parameter.
+        RuntimeError: The elements or the gradient were used; the error names the parameter.
     """
 
     @classmethod

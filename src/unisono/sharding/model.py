@@ -27,13 +27,13 @@ class ShardedModel:
     """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
 
     Each rank keeps an equal part of the parameters. A unit's parameters are gathered before its forward and before its
-    backward, and freed afterwards. Gradients are averaged, and each rank gets those of its part. The model is used as
-    before, and its parameters remain the same objects. A freed parameter keeps its shape, and raises `RuntimeError` if
-    its elements or gradient are used.
+    backward pass, and freed afterwards. Gradients are averaged, and each rank gets those of its part. You use the model
+    as before, and its parameters remain the same objects. A freed parameter keeps its shape, and raises `RuntimeError`
+    if its elements or gradient are used.
 
     Construction is collective, as are all methods except `optimizer`, `no_sync`, `state_dict` and `load_state_dict`.
-    All ranks run the same forwards and backwards in the same order. Freeze parameters first. `torch.compile` on the
-    model raises.
+    All ranks run the same forwards and backwards in the same order. Freeze parameters before you shard the model.
+    `torch.compile` on the model raises.
 
     A parameter shared by several units, such as a tied weight, belongs to the nearest unit that encloses them all. All
     other parameters belong to the model's own unit, which remains gathered between forward and backward.
@@ -42,22 +42,23 @@ class ShardedModel:
         model: Any module without lazy parameters and without gradients.
         comm: The ranks that share it. Two dedicated communicators are derived from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: parameters are divided among the ranks
-            of `shard`, such as those of one host, and the ranks of `replicate` have copies of one part. The groups of
-            the two are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None:
+            of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. Their
+            groups are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None:
             all ranks have different parts.
         units: Classes of the modules that are units, or a predicate. None: the elements of each `ModuleList` and
             `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
-            the model's. As in torch's `MixedPrecisionPolicy`, except that inputs and buffers are not converted.
-        reduce_dtype: Dtype in which gradients are averaged; by default the one in which they are computed.
+            the model's dtype. As in torch's `MixedPrecisionPolicy`, except that inputs and buffers are not converted.
+        reduce_dtype: Dtype in which gradients are averaged; by default the dtype in which they are computed.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: It has no parameters, an uninitialized one, one with a gradient, or one that is already averaged or
+        ValueError: The model has no parameters, or one that is uninitialized, has a gradient, or is already averaged or
             sharded; or no module is a unit. On every rank: `mesh` is not a grid of the ranks of `comm`.
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
-            parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
+            parameter. From a forward or `backward()`: ranks run different units, or one rank has skipped a backward
+            pass.
         AbortedError: Another rank's forward or backward has raised; in a backward that several models share, possibly
             before it reached this one. All ranks drop the gradients of the step, including those of its earlier passes;
             the next step is correct. A rank that had already finished its pass raises this once, from its next forward,
@@ -65,20 +66,20 @@ class ShardedModel:
         RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
             `backward()`: parameters were modified since the forward, or a gradient is sparse.
 
-    A backward pass that enters a module through a tensor other than one of its outputs (in a list, dict or dataclass)
-    needs freed parameters: autograd then raises as if they were modified in place. So does a double backward. A forward
+    A backward pass that enters a module through a tensor other than its outputs (in a list, dict or dataclass) needs
+    freed parameters: autograd then raises as if they had been modified in place. So does a double backward. A forward
     or backward that raises frees all units and drops the gradients of the step.
 
-    Cost: in each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message a unit
-    and dtype, and an all_reduce of two bytes a parameter. If `comm.overlaps`, the unit that came next in the previous
-    step is gathered in the meantime. Memory in elements, without activations and the transport's own: N/p for the parts
-    and as many for each state; in forward another r + u; in backward N/p for gradients, and another (2 - 1/p)(r + u) +
-    2w. N is the number of parameters, r that of the model's own unit, u that of the largest other unit, and w that of
-    the largest parameter. If `comm.overlaps`, add u in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO:
-    Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+    Cost: in each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message per
+    unit and dtype, and an all_reduce of two bytes per parameter. If `comm.overlaps`, the unit that came next in the
+    previous step is gathered in the meantime. Memory in elements, without activations and the transport's memory: N/p
+    for the parts, and as many for each state; in forward another r + u; in backward N/p for gradients, and another (2 -
+    1/p)(r + u) + 2w. N is the number of parameters, r that of the model's own unit, u that of the largest other unit,
+    and w that of the largest parameter. If `comm.overlaps`, add u in forward and 2u in backward. Source: Rajbhandari et
+    al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
     Cost on a mesh of r x s ranks: p is s in all of the above, plus an all_reduce of a part's gradients (N/s elements)
-    over `replicate`, for which each rank sends 2 (r-1)/r N/s. Apart from the two bytes a parameter, nothing else
+    over `replicate`, for which each rank sends 2 (r-1)/r N/s. Apart from the two bytes per parameter, nothing else
     crosses `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
     VLDB 2022 (HSDP in torch).
 
@@ -140,7 +141,7 @@ class ShardedModel:
             optimizer_class: A torch optimizer class, or one derived from `torch.optim.Optimizer`, that updates each
                 element from its own values only.
             params: Parameters of the model, or parameter groups, as for the class; all parameters if None.
-            elementwise: Whether the class is known to be elementwise, which skips the trial.
+            elementwise: Whether the class is known to be elementwise; if so, the trial is skipped.
             defaults: Options for the class.
 
         Returns: An object of a class derived from `optimizer_class`. Its `state_dict` has the unsharded optimizer's
@@ -151,8 +152,8 @@ class ShardedModel:
                 model.
             RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
             MismatchError: From `step()`, which is collective: ranks have different options. No parameter has changed.
-            Exception: From `step()`: the class has raised. The other ranks' next call raises an `AbortedError` that
-                names it. If the update had begun, so that ranks may differ, later calls raise as well.
+            Exception: From `step()`: the class raised. The other ranks' next call raises an `AbortedError` that names
+            the error. If the update had begun, so that ranks may differ, later calls raise as well.
 
         Example:
             >>> def program(comm):
@@ -188,7 +189,7 @@ class ShardedModel:
         """Scale all gradients so that their total norm over all ranks is at most `max_norm`. Collective.
 
         Args:
-            max_norm: Largest norm of all gradients as one vector.
+            max_norm: Maximum norm of all gradients as one vector.
             norm_type: Order of the norm; infinity for the largest absolute value.
             error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
@@ -218,7 +219,8 @@ class ShardedModel:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging in each backward pass that runs inside.
 
-        The next pass outside averages the sum. Until then each rank holds all gradients in full.
+        The next pass outside the context averages the accumulated sum. Until then each rank holds all gradients in
+        full.
 
         Returns: A context manager.
 
@@ -249,8 +251,8 @@ class ShardedModel:
         """Gather all parameters in their original dtype, to inspect, change or save them. Collective.
 
         Args:
-            writeback: Whether to keep changes: each rank keeps those to its own part. Make the same changes on all
-                replicas.
+            writeback: Whether to keep changes: each rank keeps the changes to its own part. Make the same changes on
+                all replicas.
 
         Returns: A context manager that frees the parameters again when it ends.
 
@@ -261,7 +263,7 @@ class ShardedModel:
             yield
 
     def abort(self, reason: str) -> None:
-        """End all running and later calls on all ranks, for example after an error that other ranks do not know of.
+        """Abort all running and later calls on all ranks, for example after an error that other ranks don't know about.
 
         Args:
             reason: Text for the other ranks' `AbortedError`.
@@ -312,10 +314,10 @@ class ShardedModel:
         """Load a state with this rank's shards, or with whole tensors, like a plain model's.
 
         Args:
-            state: A result of `state_dict` of this model or of a plain one of the same class.
+            state: Result of `state_dict` of this model, or of a plain model of the same class.
 
         Raises:
-            ValueError: It has different names, shapes or shards. Nothing is loaded.
+            ValueError: The state has different names, shapes or shards. Nothing is loaded.
             RuntimeError: A forward, a backward or `full_parameters` is running.
         """
         self._runtime.check_idle("load_state_dict()")
@@ -331,7 +333,7 @@ class ShardedModel:
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As for the class, for these ranks.
+            mesh: As for the class, but of these ranks.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.
@@ -373,7 +375,7 @@ class ShardedModel:
         """Load a snapshot with this rank's shards.
 
         Args:
-            snapshot: Snapshot in the form of `snapshot` on the current ranks.
+            snapshot: Snapshot in the form that `snapshot` returns on the current ranks.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

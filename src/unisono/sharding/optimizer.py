@@ -45,32 +45,32 @@ class ShardedOptimizer(Optimizer):
     """A torch optimizer whose states, and with `shard_gradients` gradients, are divided among the ranks.
 
     Each rank updates its part of every parameter, and receives the other parts. The parameters remain the same objects,
-    and become views of flat tensors; the training loop remains unchanged.
+    but become views of flat tensors; the training loop remains unchanged.
 
-    Collective: every rank creates one for the same model, and calls `step()` equally often. Rank 0's parameters, and
-    buffers if `model` is a module, are broadcast first, unless `init_sync` is False.
+    Collective: every rank creates one for the same model, and calls `step()` the same number of times. Rank 0's
+    parameters, and buffers if `model` is a module, are broadcast first, unless `init_sync` is False.
 
     With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With True
     (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()` frees it, and `p.grad` is a
-    placeholder without elements. Code that uses its elements raises, such as torch's `clip_grad_norm_`, `GradScaler`
-    and SAM: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
+    placeholder without elements. Code that uses its elements, such as torch's `clip_grad_norm_`, `GradScaler` and SAM,
+    raises: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
 
-    As with the averager, ranks' passes and steps are paired by number: a rank that skips a batch, for example after an
-    exception in forward, must also skip its step. Its next batch then counts in the others' current step.
+    As with the averager, ranks' passes and steps are matched by number: a rank that skips a batch, for example after an
+    exception in forward, must also skip its step. Its next batch then belongs to the other ranks' current step.
 
     Args:
-        optimizer_class: An elementwise optimizer class, such as SGD, Adam, AdamW and most others.
+        optimizer_class: An elementwise optimizer class: SGD, Adam, AdamW and most others.
         model: A module, its parameters, or groups of parameters as for the class.
         comm: The ranks. A dedicated communicator is derived from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: states are divided among the ranks of
-            `shard`, such as those of one host, and the ranks of `replicate` have copies of one part. The groups of the
-            two are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None: all
+            `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. Their groups
+            are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None: all
             ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
-            default the parameters' own. States are of this dtype.
-        bucket_cap_mb: With `shard_gradients`, size of a message in MiB.
-        elementwise: Whether the class is known to be elementwise. If not, trial steps on small matrices find out.
+            default the parameters' own dtype. States have this dtype.
+        bucket_cap_mb: With `shard_gradients`, maximum message size in MiB.
+        elementwise: Whether the class is known to be elementwise. If not, trial steps on small matrices determine it.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         defaults: Options for the class.
 
@@ -86,9 +86,9 @@ class ShardedOptimizer(Optimizer):
         RuntimeError: From `step()`: a parameter of the module was replaced, added or moved to other memory; p.grad was
             set with `shard_gradients`; or gradients await a pass outside `no_sync`.
 
-    Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes a rank for checks;
-    `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N for parameters, N/p for each state and the
-    master, and N for gradients, or with `shard_gradients` N/p and at most a few buckets.
+    Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes per rank for checks;
+    `shard_gradients` adds one reduce_scatter per bucket. Memory in elements: N for parameters, N/p for each state and
+    for the master copy, and N for gradients, or with `shard_gradients` N/p and at most a few buckets.
 
     On a mesh of r x s ranks, p is s, each step has a barrier of all ranks, and with `shard_gradients` each part is
     all_reduced over `replicate`, for which each rank sends 2 (r-1)/r N/s elements.
@@ -201,8 +201,8 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed.
-            Exception: The closure or the class has raised. The other ranks get an `AbortedError` that names it. If the
-                update had begun, so that ranks may differ, later steps raise as well.
+            Exception: The closure or the class raised. The other ranks get an `AbortedError` that names the error. If
+                the update had begun, so that ranks may differ, later steps raise as well.
         """
         loss = None
         present: list[bool] = []
@@ -235,7 +235,7 @@ class ShardedOptimizer(Optimizer):
         self._gather(list(changed.values()))
 
     def _prepare(self) -> list[bool]:
-        """Give each piece its gradient, and check it. Return whether each parameter has one."""
+        """Give each piece its gradient, and check the gradient. Return for each parameter whether it has one."""
         problem = self._members.problem()
         if problem is not None:
             raise RuntimeError(f"{problem}. Call remove() on the optimizer, and create a new one")
@@ -327,10 +327,10 @@ class ShardedOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Return a context in which `backward()` only accumulates this rank's gradients; needs `shard_gradients`.
 
-        The next pass outside averages the sum. Until then gradients are unsharded.
+        The next pass outside the context averages the accumulated sum. Until then gradients are unsharded.
 
         Raises:
-            RuntimeError: Gradients are not sharded; use `no_sync` of the averager.
+            RuntimeError: Gradients are not sharded; use the averager's `no_sync`.
         """
         if self._sharder is None:
             raise RuntimeError("this optimizer averages no gradients, so it has no no_sync(); see shard_gradients=True")
@@ -342,7 +342,7 @@ class ShardedOptimizer(Optimizer):
             self._sharder.sync = before
 
     def abort(self, reason: str) -> None:
-        """End all running and later calls on all ranks, as when an error was caught that others do not know of.
+        """Abort all running and later calls on all ranks, for example after an error that others don't know about.
 
         Args:
             reason: Text for the `AbortedError` of the other ranks.
@@ -388,7 +388,7 @@ class ShardedOptimizer(Optimizer):
         """Return the state of an unsharded optimizer, with `TensorShard`s in place of tensors of a parameter's shape.
 
         `unisono.checkpoint` saves them as whole tensors. Does not communicate. With `master_dtype`, the state of each
-        updated parameter has its master copy as "master".
+        updated parameter includes its master copy as "master".
         """
         self._share_options()
         state = self._shards.state_dict()
@@ -403,11 +403,11 @@ class ShardedOptimizer(Optimizer):
         """Resume from a state.
 
         Args:
-            state_dict: A result of `state_dict` on the same rank, or a state of an unsharded optimizer with whole
-                tensors. `unisono.checkpoint.load` reads one from a checkpoint of any number of ranks.
+            state_dict: Result of `state_dict` on the same rank, or an unsharded optimizer's state with whole tensors.
+                `unisono.checkpoint.load` reads one from a checkpoint of any number of ranks.
 
         Raises:
-            ValueError: It belongs to other parameters, groups, or another rank.
+            ValueError: The state belongs to different parameters or groups, or to another rank.
         """
         # A class may have states that belong to no parameter, under its own keys.
         given = state_dict["state"]
@@ -431,7 +431,7 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As of the class, of these ranks.
+            mesh: As for the class, but of these ranks.
 
         Raises:
             MismatchError: Ranks have different models or settings.
@@ -468,7 +468,7 @@ class ShardedOptimizer(Optimizer):
         """Load a snapshot, and send each part of the parameters to all ranks. Collective.
 
         Args:
-            snapshot: As of `snapshot` on the present ranks.
+            snapshot: Snapshot in the form that `snapshot` returns on the current ranks.
 
         Example:
             >>> model = torch.nn.Linear(3, 1)
@@ -486,7 +486,7 @@ class ShardedOptimizer(Optimizer):
         self._gather(self._buckets)
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
-        """Return which elements this rank has of a parameter, as start and stop in the flattened parameter.
+        """Return this rank's range of a parameter, as start and stop in the flattened parameter.
 
         Args:
             path: Keys that lead to it, or to one of its states, in `snapshot()`.
@@ -511,8 +511,8 @@ class GradientSharder(PassOwner):
     """Hooks that shard the gradients of buckets' parameters.
 
     A bucket is reduced when it and all before it have their gradients, or at the end of the pass, so all ranks reduce
-    all buckets in the same order, even if they lack gradients. A gradient in a bucket leaves a placeholder without
-    memory in p.grad. If the caller replaces the placeholder by None, the gradient is dropped.
+    all buckets in the same order, even if they lack gradients. A gradient in a bucket is represented in p.grad by a
+    placeholder without memory. If the caller replaces the placeholder with None, the gradient is dropped.
 
     Args:
         buckets: Buckets of trained parameters, in the expected order of their gradients.
@@ -572,7 +572,7 @@ class GradientSharder(PassOwner):
         self._held = self._holds()
 
     def is_broken(self) -> bool:
-        """Return whether an earlier pass has failed, which this rank has also raised."""
+        """Return whether an earlier pass has failed, and its error has been raised on this rank."""
         return self._broken
 
     def renew(self) -> None:
@@ -649,7 +649,7 @@ class GradientSharder(PassOwner):
                 parameter.grad = placeholder
 
     def fail(self) -> None:
-        """Drop the gradients of this step, because another rank may have a part of the pass that raised."""
+        """Drop the gradients of this step, because another rank may have received part of the pass that raised."""
         self.drop()
         self._comms.abort(self._problem or _REPEAT)
         self._problem = self._lost = None

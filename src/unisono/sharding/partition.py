@@ -34,7 +34,7 @@ class UnitPlan:
 
 
 def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
-    """Return the unit of the model itself, perhaps without parameters, and the other units that have some.
+    """Return the model's own unit, perhaps without parameters, and the other units that have parameters.
 
     A parameter or module shared by several units belongs to the nearest unit that encloses them all.
 

@@ -29,7 +29,7 @@ __all__ = ["TRANSITIONS", "ForwardCall", "Place", "Runtime", "StepPhase", "Unit"
 
 
 class ForwardCall:
-    """One forward of a unit, for its backward."""
+    """One forward call of a unit, recorded for its backward pass."""
 
     inputs = 0
     """Number of inputs that will get a gradient."""
@@ -51,8 +51,8 @@ class Unit:
         running: The modules whose forward is running, the innermost one last.
         call: The newest forward call.
         held: Whether its parameters must not be freed.
-        open: Forward calls that the running backward pass has reached and not left.
-        frees_after_gradients: Whether backward needs no parameter once all have their gradients, because none is
+        open: Forward calls that the running backward pass has reached but not left.
+        frees_after_gradients: Whether backward needs no parameters once all have their gradients, because none is
             frozen.
     """
 
@@ -120,7 +120,7 @@ def make_units(
 ) -> list[Unit]:
     """Shard the parameters of each unit.
 
-    Paddings make all message lengths different, so that the communicator's check detects ranks at different units.
+    Padding makes all message lengths different, so that the communicator's check detects ranks at different units.
     """
     paddings = _Paddings(comms.size)
     units = []
@@ -155,7 +155,7 @@ class _Paddings:
 class _GatherOrder:
     """The order in which units are gathered in a step, from which the next step predicts each one's successor.
 
-    A unit that is kept from forward to backward is not gathered in backward, so the two have separate orders.
+    A unit that stays gathered from forward to backward is not gathered in backward, so the two have separate orders.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _GatherOrder:
         return self._next.get((backward, unit))
 
     def forget(self) -> None:
-        """Predict nothing: ranks may have been at different units, and prefetching is collective."""
+        """Forget the order: ranks may have been at different units, and prefetching is collective."""
         self._next.clear()
         self._previous = None
         self._latest = None
@@ -231,8 +231,8 @@ TRANSITIONS: dict[str, dict[StepPhase, StepPhase]] = {
 class Runtime(PassOwner):
     """Gathers, frees and reduces the units of one model at the right times.
 
-    Every module has hooks, so that one that is called directly also gathers its unit. Outputs of each module have a
-    hook that gathers its unit before its backward.
+    Every module has hooks, so a module that is called directly also gathers its unit. The outputs of each module have a
+    hook that gathers its unit before its backward pass.
 
     Phases between two steps of the optimizer:
 
@@ -246,11 +246,12 @@ class Runtime(PassOwner):
 
     begin: A backward pass begins. In STEPPING, the optimizer's closure runs it. agree: Before an optimizer's step, all
     ranks have compared their gradients and options. step: The step has ended, or the caller has dropped the gradients.
-    fail: An optimizer's step has raised. In STEPPING, other ranks may have finished theirs, so everything is ended.
+    fail: An optimizer's step has raised. In STEPPING, other ranks may have finished their step, so everything is
+        aborted.
 
     Args:
         units: All units.
-        comms: Its dedicated communicators.
+        comms: The model's dedicated communicators.
         members: The model, with its parameters.
 
     Attributes:
@@ -282,7 +283,7 @@ class Runtime(PassOwner):
         self._running: _Pass | None = None
 
     def _change(self, event: str) -> None:
-        """Move to the phase that follows an event; only this method changes the phase."""
+        """Move to the phase that an event leads to; only this method changes the phase."""
         self.phase = TRANSITIONS[event][self.phase]
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ class Runtime(PassOwner):
         self._order.begin_forward()
 
     def _recover(self) -> None:
-        """After a failed pass, make new communicators and drop the step; collective in that case.
+        """After a failed pass, create new communicators and drop the step; collective in that case.
 
         Raises:
             CommError: Another rank's pass has failed, and this rank has lost gradients. Call it again.
@@ -425,7 +426,7 @@ class Runtime(PassOwner):
         self._comms.replace()
 
     def _need(self, unit: Unit, *, backward: bool) -> None:
-        """Gather a unit, and, if that overlaps, start to gather the one that came next in the previous step."""
+        """Gather a unit, and, if that overlaps, start gathering the one that came next in the previous step."""
         self._stream.check()
         if unit.gathered:
             return
@@ -441,7 +442,7 @@ class Runtime(PassOwner):
         unit.gathered = True
 
     def _reduce(self, running: _Pass, unit: Unit) -> None:
-        """Start to average a unit's gradients, after the previous reduction."""
+        """Start averaging a unit's gradients, after the previous reduction."""
         with torch.no_grad():
             for _, gradient in running.reducing.trained if running.reducing is not None else ():
                 gradient.finish_reduce()
@@ -480,7 +481,7 @@ class Runtime(PassOwner):
         self.free()
 
     def fail(self) -> None:
-        """Drop all uncommitted gradients, and end the step on all ranks."""
+        """Drop all uncommitted gradients, and abort the step on all ranks."""
         # None if the pass has only reached other models. The other ranks may be in this one nevertheless.
         running = self._running
         self._running = None
@@ -533,7 +534,7 @@ class Runtime(PassOwner):
                 flat.gradient.taken.discard(index)
 
     def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
-        """Hook before an optimizer's step: raise on all ranks unless all make the same step. Collective."""
+        """Hook before an optimizer's step: raise on all ranks unless all ranks make the same step. Collective."""
         problem: Exception | None = None
         try:
             self.check_reduced("optimizer.step()", places)
@@ -556,7 +557,7 @@ class Runtime(PassOwner):
         self.changed()
 
     def fail_step(self, error: BaseException) -> None:
-        """Report an optimizer's error to the other ranks, unless all have raised it before the step."""
+        """Report an optimizer's error to the other ranks, unless all ranks have raised it before the step."""
         if self.phase is StepPhase.STEPPING:
             self._comms.fail_step(error)
         elif self._comms.live.data.exception() is not None:

@@ -47,7 +47,7 @@ SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class ShardOptimizer(Optimizer):
-    """Base of the classes that `shard_optimizer` makes: parameters are pieces, the rest is the user's class."""
+    """Base of the classes that `shard_optimizer` creates: parameters are pieces; the rest is the user's class."""
 
     pieces: Sequence[ParameterPiece]
     """The pieces, in group order: the n-th one belongs to the unsharded optimizer's parameter n."""
@@ -61,7 +61,7 @@ class ShardOptimizer(Optimizer):
     """Function to call with the error of a failed step."""
 
     def check_ranges(self) -> None:
-        """Raise `RuntimeError` if the pieces were re-partitioned, but not the state."""
+        """Raise `RuntimeError` if the pieces were re-partitioned, but the state was not."""
         if self.ranges != _ranges(self.pieces):
             raise RuntimeError(
                 "the parameters of this optimizer were divided among other ranks, and its state was not. Pass the "
@@ -117,7 +117,7 @@ class ShardOptimizer(Optimizer):
         """Resume from a state with this rank's shards, or with whole tensors, like an unsharded optimizer's.
 
         Raises:
-            ValueError: It belongs to other parameters, groups, or shards.
+            ValueError: The state belongs to different parameters, groups or shards.
         """
         if [len(group["params"]) for group in state_dict["param_groups"]] == [
             len(group["params"]) for group in self.param_groups
@@ -146,7 +146,7 @@ def shard_optimizer(
     Args:
         optimizer_class: A torch optimizer class, or one derived from `torch.optim.Optimizer`.
         groups: Parameter groups as for the class, with `ParameterPiece`s as "params".
-        elementwise: Whether the class is known to be elementwise, so that it is not tried.
+        elementwise: Whether the class is known to be elementwise; if so, the trial is skipped.
         defaults: Options for the class.
 
     Raises:
@@ -205,8 +205,8 @@ def check_elementwise(
 ) -> frozenset[str]:
     """Check by trial that slices of parameters get the same updates as whole ones; see `_Trial`. Takes about 50 ms.
 
-    The trial is repeated without missing gradients and with one group, for a class that supports no more. It has no
-    side effects: it draws no random numbers from torch, compiles nothing, and copies the options.
+    The trial is repeated without missing gradients and with a single group, for classes that support only that. It has
+    no side effects: it draws no random numbers from torch, compiles nothing, and copies the options.
 
     Args:
         optimizer_class: The class to try.
@@ -248,10 +248,10 @@ class _RefusedError(Exception):
 
 
 class _NoRandomNumbers(TorchFunctionMode):
-    """Context in which torch draws no random numbers, because slices would get other ones than whole parameters."""
+    """Context in which torch draws no random numbers, because slices would get different ones than whole parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that draw random numbers; call any other."""
+        """Reject functions that draw random numbers; call any other function."""
         if _draws(func):
             raise _RefusedError(f"draws random numbers, by {func.__name__}()")
         return func(*args, **(kwargs or {}))
@@ -269,7 +269,7 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 
 
 class _Trial:
-    """The same steps of one optimizer on whole parameters, and of one on each of three ranks on slices of them.
+    """The same steps of one optimizer on whole parameters, and of one per rank, for three ranks, on slices of them.
 
     Rank 0 has three quarters of each parameter, rank 1 the rest, rank 2 empty slices. For each distinct group of the
     user's there is a parameter of 160 x 160, above optimizers' size thresholds, and small ones with 2 dimensions and
@@ -279,7 +279,7 @@ class _Trial:
     Args:
         optimizer_class: As for `check_elementwise`, like groups and defaults.
         missing: Whether some gradients are missing.
-        at_least: Least number of groups, reached by repeating the last one.
+        at_least: Minimum number of groups, reached by repeating the last one.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ def unwrap(key: str, value: Any, piece: ParameterPiece) -> Any:
     """Return this rank's elements of a parameter's saved value; the value itself if it has another shape.
 
     Raises:
-        ValueError: It has an incompatible shape, or is another rank's shard.
+        ValueError: The value has an incompatible shape, or is another rank's shard.
     """
     if isinstance(value, TensorShard):
         if (value.start, value.stop, value.shape) != (piece.start, piece.stop, piece.shape):
@@ -524,8 +524,8 @@ def check_shardable(named: Named, master_dtype: torch.dtype | None) -> None:
     """Raise unless each parameter can become a view of a flat tensor.
 
     Raises:
-        ValueError: One, which is named, is uninitialized, not a leaf, sparse, shares memory with another, or has a
-            dtype that `master_dtype` cannot represent.
+        ValueError: A parameter (named in the error) is uninitialized, not a leaf, sparse, shares memory with another,
+            or has a dtype that `master_dtype` cannot represent.
         TypeError: `master_dtype` is not a floating-point dtype.
     """
     if master_dtype is not None and not master_dtype.is_floating_point:
@@ -546,7 +546,7 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
 
     Args:
         model: The module; its modules' extra state is loaded as well.
-        own: Its state with shards, into whose memory to copy.
+        own: The module's state with shards, into whose memory to copy.
         state: The state to load: shards of this rank, or whole tensors.
 
     Raises:
@@ -602,7 +602,8 @@ def check_same_step(
 ) -> None:
     """Raise on every rank if one has a problem, or ranks have different gradients or options. Collective.
 
-    Cost: one all_gather of 8 bytes, and 3 us a gradient: one element of each is compared, a different one in each step.
+    Cost: one all_gather of 8 bytes, and 3 us per gradient: one element of each is compared, a different one in each
+    step.
 
     Args:
         names: Names of all parameters.

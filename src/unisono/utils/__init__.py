@@ -1,4 +1,4 @@
-"""Helpers for training scripts: seeds, gradient norms, logging, throughput, averages of parameters."""
+"""Helpers for training scripts: seeds, gradient norms, logging, throughput, parameter averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracks the running backward pass: where it begins, and how it ends."""
+"""Tracks the running backward pass: when it begins, and how it ends."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     """End the passes of all models that a graph task has reached, in the order in which their trackers were created.
 
     That order is the same on all ranks. The order of their gradients follows the graph, and differs if ranks add up a
-    loss in another order; since ending a pass may block until all other ranks end theirs, they would block forever.
+    loss in different orders. Ending a pass may block until all other ranks end theirs, so ranks that used that order
+    could block forever.
 
     Models whose forwards communicate come first. If another rank has failed in this pass, it repeats such a forward
-    before anything else, so no rank may wait in another model for the repeat: these raise. If they do not, all ranks
-    have come to the end of this pass, and another model that was broken before is so since an earlier one.
+    before anything else, so no rank may wait for the repeat in another model: these models raise. If they do not, all
+    ranks have reached the end of this pass, and any other broken model has been broken since an earlier pass.
 
-    Models that wait for the repeat of a pass that failed on another rank are last. The repeat first renews models that
-    do not wait, so a rank that does not yet know of the failure of one of these would block the repeating rank forever.
+    Models that wait for the repeat of a pass that failed on another rank come last. The repeat first renews models that
+    do not wait, so a rank that does not yet know that one of these has failed would block the repeating rank forever.
     """
     if _is_nested():
         return
@@ -73,7 +74,7 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
 
 class PassOwner:
-    """Base class of owners of a `BackwardTracker`: one model whose gradients are averaged in its backward passes."""
+    """Base class for owners of a `BackwardTracker`: one model whose gradients are averaged in its backward passes."""
 
     gathers = False
     """Whether the model's forwards communicate, so that a pass cannot join the repeat of another rank's."""
@@ -91,7 +92,7 @@ class PassOwner:
     def fail(self) -> None:
         """Undo the pass, because the outermost call, or `end`, has raised; the caller sees the error next.
 
-        Also called for an autograd call that raised before reaching a parameter, so that no pass had begun.
+        Also called for an autograd call that raised before reaching a parameter, in which case no pass had begun.
         """
         raise NotImplementedError
 
@@ -113,8 +114,8 @@ class BackwardTracker:
     until the outermost one, which is not enclosed.
 
     The first tracker that sees a graph task enlists those of all other models of the communicator whose parameters are
-    in its graph. If the task raises before it reaches one of these, other ranks may wait in that model already, so its
-    owner also has to fail.
+    in its graph. If the task raises before it reaches one of these, other ranks may already be waiting in that model,
+    so its owner also has to fail.
 
     Args:
         owner: The model, which is notified of each pass.
@@ -125,7 +126,7 @@ class BackwardTracker:
         owner: As passed.
         number: Position in the order in which trackers were created.
         running: The latest graph task.
-        is_open: Whether a pass has begun and not ended.
+        is_open: Whether a pass has begun but not ended.
         arrived: Indices of the leaves to whose gradient the pass has added, or is about to.
     """
 
@@ -151,7 +152,7 @@ class BackwardTracker:
         self._tasks: dict[int, weakref.ref[Any]] = {}
 
     def follow(self, *_: object) -> None:
-        """Record that a running graph task may reach a parameter. A hook on the tensor that it has reached."""
+        """Hook on the tensor that a graph task has reached: record that the task may reach a parameter."""
         number = current_pass()
         if number not in self._tasks:
             self._hold(number)
@@ -172,7 +173,7 @@ class BackwardTracker:
         self.arrived.add(index)
 
     def enter(self, number: int) -> None:
-        """Record that this graph task adds to gradients, as a part of the pass, or as its first one."""
+        """Record that this graph task adds to gradients, as part of the pass, or as its first task."""
         if number != self.running:
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise RuntimeError(
@@ -274,8 +275,8 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
     """Call `arrived` when a backward pass reaches an output of a model. Return the number of watched tensors.
 
     Args:
-        returned: A tensor, or a list, tuple, dict or dataclass of such.
-        arrived: A hook of tensors.
+        returned: A tensor, or a list, tuple, dict or dataclass of tensors.
+        arrived: A tensor hook.
     """
     parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
@@ -292,7 +293,7 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
 
 
 def adds_to_leaves(parameters: frozenset[int]) -> bool:
-    """Return whether the backward pass that runs a tensor's hook adds to the gradient of a leaf before that tensor.
+    """Return whether the backward pass that runs a tensor's hook adds to the gradient of a leaf that it depends on.
 
     `torch.autograd.grad` does not.
 

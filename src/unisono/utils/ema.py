@@ -29,20 +29,21 @@ class EMA:
     For a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
 
     Args:
-        model: Module whose floating-point and complex parameters are averaged, in float32 if they have fewer bits.
-        decay: Weight of the earlier average, from 0 to 1.
-        comm: Ranks that each keep an equal part of the average (then collective). None: this process keeps all of it.
-        use_buffers: Whether to average buffers as well, except integer ones. Other buffers remain the model's.
+        model: Module whose floating-point and complex parameters are averaged; lower-precision ones in float32.
+        decay: Weight of the previous average, from 0 to 1.
+        comm: Ranks that each keep an equal part of the average; construction is then collective. None: this process
+            keeps all of it.
+        use_buffers: Whether to average buffers as well, except integer ones. Other buffers keep the model's values.
 
     Attributes:
         n_averaged: Number of updates.
 
     Raises:
         MismatchError: On every rank, if ranks have different models or settings.
-        ValueError: `decay` is not in the range, or a parameter has no elements.
-        RuntimeError: From `update` and `applied`: a tensor of the model was removed, added, or has changed its shape.
+        ValueError: `decay` is out of range, or a parameter has no elements.
+        RuntimeError: From `update` and `applied`: a tensor of the model was removed, added or reshaped.
 
-    Cost: the parameters' memory, divided by the number of ranks in `comm`; `applied` needs all of it on each rank.
+    Cost: the parameters' memory divided by the number of ranks in `comm`; `applied` needs all of it on each rank.
 
     Method: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -88,7 +89,7 @@ class EMA:
         Does not communicate.
 
         Raises:
-            RuntimeError: The average currently replaces the parameters; or they are sharded and not gathered.
+            RuntimeError: The average currently replaces the parameters, or they are sharded and not gathered.
 
         Cost: one pass over this rank's part.
         """
@@ -144,10 +145,10 @@ class EMA:
         """Restore the average. Does not communicate.
 
         Args:
-            state: Result of `state_dict`, from any number of ranks if its tensors are whole.
+            state: Result of `state_dict`; if its tensors are unsharded, from any number of ranks.
 
         Raises:
-            ValueError: It belongs to another model or other ranks; nothing is changed.
+            ValueError: The state belongs to a different model or different ranks; nothing is changed.
         """
         given = state["average"]
         mine = self.state_dict()["average"]
@@ -222,7 +223,7 @@ class _FlatAverage:
             average.copy_(value)
 
     def gather(self) -> torch.Tensor:
-        """The parts of all ranks, in a new tensor."""
+        """Return the parts of all ranks in a new tensor."""
         whole = self._flat.new_empty(self._layout.total)
         if self._comm is None:
             return whole.copy_(self._flat)

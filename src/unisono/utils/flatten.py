@@ -1,4 +1,4 @@
-"""Packs many small tensors into few long ones: buckets, each one message, and the layout of sharded parameters."""
+"""Packs many small tensors into a few long ones: buckets, one message each, and the layout of sharded parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_ROOM = "a bucket must hold at least one byte"
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Return runs of tensors of one dtype and device, of at most `cap_bytes` each unless a single tensor is longer.
+    """Return runs of tensors of one dtype and device, of at most `cap_bytes` each unless a single tensor is larger.
 
     Keeps the order within a dtype and device, so that equal models give equal buckets on all ranks.
 
@@ -60,7 +60,7 @@ def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], 
 
 
 def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
-    """Make tensors equal to rank `src`'s, in place. Collective; all ranks pass the same ones in the same order.
+    """Make tensors equal to rank `src`'s, in place. Collective; all ranks pass matching tensors in the same order.
 
     Example:
         >>> def program(comm):
@@ -88,7 +88,7 @@ def plan_buckets(
         parameters: All parameters.
         order: Indices of the parameters that take part, in the expected order of their gradients.
         cap_bytes: Maximum size of a bucket, unless it holds a single parameter.
-        first_bytes: Maximum size of the first bucket, if it should be small so that it starts early.
+        first_bytes: Maximum size of the first bucket, if it should be small so that it is sent early.
 
     Raises:
         ValueError: A maximum is less than 1 byte.
@@ -117,7 +117,7 @@ def plan_buckets(
 
 
 def in_bytes(mebibytes: float | None) -> int | None:
-    """Return a user's size in bytes; None for None; infinity means unlimited.
+    """Return a size set by the user, in bytes; None for None; infinity means unlimited.
 
     Raises TypeError for a value that is not a number, ValueError for one that is too small.
     """
@@ -138,9 +138,9 @@ def bucket_sizes(
     background: bool,
     compressed: bool,
 ) -> tuple[int, int | None]:
-    """Maximum bytes of a bucket, and of the first one if that differs, with defaults for values not set by the user.
+    """Maximum bytes in a bucket, and in the first one if different, with defaults for values not set by the user.
 
-    Collective. A small first bucket starts early if each rank has a spare core for it.
+    Collective. A small first bucket is sent early if each rank has a spare core for it.
 
     Args:
         given: Values set by the user, or None.
@@ -160,7 +160,7 @@ def bucket_sizes(
 
 
 def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Return a tensor's strides if its memory has no gaps and is not in the usual order; else None.
+    """Return a tensor's strides if its memory has no gaps and is not in the usual order; otherwise None.
 
     Example:
         >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
@@ -178,7 +178,7 @@ class ParameterSlice:
 
     Attributes:
         index: Number of the parameter.
-        start: Its first element here, counted in the flattened parameter.
+        start: Index of its first element in the flattened parameter.
         numel: Number of elements, at least 1.
         offset: Position of the first element in the rank's part.
     """
@@ -198,9 +198,9 @@ class FlatLayout:
 
     Attributes:
         offsets: Position of each parameter's first element in the flat tensor.
-        part: Number of elements of a part.
+        part: Number of elements in a part.
         used: Number of elements before the padding.
-        total: Number of elements of the flat tensor, a multiple of `ranks` that exceeds the sum by less than `ranks`.
+        total: Number of elements in the flat tensor, a multiple of `ranks` that exceeds the sum by less than `ranks`.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
@@ -228,11 +228,11 @@ class FlatLayout:
         return [flat[start : start + parameter.numel()].view(parameter.shape) for start, parameter in places]
 
     def part_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a rank in a flat tensor."""
+        """Return a rank's part of a flat tensor."""
         return flat[rank * self.part :][: self.part]
 
     def slices(self, rank: int) -> list[ParameterSlice]:
-        """Return the slices in the part of a rank, in order."""
+        """Return the slices in a rank's part, in order."""
         low = rank * self.part
         high = (rank + 1) * self.part
         found = []

@@ -1,4 +1,4 @@
-"""Norms of gradients, of plain parameters and of shards."""
+"""Norms of gradients, for plain parameters and for shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["clip_grad_norm_", "grad_norm"]
 def grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], comm: Communicator | None = None, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Return the norm of all gradients as if they were one vector; the same bits on every rank.
+    """Return the norm of all gradients as if they were one vector; bitwise identical on every rank.
 
     Args:
         parameters: Tensors; those without a gradient are skipped.
@@ -24,8 +24,8 @@ def grad_norm(
         norm_type: Order of the norm: a positive number, or infinity for the largest absolute value.
 
     Returns:
-        A 0-d tensor: without a communicator as torch's `get_total_norm`, else in float64. Infinite or nan if any rank's
-        gradient is.
+        A 0-d tensor: without a communicator, as from torch's `get_total_norm`; otherwise in float64. Infinite or nan if
+        any rank's gradient is.
 
     Raises:
         ValueError: `norm_type` is not positive.
@@ -61,11 +61,11 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`. Every rank scales by the same factor.
+    """Scale all gradients in place so that their norm is at most `max_norm`. Every rank uses the same factor.
 
     Args:
         parameters, comm, norm_type: As for `grad_norm`.
-        max_norm: Largest norm afterwards, up to rounding.
+        max_norm: Maximum norm afterwards, up to rounding.
         error_if_nonfinite: Whether to raise if the norm is infinite or nan, instead of scaling by it, as in torch.
 
     Returns:

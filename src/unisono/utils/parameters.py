@@ -52,11 +52,11 @@ Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Ten
 
 
 def named_tensors(model: Model, *, buffers: bool = False) -> Named:
-    """Return a model's parameters with their names, each once; tensors without names are named by position.
+    """Return a model's parameters with their names, each only once; tensors without names are named by position.
 
     Raises:
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        ValueError: It is an exhausted iterator; or `buffers` is set, and it is not a module.
+        ValueError: `model` is an exhausted iterator, or `buffers` is set and it is not a module.
 
     Example:
         >>> [name for name, _ in named_tensors(torch.nn.BatchNorm1d(2), buffers=True)]
@@ -88,7 +88,7 @@ class ModelMembers:
         model: The module; ignored unless it is one.
         named: The owner's parameters, with their names.
 
-    Cost: `same` takes about 0.1 us a parameter, a tenth of a walk through the modules.
+    Cost: `same` takes about 0.1 us per parameter, a tenth of the time to walk through the modules.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
@@ -148,8 +148,8 @@ def check_parameters(named: Named) -> None:
     """Raise unless each parameter has elements that ranks can send, and that an optimizer can write.
 
     Raises:
-        ValueError: One, which is named, is uninitialized, on the meta device, the result of a computation, or a Tensor
-            subclass without its own elements.
+        ValueError: A parameter (named in the error) is uninitialized, on the meta device, the result of a computation,
+            or a Tensor subclass without its own elements.
 
     Example:
         >>> check_parameters([("weight", torch.ones(2, device="meta"))])
@@ -175,10 +175,10 @@ def check_parameters(named: Named) -> None:
 
 
 def warn_of_norm_limits(model: object) -> None:
-    """Warn of embeddings whose forward renormalises rows for the rank's own data, so that ranks diverge.
+    """Warn of embeddings whose forward renormalises the rows that the rank's own data uses, so that ranks diverge.
 
     Args:
-        model: A module; of anything else nothing is known.
+        model: A module; anything else is ignored.
 
     Example:
         >>> import warnings
@@ -206,7 +206,7 @@ def agree_on_parameters(
     frozen: bool = True,
     hooked: bool = False,
 ) -> None:
-    """Raise `MismatchError` on every rank if parameters or settings differ. Collective. Breaks nothing.
+    """Raise `MismatchError` on every rank if parameters or settings differ. Collective; `comm` remains usable.
 
     Args:
         named: The parameters, whose names, shapes, dtypes, memory orders and device types are compared.
@@ -253,7 +253,7 @@ def _described(p: torch.Tensor, *, frozen: bool) -> str:
 
 
 class ParameterClaim:
-    """Claim of parameters, which it keeps alive; it ends when its owner does."""
+    """Claim on parameters, which it keeps alive; it ends when its owner does."""
 
     def __init__(self, named: Named, text: str) -> None:
         self.named = named
@@ -275,7 +275,7 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
     Returns: The claim, which the owner keeps.
 
     Raises:
-        ValueError: One, which is named, is already claimed. Nothing is claimed.
+        ValueError: A parameter (named in the error) is already claimed. Nothing is claimed.
 
     Example:
         >>> from unisono.utils.parameters import claim
@@ -313,11 +313,12 @@ def share(
 
     Args:
         named, comm, src, cap_bytes: As for `broadcast_all`.
-        model: The module that has them, if any; its followers are notified of new values.
+        model: The module that owns the tensors, if any; its followers are notified of new values.
         hint: Error text about a buffer, after its name.
 
     Raises:
-        ValueError: One, which is named, cannot be written to, because it is sparse or its elements share memory.
+        ValueError: A tensor (named in the error) cannot be written to, because it is sparse or its elements share
+            memory.
     """
     for name, tensor in named:
         text = repr(name) if isinstance(tensor, torch.nn.Parameter) else f"{name!r}{hint}"
@@ -333,7 +334,7 @@ INIT_SYNC = " (which init_sync=False does not broadcast)"
 def share_buffers(model: torch.nn.Module, comm: Communicator, src: int = 0) -> None:
     """Make a module's buffers equal to rank `src`'s. Collective.
 
-    A buffer that another forward's graph holds is replaced, so that its backward pass finds the old values.
+    A buffer that an earlier forward's graph refers to is replaced, so that its backward pass finds the old values.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():

@@ -25,10 +25,10 @@ class WatchedComms(Protocol):
     """Interface of one model's communicators for `PassWatch`."""
 
     def in_use(self) -> Sequence[Communicator]:
-        """Return the communicators that its passes currently use, which are replaced after failures."""
+        """Return the communicators that the model's passes currently use, which are replaced after failures."""
 
     def every(self) -> Sequence[Communicator]:
-        """Return these, and those from which they are made again."""
+        """Return these, and those from which they are recreated."""
 
 
 class PassWatch:
@@ -37,17 +37,17 @@ class PassWatch:
     A pass waits until it runs on all ranks, and so does a forward that communicates. If rank 0 runs the passes of
     models a and b, and rank 1 those of b and a, each waits for the other's second pass. The same happens if rank 1
     fails in b and restarts its step with a. A single rank cannot see that, so meanwhile a thread queries all ranks'
-    activities. A cycle of ranks that each wait for a call that the next one has not made is certain to be a deadlock.
+    activities. A cycle of ranks that each wait for a call that the next rank has not made is certain to be a deadlock.
     The thread then aborts these calls on all ranks, so their passes raise, and models renew their communicators in the
     next pass, as after any failure. A rank with only one such model needs no thread.
 
     Args:
-        kind: Class that averages, for the error, such as "GradientAverager".
+        kind: Name of the averaging class, such as "GradientAverager", for the error.
         comms: The model's communicators.
 
     Attributes:
-        name: The kind, and the line of its creation.
-        peers: This rank's watches, in order of creation. A single one has nothing to watch.
+        name: The kind, and the line where it was created.
+        peers: This rank's watches, in order of creation. A single watch has nothing to do.
         running: Event that ends the thread watching the current pass, if any.
         on_pass: Called with the number of a graph task that has reached another model of this rank first.
     """

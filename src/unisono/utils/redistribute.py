@@ -24,19 +24,19 @@ def redistribute(
 ) -> dict[Any, TensorShard]:
     """Return a new shard for each wanted range, whichever ranks have its elements. Collective.
 
-    Elements on several ranks are taken from the receiver itself if possible, else from the lowest rank.
+    Elements that several ranks have are taken from the receiver itself if possible, otherwise from the lowest rank.
 
     Args:
         held: This rank's shards of each tensor, by a key that is the same on all ranks.
-        wanted: For each tensor of which this rank needs a part: start and stop in the flattened tensor, its shape and
+        wanted: For each tensor of which this rank needs a part: start and stop in the flattened tensor, shape and
             dtype.
         comm: The ranks.
 
     Raises:
-        ValueError: No rank has some elements. Raised on every rank; nothing is moved.
+        ValueError: Some elements exist on no rank. Raised on every rank; nothing is moved.
 
     Cost: one exchange of the ranges, and one all_to_all of the elements. A rank sends its elements at most once to each
-    rank that needs them, and needs memory for that and for the received ones.
+    rank that needs them, and needs memory for the elements sent and received.
 
     Example:
         >>> from unisono.utils.redistribute import redistribute

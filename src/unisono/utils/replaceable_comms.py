@@ -15,12 +15,12 @@ class ReplaceableComms:
     """A communicator in use, and one from which it is recreated.
 
     A rank that fails mid-step aborts the one in use, so that no other rank waits for it, and no message of that step
-    matches one of the next. All ranks replace it before they continue. Calls that must not be cut off when a step fails
-    on another rank use `base`.
+    matches a message of the next. All ranks replace it before they continue. Calls that must not be aborted when a step
+    fails on another rank use `base`.
 
     Args:
         comm: The ranks that communicate. Construction is collective.
-        deterministic: Whether sums are reduced in one fixed order; if not, as on `comm`.
+        deterministic: Whether sums are reduced in a fixed order; if not, as on `comm`.
         options: Options of `Communicator.dup` for the communicator in use.
 
     Attributes:
@@ -52,7 +52,7 @@ class ReplaceableComms:
         self.data: Communicator = self.dup(**options)
 
     def dup(self, **options: Any) -> Communicator:
-        """Make another communicator of these ranks. Collective."""
+        """Create another communicator of these ranks. Collective."""
         comm = self.base.dup(**options)
         # With a GPU, hooks run in autograd's threads.
         comm.allow_any_thread()
@@ -63,7 +63,7 @@ class ReplaceableComms:
         return (self.data,)
 
     def every(self) -> tuple[Communicator, ...]:
-        """Return these, and the one from which they are made again."""
+        """Return these, and the one from which they are recreated."""
         return self.base, *self.in_use()
 
     def replace(self) -> None:
@@ -72,11 +72,11 @@ class ReplaceableComms:
         self.data = self.dup(**self._options)
 
     def abort(self, reason: str) -> None:
-        """End the running step on all ranks."""
+        """Abort the running step on all ranks."""
         self._abort(reason, *self.in_use())
 
     def abort_all(self, reason: str) -> None:
-        """End the running step and all later ones on all ranks."""
+        """Abort the running step and all later ones on all ranks."""
         self._abort(reason, *self.every())
 
     @staticmethod

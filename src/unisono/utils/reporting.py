@@ -1,4 +1,4 @@
-"""Reports from a training loop: log messages of selected ranks, and samples per second over all ranks."""
+"""Reports from a training loop: log messages from selected ranks, and samples per second over all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Rate(NamedTuple):
 
     Attributes:
         samples_per_s: `window_samples` divided by `window_s`; nan before the first step.
-        window_samples: Number of samples of all ranks in the window's steps.
+        window_samples: Number of samples on all ranks in the window's steps.
         window_s: Time of these steps on the slowest rank, in seconds.
-        samples: Number of samples of all ranks since the start.
+        samples: Number of samples on all ranks since the start.
 
     Example:
         >>> meter = un.utils.Throughput()
@@ -66,7 +66,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window now, for example after an evaluation that should not count. The total is kept.
+        """Begin a new window now, for example after an evaluation that should not be counted. The total is kept.
 
         Example:
             >>> meter = un.utils.Throughput()
@@ -85,7 +85,7 @@ class Throughput:
             samples: This rank's number of samples, 0 or more.
 
         Raises:
-            ValueError: It is negative.
+            ValueError: `samples` is negative.
         """
         count = operator.index(samples)
         if count < 0:
@@ -97,7 +97,7 @@ class Throughput:
         """Return the counts and the rate of all ranks. Collective.
 
         Returns:
-            Sums are exact integers.
+            The counts and the rate; sums are exact integers.
 
         Cost: one exchange of about 50 bytes.
 
@@ -133,13 +133,13 @@ def rank_logger(
     """Return a logger adapter that is silent on other ranks, or prefixes messages with the rank.
 
     The logger itself remains unchanged, so thread ranks can share it. Records have the attributes `rank`, `size` and
-    `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is taken from `extra={"step": step}` of a
-    call, else None.
+    `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is taken from a call's `extra={"step":
+    step}`, and is otherwise None.
 
     Args:
         logger: A logger, or the name of one.
         comm: The ranks.
-        ranks: The ranks that log; None for all. With a single rank, messages get no prefix; to log without prefix on
+        ranks: The ranks that log; None for all. With a single rank, messages get no prefix; to log without a prefix on
             all ranks, pass `[comm.rank]`.
 
     Raises:

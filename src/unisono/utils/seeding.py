@@ -1,4 +1,4 @@
-"""Seeds for independent random numbers on each rank, and equal ones for choices that ranks share."""
+"""Seeds for independent random numbers on each rank, and for equal random numbers where ranks make the same choices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PER_RANK = 4
 
 @dataclass(frozen=True)
 class Generators:
-    """CPU random generators, which may be part of a checkpoint's state beside `un.checkpoint.RNG()`.
+    """CPU random generators, which may be saved in a checkpoint's state beside `un.checkpoint.RNG()`.
 
     If more ranks load than saved, `rank` keeps its state on the additional ones; `shared` remains equal on all.
 
     Attributes:
-        rank: Draws other numbers on each rank.
-        shared: Draws the same numbers on every rank, as long as all ranks draw equally many from it.
+        rank: Draws different numbers on each rank.
+        shared: Draws the same numbers on every rank, as long as all ranks draw equally many.
 
     Example:
         >>> generators = un.utils.seed(7)
@@ -58,11 +58,11 @@ class Generators:
 
 
 def seed(seed: int, comm: Communicator | None = None) -> Generators:
-    """Seed the global generators of Python, numpy (if imported) and torch on all devices: differently on each rank.
+    """Seed the global generators of Python, numpy (if imported) and torch on all devices, differently on each rank.
 
     Collective. Streams depend on the seed and the rank, not on the number of ranks. To save the global generators, put
-    `un.checkpoint.RNG()` into a state, and the returned ones beside it. Thread ranks have their own generators, except
-    on GPUs, which have one per device.
+    `un.checkpoint.RNG()` into the state, and the returned generators beside it. Thread ranks have their own generators,
+    except on GPUs, which have one per device.
 
     Args:
         seed: An integer, equal on all ranks.
@@ -76,7 +76,7 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
         TypeError: The seed is not an integer.
 
     Method: the seed is hashed with BLAKE2; the lower 32 bits, all that torch's Mersenne Twister uses, are a permutation
-    of the stream's number (MurmurHash3's finalizer), so that no two ranks have the same.
+    of the stream's number (MurmurHash3's finalizer), so no two ranks have the same.
 
     Example:
         >>> def program(comm):
@@ -108,7 +108,7 @@ def _generator(number: int) -> torch.Generator:
 
 
 def stream_seed(seed: int, number: int) -> int:
-    """Return 64 bits for a stream, whose lower half is different for each number."""
+    """Return 64 bits for a stream; the lower half is different for each stream number."""
     upper, lower = divmod(int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest()), _LIMIT)
     mixed = (lower + number) % _LIMIT
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

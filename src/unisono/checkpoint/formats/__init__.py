@@ -1,4 +1,4 @@
-"""Formats that checkpoints can be converted from and to. Each is a file in this folder, found by its name."""
+"""Formats from and to which checkpoints can be converted. Each is a file in this folder, looked up by name."""
 
 from __future__ import annotations
 

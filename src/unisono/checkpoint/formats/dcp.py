@@ -71,7 +71,7 @@ def write(path: Path, state: Any) -> None:
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """The state, assembled from all ranks' files. Pickled values need trust unless torch's allow-list has their class.
+    """The state, assembled from all ranks' files. Pickled values need trust unless torch allows their class.
 
     Raises:
         FormatError: The metadata refers to something that does not belong there.

@@ -1,4 +1,4 @@
-"""Single files of safetensors: a flat dict of tensors, and nothing else."""
+"""Single safetensors files: a flat dict of tensors, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(path: Path, trusted: bool) -> Any:
 
 
 def write(path: Path, state: Any) -> None:
-    """Write every tensor of the state by its path, such as `model.weight`. Other values are left out."""
+    """Write every tensor in the state under its path, such as `model.weight`. Other values are left out."""
     tensors: dict[str, torch.Tensor] = {}
     _collect(state, "", tensors)
     _package().save_file(

@@ -1,4 +1,4 @@
-"""Files of `torch.save`."""
+"""Files written by `torch.save`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def suits(path: Path) -> bool:
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """Read a saved state. Untrusted files are read with `weights_only=True`, whose unpickler has had holes as well."""
+    """Read a saved state. Untrusted files are read with `weights_only=True`, which has had vulnerabilities."""
     return torch.load(path, map_location="cpu", weights_only=not trusted)
 
 

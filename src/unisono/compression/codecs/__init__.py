@@ -1,1 +1,1 @@
-"""Codecs: each file is one, with the file's name, and ends in `CODEC = ...`."""
+"""Codecs: each file defines the codec of the same name, and ends in `CODEC = ...`."""

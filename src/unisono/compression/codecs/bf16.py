@@ -1,4 +1,4 @@
-"""bf16: half of float32's bytes, all of its range, with an error of 1/256 of each number."""
+"""bf16: half of float32's bytes, with its full range and a relative error of up to 1/256."""
 
 from __future__ import annotations
 

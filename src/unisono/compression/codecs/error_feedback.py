@@ -19,11 +19,11 @@ __all__ = ["CODEC", "ErrorFeedback"]
 
 
 class ErrorFeedback(Codec):
-    """Wrapper of a codec that adds its earlier losses to each contribution.
+    """Wrapper around a codec that adds its earlier losses to each contribution.
 
-    The sum of all averages then remains near the sum of all means, however lossy the codec is. Each rank holds one more
-    bucket, its residual: float32, for float64 buckets float64. If the result is not finite, the residual is reset, so
-    that one bad step does not spoil all later ones. `kept` may include earlier losses.
+    The sum of all averages then stays close to the sum of all true means, however lossy the codec is. Each rank holds
+    one more bucket, its residual, in float32 (float64 for float64 buckets). If the result is not finite, the residual
+    is reset, so that one bad step does not spoil all later ones. `kept` may include earlier losses.
 
     Args:
         codec: A codec, a class or function that returns a codec, or a name.

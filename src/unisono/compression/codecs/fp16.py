@@ -1,4 +1,4 @@
-"""fp16: half of float32's bytes, with an error of 1/2048 of each number."""
+"""fp16: half of float32's bytes, with a relative error of up to 1/2048."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ __all__ = ["CODEC", "Int4"]
 
 @dataclass(repr=False, eq=False)
 class Int4(Int8):
-    """Codec that sends four bits for each number, and for each block a float32: its largest magnitude over 7.
+    """Codec that sends four bits per number, and for each block a float32: its largest magnitude divided by 7.
 
-    A number loses up to a fourteenth of its block's largest magnitude, so use `error_feedback(int4())`. Non-finite
+    A number changes by up to a fourteenth of its block's largest magnitude, so use `error_feedback(int4())`. Non-finite
     numbers spread as with `int8`.
 
     Args:

@@ -16,7 +16,7 @@ _TINY = 2.0**-149
 
 @dataclass(repr=False, eq=False)
 class Int8(TwoStage):
-    """Codec that sends a byte for each number, and for each block a float32: its largest magnitude divided by 127.
+    """Codec that sends one byte per number, and for each block a float32: its largest magnitude divided by 127.
 
     A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes non-finite as a whole, on
     every rank.

@@ -1,4 +1,4 @@
-"""onebit: a sign for each number and a magnitude for each block, 1/31 of float32's bytes.
+"""onebit: a sign per number and a magnitude per block, 1/31 of float32's bytes.
 
 Sources: Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent and its application to data-parallel
 distributed training of speech DNNs", Interspeech 2014; in two stages as in Tang et al., "1-bit Adam: communication
@@ -90,7 +90,7 @@ _GATHER = 0x0102040810204080
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """Return a bit for each value, 1 unless it is negative: uint8, an eighth of the length.
+    """Return one bit per value, 1 unless it is negative: uint8, an eighth of the length.
 
     Args:
         values: One-dimensional, contiguous, with a multiple of 8 elements.

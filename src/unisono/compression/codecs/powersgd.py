@@ -1,4 +1,4 @@
-"""powersgd: a matrix of gradients as the product of two narrow ones.
+"""powersgd: a gradient matrix as the product of two narrow matrices.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
 optimization", NeurIPS 2019, algorithm 1.
@@ -24,14 +24,14 @@ class Powersgd(SteppedCodec):
     """Codec that sends two factors of each matrix: M is about P Qᵗ, with `rank` columns in P and Q.
 
     A parameter's first dimension is the rows, all others the columns. Parameters with fewer than two dimensions, and
-    those that two factors would not make smaller, are sent uncompressed. Each step starts from the previous step's Q,
-    so that successive steps are a power iteration. Use `error_feedback(powersgd())`. A NaN or an infinity makes its
-    whole parameter NaN, on every rank; the next step starts it from new random columns.
+    those whose two factors would be no smaller, are sent uncompressed. Each step starts from the previous step's Q, so
+    that successive steps are a power iteration. Use `error_feedback(powersgd())`. A NaN or an infinity makes its whole
+    parameter NaN, on every rank; the next step restarts that parameter from new random columns.
 
-    Bitwise equality of ranks requires the same linear algebra on all: the same torch and processor type.
+    For ranks to be bitwise equal, all need the same linear algebra: the same torch and processor type.
 
-    Cost: two all_reduces, in float32 (for float64 buckets float64): of all uncompressed parameters and all P, and
-    of all Q.
+    Cost: two all_reduces, in float32 (float64 for float64 buckets): one of all uncompressed parameters and all P, and
+    one of all Q.
 
     Args:
         rank: Columns of P and Q, at least 1.

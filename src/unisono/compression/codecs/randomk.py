@@ -1,4 +1,4 @@
-"""randomk: a few numbers at indices that all ranks draw alike, so that only values are sent.
+"""randomk: a few numbers, at random indices that are the same on all ranks, so that only values are sent.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 """
@@ -24,7 +24,7 @@ class Randomk(SteppedCodec):
     Provisional: it may change in any minor version, without a deprecation.
 
     The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an infinity
-    anywhere makes the whole result NaN on every rank; otherwise it would be missed unless drawn.
+    anywhere makes the whole result NaN on every rank; otherwise it would go undetected unless drawn.
 
     Cost: one all_reduce of the kept elements.
 
@@ -89,7 +89,7 @@ class Randomk(SteppedCodec):
         return 2 * (size - 1) / size * itemsize * (math.ceil(self.ratio * numel) + 1)
 
     def _starts(self, numel: int) -> torch.Tensor:
-        """Start of each stretch, and the end of the last."""
+        """Start of each stretch, and the end of the last one."""
         count = math.ceil(self.ratio * numel)
         return torch.arange(count + 1) * numel // count
 

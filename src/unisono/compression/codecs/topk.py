@@ -1,4 +1,4 @@
-"""topk: the few numbers of largest magnitude, with their indices.
+"""topk: the few numbers with the largest magnitudes, with their indices.
 
 Source: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017.
 """
@@ -23,10 +23,10 @@ _MASK = _BLOCK - 1
 
 @dataclass(repr=False, eq=False)
 class Topk(Codec):
-    """Codec that sends the largest magnitudes of each block of up to 65536: a bfloat16 and a 16-bit index each.
+    """Codec that sends the largest numbers of each block of up to 65536, each as a bfloat16 and a 16-bit index.
 
     The rest counts as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities count as
-    the largest: up to the kept number in a block are preserved, at their index on every rank.
+    the largest: as many as are kept per block are preserved, at their index on every rank.
 
     Cost: each rank sends (p-1) times 4 bytes for each kept number, in one all_gather.
 

@@ -78,7 +78,7 @@ class Communicator(Place):
     ranks of this communicator. Where a call takes a CPU tensor, it also takes NumPy arrays, DLPack objects, buffers
     such as bytearrays, numbers and lists of numbers. Results can be written to all of these except numbers and
     read-only memory. A communicator belongs to the thread that first uses it. After a failure that may leave ranks out
-    of step (any but wrong arguments) it is broken: later calls raise the first cause immediately.
+    of step (anything but wrong arguments) it is broken: later calls raise the first cause immediately.
 
     Args:
         transport: A connected transport, one per rank.

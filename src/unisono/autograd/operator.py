@@ -38,7 +38,7 @@ def _call(
     sends: list[int],
     receives: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's result of one collective or message, and the call's receipt.
+    """Return this rank's result of a collective or message, and the call's receipt.
 
     Args:
         x: One-dimensional tensor; for a collective that scatters, the parts for all ranks in order.

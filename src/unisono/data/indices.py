@@ -62,7 +62,7 @@ class Indices(ABC):
         return self.take(places).tolist()
 
     def all(self) -> torch.Tensor:
-        """Return all samples, as `take` does. Memory: 8 bytes a sample.
+        """Return all samples, as `take` does. Memory: 8 bytes per sample.
 
         Example:
             >>> un.data.IndexShuffle(5).all().sort().values

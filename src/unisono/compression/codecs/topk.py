@@ -28,7 +28,7 @@ class Topk(Codec):
     The rest counts as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities count as
     the largest: as many as are kept per block are preserved, at their index on every rank.
 
-    Cost: each rank sends (p-1) times 4 bytes for each kept number, in one all_gather.
+    Cost: each rank sends (p-1) times 4 bytes per kept number, in one all_gather.
 
     Args:
         ratio: Fraction of a block's elements to keep, rounded up; above 0 and up to 1.

@@ -19,7 +19,7 @@ class Strided(Partitioner):
     next sample (Webster's method of apportionment).
 
     Balance: less than one sample away from the share. Cost: none for equal shares; for others a sort of all positions,
-    with about 50 bytes a sample.
+    with about 50 bytes per sample.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="strided")]

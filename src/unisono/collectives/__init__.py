@@ -1,1 +1,1 @@
-"""Collectives: how a call is made, its algorithm chosen, and carried out."""
+"""Collectives: how a call is made, how its algorithm is chosen, and how it is carried out."""

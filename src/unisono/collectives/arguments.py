@@ -1,4 +1,4 @@
-"""Turns a caller's arguments into a call, with all checks that one rank can make before anything is sent."""
+"""Turns a caller's arguments into a call, making all checks that one rank can make before anything is sent."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call without the engine's additions, and a tensor of its dtype, device and shape, or None.
+    """Return a call without the engine's additions, and a tensor with its dtype, device and shape, or None.
 
     Args:
         what: The collective.
         output, input: The caller's arguments; `input` is ignored if the collective works in place.
-        op: Reduce operation of collectives that reduce.
+        op: Reduce operation, for collectives that reduce.
         root: The caller's root; None if there is none.
         rank, size: This rank, and the number of ranks.
         devices: Device types that the transport supports.
@@ -84,7 +84,7 @@ def _in_place(
     staging: Staging,
     scale: float | None,
 ) -> tuple[Call, torch.Tensor]:
-    """Return the call of an in-place collective."""
+    """Return the call for an in-place collective."""
     contributes = root is None or what.contributes(rank, root)
     receives = root is None or what.receives(rank, root)
     writes = root is None or what.writes(rank, root)
@@ -132,7 +132,7 @@ def _apart(
     lengths: tuple[int, ...],
     staging: Staging,
 ) -> tuple[Call, torch.Tensor]:
-    """Return the call of a collective with separate results and contributions."""
+    """Return the call for a collective with separate results and contributions."""
     what = checks.what
     size = checks.size
     read, written = checks.sides(output, input, splits)
@@ -183,7 +183,7 @@ def _write_back(what: Collective, output: Any, written: _Side, staging: Staging)
 
 
 def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
-    """Turn a sum into an average: half-precision inputs are divided before, to avoid overflow."""
+    """Turn a sum into an average: half-precision inputs are divided before summing, to avoid overflow."""
     if summed.dtype in HALVES:
         staging.before.append(partial(divide, summed, size))
     elif outputs:
@@ -191,7 +191,7 @@ def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, st
 
 
 def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
-    """Raise `TypeError` or `ValueError` for an invalid `scale` of such a reduction."""
+    """Raise `TypeError` or `ValueError` if `scale` is invalid for such a reduction."""
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number, not {type(scale).__name__}")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -214,7 +214,7 @@ class _Side(NamedTuple):
 
     Attributes:
         tensors: The caller's tensors, either one or one for each rank.
-        counts: Elements of each part, which is a tensor, or a slice of the one tensor with all parts.
+        counts: Number of elements in each part, which is a tensor, or a slice of the one tensor with all parts.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -234,14 +234,14 @@ def _share_storage(read: _Side, written: _Side) -> bool:
 
 
 def _flat(side: _Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-    """Return the parts as one-dimensional tensors, and the tensor of which they are consecutive slices, if any."""
+    """Return the parts as one-dimensional tensors, and the tensor that they are consecutive slices of, if any."""
     if len(side.tensors) == len(side.counts):
         return flat, None
     return flat[0].split(side.counts), flat[0]
 
 
 def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
-    """Raise `TypeError` or `ValueError` if an argument is not a rank of this size, or is an excluded rank."""
+    """Raise `TypeError` or `ValueError` if an argument is not a rank below this size, or is an excluded rank."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
     if not 0 <= rank < size:
@@ -251,7 +251,7 @@ def check_rank(rank: object, name: str, size: int, *, other_than: int | None = N
 
 
 def _is_list(tensors: object) -> TypeGuard[Sequence[object]]:
-    """Return whether an argument is a sequence of buffers instead of a buffer of numbers."""
+    """Return whether an argument is a sequence of buffers rather than a buffer of numbers."""
     return isinstance(tensors, Sequence) and not isinstance(
         tensors, torch.Tensor | str | bytes | bytearray | memoryview | array
     )
@@ -273,7 +273,7 @@ def check_list(
 
 
 class _Checks(NamedTuple):
-    """The checks of one call."""
+    """The checks for one call."""
 
     what: Collective
     root: int
@@ -305,7 +305,7 @@ class _Checks(NamedTuple):
         return _Side((found,), (found.numel(),))
 
     def _list(self, tensors: object, name: str, like: torch.Tensor | None, *, written: bool) -> _Side:
-        """Return one tensor for each rank, as `check_list`; with a root, only the root passes them."""
+        """Return one tensor for each rank, like `check_list`; if there is a root, only the root passes tensors."""
         if self.what.root is not None:
             if self.rank != self.root:
                 if tensors is not None and not (_is_list(tensors) and not tensors):
@@ -361,7 +361,7 @@ class _Checks(NamedTuple):
         return tuple(size * row for size in sizes)
 
     def _check_own(self, read: _Side, written: _Side) -> None:
-        """Raise if the part that this rank sends itself differs in length from the one that it expects."""
+        """Raise if the part that this rank sends to itself differs in length from the one that it expects."""
         if not read.counts or not written.counts:
             return
         given = read.counts[self.rank if self.what.scatters else 0]
@@ -399,7 +399,7 @@ class _Checks(NamedTuple):
 
 
 def _labelled(tensors: Sequence[torch.Tensor], name: str, many: bool, single: str) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor with its name for messages."""
+    """Return each tensor with its name for error messages."""
     return [(f"{name}[{index}]" if many else single, tensor) for index, tensor in enumerate(tensors)]
 
 

@@ -52,7 +52,7 @@ class Region(NamedTuple):
 
 
 def even_edges(numel: int, parts: int) -> list[int]:
-    """Return the start of each of `parts` almost equal chunks, and the end; the first chunks are longer.
+    """Return the start of each of `parts` nearly equal chunks, and the end; the first chunks are longer.
 
     Example:
         >>> even_edges(10, 4)
@@ -66,18 +66,18 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """A buffer of chunks, which both ends of a message split alike, whatever their memory looks like."""
+    """A buffer of chunks, which both ends of a message split in the same way, whatever their memory layout."""
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        """The non-empty regions, of at most `segment_bytes`, of chunks `start` to `stop`."""
+        """The non-empty regions, of at most `segment_bytes` each, in chunks `start` to `stop`."""
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         """The same regions, as memory for received data."""
         return self.regions(start, stop, segment_bytes)
 
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
-        """The regions of each message of a move: one, or several that are packed."""
+        """The regions of each message in a move: one region, or several that are packed."""
         found: list[list[Region]] = []
         packed = 0
         most = min(segment_bytes, PACKED_BYTES)
@@ -98,8 +98,8 @@ class Flat(Layout):
 
     Args:
         tensor: One-dimensional and contiguous.
-        edges: Start of each chunk, and the end.
-        key: Key of the regions: the tensor's number, if there are several.
+        edges: Start of each chunk, and the end of the last.
+        key: Key of the regions: the tensor's index, if there are several.
     """
 
     def __init__(self, tensor: torch.Tensor, edges: Sequence[int], key: int = 0) -> None:
@@ -123,13 +123,13 @@ class Flat(Layout):
 
 
 class Pieces(Layout):
-    """Chunks that are separate tensors, each sent by itself.
+    """Chunks that are separate tensors, each sent separately.
 
     Args:
         tensors: Tensors by chunk, one-dimensional and contiguous. A missing chunk, which a rank only forwards, is
             created on first use with the dtype of `like`.
         like: One of the call's tensors.
-        lengths: Elements of each chunk; if empty, as many as `like`.
+        lengths: Number of elements in each chunk; if empty, as many as in `like`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class PartialSums(Pieces):
     Args:
         inputs: Inputs by chunk, one-dimensional and contiguous.
         rank: The chunk whose sum is this rank's result.
-        output: Memory of the result.
+        output: Memory for the result.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
@@ -190,21 +190,21 @@ _Combine = Callable[..., object]
 
 
 class Schedule:
-    """An algorithm's steps on one rank, for carrying out calls. They are integers, the same for every call.
+    """An algorithm's steps on one rank, used to carry out calls. They are integers, the same for every call.
 
-    Long messages are cut into segments. Segment i of all messages of a step is one batch; the next step's batch starts
+    Long messages are cut into segments. Segment i of all messages in a step is one batch; the next step's batch starts
     as soon as the segments that it sends have arrived (and been reduced), while later segments are still in flight. So
     a ring is pipelined without any code in the ring's file.
 
     Args:
-        algorithm: An algorithm of the calls' collective.
+        algorithm: An algorithm for the calls' collective.
         rank, size: This rank, and the number of ranks.
         root: Root of the calls.
-        segment_bytes: Largest message.
-        scratch: Pool of memory from earlier calls.
+        segment_bytes: Maximum message size.
+        scratch: Pool of memory reused from earlier calls.
 
     Attributes:
-        chunks: Number of chunks of a call.
+        chunks: Number of chunks in a call.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class Schedule:
         return found
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Return when this rank's part of a call is done. An in-place reduction writes to its tensors.
+        """Return once this rank's part of a call is done. An in-place reduction writes to its tensors.
 
         Raises:
-            CommTimeoutError: Not done in time; names the step and the missing ranks.
-            CommError: Any error of the transport.
+            CommTimeoutError: The call did not finish in time; the message names the step and the missing ranks.
+            CommError: Any error from the transport.
         """
         family = FAMILIES[call.name]
         if not family.in_place:
@@ -264,7 +264,7 @@ def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int
 
 
 def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
-    """Copy a rank's part for itself, which algorithms assume to be done."""
+    """Copy a rank's own part to its result; algorithms assume that this has been done."""
     if not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]
@@ -298,10 +298,10 @@ class _InFlight:
 
 
 class ScratchPool:
-    """Reusable memory for arriving contributions, because fresh memory costs a page fault per page.
+    """Reusable memory for arriving contributions, because newly allocated memory costs a page fault per page.
 
     Args:
-        most_bytes: Largest amount of memory to keep.
+        most_bytes: Maximum amount of memory to keep.
     """
 
     def __init__(self, most_bytes: int = 16 << 20) -> None:
@@ -310,7 +310,7 @@ class ScratchPool:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def take(self, regions: list[Region]) -> torch.Tensor:
-        """Uninitialised memory for a message, of its dtype and device."""
+        """Uninitialised memory for a message, with its dtype and device."""
         like = regions[0].tensor
         numel = 0
         for region in regions:
@@ -355,7 +355,7 @@ class _Execution:
         self.flight: deque[_InFlight] = deque()
 
     def carry_out(self, steps: Iterable[Step], layout: Layout, segment_bytes: int) -> None:
-        """Return when all steps are done."""
+        """Return once all steps are done."""
         for number, step in enumerate(steps, 1):
             # Segment i of all messages of a step is one batch.
             segments: list[_Segment] = []
@@ -406,7 +406,7 @@ class _Execution:
         return False
 
     def settle(self) -> None:
-        """Wait for the oldest batch and store the received data, if possible while its sends are still in flight."""
+        """Wait for the oldest batch, and store the received data, if possible while its sends are still in flight."""
         batch = self.flight.popleft()
         try:
             early = batch.aside and not _overlap(batch.recvs, batch.sends)
@@ -444,7 +444,7 @@ class _Execution:
                 self._spare.give(beside)
 
     def _reduce(self, region: Region, contributions: list[tuple[int, torch.Tensor]]) -> None:
-        """Reduce contributions and this rank's own into the region, in a balanced tree by rank."""
+        """Reduce received contributions and this rank's own into the region, in a balanced tree by rank."""
         target = region.tensor
         own = target if region.own is None else region.own
 

@@ -1,4 +1,4 @@
-"""Collectives in a native core, with one native call for each, whatever its tensors."""
+"""Collectives in a native core, one native call each, whatever the tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Programs:
 
     Attributes:
         ops, families: The core's numbers of reduce operations and collectives.
-        default: Program without chunks, which selects the core's preferred steps.
+        default: A program without chunks, which makes the core use its preferred steps.
     """
 
     def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
@@ -80,7 +80,7 @@ class Programs:
 
         Args:
             number, op, dtype, root: The core's numbers.
-            nbytes: Bytes of the whole message.
+            nbytes: Size of the whole message in bytes.
         """
         inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
         needs = Needs(
@@ -89,7 +89,7 @@ class Programs:
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
 
     def named(self, number: int, op: int, root: int, label: str) -> Program | None:
-        """Return the steps of the caller's algorithm; None if the call needs the general path."""
+        """Return the steps of the algorithm that the caller named; None if the call needs the general path."""
         key = number, op, root, label
         if type(label) is not str:
             return None
@@ -113,12 +113,12 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """Messages of one rank that Python moves while the core does not.
+    """One rank's messages, which Python moves while the core does not.
 
     Attributes:
         lock: Lock to hold while moving bytes.
-        idle: Whether no message is in flight here, so that the core may move the next one by itself.
-        held: Whether the core is moving one.
+        idle: Whether no message is in flight here, so that the core may move the next message by itself.
+        held: Whether the core is moving a message.
     """
 
     lock: threading.RLock
@@ -131,13 +131,13 @@ class MessageEnds(Protocol):
 
 
 class NativeCalls(ABC):
-    """Native collectives of one group. Calls that the core does not support are refused, and take the general path.
+    """Native collectives for one group. Calls that the core does not support are refused, and take the general path.
 
     Args:
         core: The native core.
         rank, size: This rank, and the number of ranks.
         programs: The steps of algorithms.
-        messages: Messages that Python moves, if the core moves others; None if it moves none.
+        messages: Messages that Python moves, if the core moves the others; None if the core moves none.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class NativeCalls(ABC):
 
     # -- blocking messages ---------------------------------------------------------------------------
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Implement `FastPath`: true only while no other messages are in flight."""
+        """Implement `FastPath`: True only while no other messages are in flight."""
         return (
             self._messages is not None
             and self._messages.idle
@@ -273,7 +273,7 @@ class NativeCalls(ABC):
         )
 
     def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
-        """Implement `FastPath`. A receive is refused if another message is next."""
+        """Implement `FastPath`. A receive is refused if a different message is next."""
         messages = self._messages
         receives = name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
@@ -295,19 +295,19 @@ class NativeCalls(ABC):
 
     # -- calls of the general path -------------------------------------------------------------------
     def _codes_of(self, call: Call) -> tuple[int, int]:
-        """Return the numbers of a call's operation and dtype, 0 for none."""
+        """Return the core's numbers for a call's operation and dtype; 0 if it has none."""
         tensors = call.inputs or call.outputs
         op = ReduceOp.AVG if call.average else call.op
         return 0 if op is None else self._ops[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0
 
     def carries(self, call: Call) -> bool:
-        """Return whether `carry` supports a call: any algorithm, but no reduction without a kernel."""
+        """Return whether `carry` supports a call: any algorithm, but only reductions that have a kernel."""
         if not (call.steps is None or isinstance(call.steps, Schedule)):
             return False
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""
+        """Carry out a call as a transport receives it, with the caller's algorithm if one was named."""
         number = self._families[call.name]
         codes = self._codes_of(call)
         root = -1 if call.root is None else call.root
@@ -328,7 +328,7 @@ class NativeCalls(ABC):
         self.check(self.core.compare(digest, counts, deadline), fingerprint)
 
     def check(self, failure: Outcome | None, fingerprint: Fingerprint) -> None:
-        """Raise the error of a call from the general path, if it has failed."""
+        """If a call from the general path has failed, raise its error."""
         ended = self._ended(failure)
         if ended is Status.MISMATCH:
             self.mismatch(fingerprint)
@@ -415,12 +415,12 @@ def check_builds(backend: str, builds: Sequence[str]) -> None:
 
 
 def known_dtypes() -> list[tuple[str, int]]:
-    """Return names and widths of all dtypes, in the order of their numbers."""
+    """Return the names and widths of all dtypes, in numeric order."""
     return [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return addresses and element counts. Uses loops, because Python 3.11 comprehensions are function calls."""
+    """Return addresses and element counts. Uses loops, because comprehensions in Python 3.11 are function calls."""
     addresses = []
     counts = []
     for tensor in tensors:

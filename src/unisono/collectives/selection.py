@@ -1,4 +1,4 @@
-"""Selection of a collective's algorithm: the requested one, the transport's own, or the cheapest."""
+"""Selection of a collective's algorithm: the requested one, the transport's native one, or the cheapest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Selection:
 
     Args:
         transport: Source of native collectives and costs.
-        segment_bytes: Largest message of an algorithm.
+        segment_bytes: Maximum size of an algorithm's messages.
         deterministic: Whether sums of rounded numbers must be reduced in the balanced tree over the ranks.
         machine: Function that returns what "auto" depends on besides the call; None if no call uses "auto".
     """
@@ -55,14 +55,14 @@ class Selection:
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
 
     def choose(self, call: Call, requested: str | None = None) -> _Chosen:
-        """Return an algorithm's name with options, and its steps; or "native" and None.
+        """Return an algorithm's name with options, and its steps, or "native" and None.
 
         Args:
             call: The call, without steps.
             requested: The caller's choice; `ValueError` lists the known names if it cannot serve the call.
-                "fewest_bytes" is native, or the algorithm that sends least, regardless of its rounds. "auto" is the
-                algorithm with the lowest predicted time, determined by operation, size class, number of ranks, hosts
-                and cost table.
+                "fewest_bytes" is native, or the algorithm that sends the fewest bytes, regardless of its rounds. "auto"
+                is the algorithm with the lowest predicted time, determined by operation, size class, number of ranks,
+                hosts and cost table.
         """
         native = bool(self._transport.native) and self._transport.supports(call)
         if native and requested is None and not self._deterministic:
@@ -83,7 +83,7 @@ class Selection:
     def plan(
         self, collective: str, nbytes: int, dtype: torch.dtype, op: ReduceOp | None, algorithm: str | None
     ) -> Choice:
-        """Return the choice of "auto" for a call, and the predicted times of all algorithms that can serve it.
+        """Return the algorithm that "auto" chooses for a call, and the predicted times of all that can serve it.
 
         Args:
             collective, nbytes, dtype, algorithm: As for `Communicator.plan`.
@@ -140,13 +140,13 @@ class Selection:
 
 
 def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = None, why: str = "") -> Choice:
-    """Return the choice of "auto", with the predicted times of the other algorithms.
+    """Return the algorithm that "auto" chooses, with the predicted times of the others.
 
     Args:
         needs: Requirements of the call.
         nbytes: A size class.
         machine: Constants and hosts.
-        forced: Another algorithm to choose, with the reason `why`.
+        forced: A different algorithm to choose, for the reason given in `why`.
     """
     fastest = _fastest(needs, nbytes, machine)
     if forced is None or forced == fastest.algorithm:
@@ -175,9 +175,10 @@ class Needs(NamedTuple):
     """Requirements of a call that an algorithm must meet.
 
     Attributes:
-        rounded: Whether results depend on the order of operations: sums and products of floating point.
+        rounded: Whether results depend on the order of operations: sums and products of floating-point numbers.
         balanced: Whether that order must be the balanced tree over the ranks.
-        rotated: Whether the root is not rank 0, so that an algorithm's ranks differ from the call's.
+        rotated: Whether the root is not rank 0, so that ranks are numbered differently in the algorithm than in the
+            call.
     """
 
     collective: str
@@ -188,7 +189,7 @@ class Needs(NamedTuple):
 
 
 def message_bytes(call: Call, size: int) -> int:
-    """Return the bytes of the whole message, the same on every rank unless pairs of ranks have their own lengths."""
+    """Return the size in bytes of the whole message: equal on all ranks unless lengths differ between pairs."""
     family = FAMILIES[call.name]
     if call.lengths:
         return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize
@@ -214,12 +215,12 @@ def serves(name: str, needs: Needs, *, uneven: bool) -> bool:
 
 
 def _is_uniform(call: Call) -> bool:
-    """Return whether all parts are equally long, as far as this rank knows."""
+    """Return whether all parts have the same length, as far as this rank knows."""
     return len(set(call.lengths or numels((*call.inputs, *call.outputs)))) <= 1
 
 
 def _refusal(transport: Transport, call: Call, needs: Needs, requested: str) -> str:
-    """Return why an algorithm cannot serve a call."""
+    """Return the reason why an algorithm cannot serve a call."""
     if requested == NATIVE and not transport.supports(call):
         why = "for this operation and dtype" if call.name in transport.native else "at all"
         return f"this backend has no native {call.name} {why}"

@@ -1,4 +1,4 @@
-"""Comparison of values that ranks should have in common: settings, plans, states."""
+"""Comparison of values that should be the same on all ranks: settings, plans, states."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SHORT.maxstring = _SHORT.maxother = 200
 class Agreements:
     """Values passed to `agree`, which the next collective will compare.
 
-    Communicators of the same ranks share one object, so a collective on any of them compares the values. Only calls of
-    the thread that called `agree` do, because calls of several threads have no common order on all ranks.
+    Communicators over the same ranks share one object, so a collective on any of them compares the values. Only calls
+    from the thread that called `agree` do, because the order of calls from several threads may differ between ranks.
 
     Attributes:
         waiting: The values, each with the thread that passed it.
@@ -41,14 +41,14 @@ class Agreements:
         self.waiting: list[tuple[int, Agreed]] = []
 
     def add(self, value: Any, name: str) -> None:
-        """Add a value as it is now."""
+        """Add a snapshot of a value."""
         # Sorted, because dicts and sets may be in any order; a container comes before its elements.
         parts = sorted(parts_of(value))
         agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
         self.waiting.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Return the values that this thread's call compares first, under a separate call number; None without any."""
+        """Return the values that this thread's call compares first, under a separate call number; None if empty."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self.waiting if thread == here)
         if not taken:
@@ -63,8 +63,8 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
 
     Args:
         value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
-        path: Its place in the caller's value.
-        inside: The containers around it.
+        path: Location within the caller's value.
+        inside: The containers that enclose it.
 
     Raises:
         TypeError: A part's type cannot be compared.
@@ -89,7 +89,7 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
 
 
 def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
-    """Return a container's kind, and its elements with their places; None for other values."""
+    """Return a container's kind, and its elements with their locations; None for other values."""
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         value = value.state_dict()

@@ -1,4 +1,4 @@
-"""Engine of one communicator, which makes calls, runs them in order, and keeps the first cause of a failure."""
+"""Engine of one communicator: makes calls, runs them in order, and keeps the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ _PATIENCE_S = 1.0
 
 
 class Engine:
-    """Progress engine of one communicator. Collectives run one at a time, in the order of their calls.
+    """Progress engine of one communicator. Collectives run one at a time, in call order.
 
-    A blocking call runs in the caller's thread: on the transport's fast path, if it needs nothing else. An asynchronous
+    A blocking call runs in the caller's thread: on the transport's fast path, if that suffices. An asynchronous
     call runs in one helper thread, created on first use; a blocking call made while that thread is busy is queued
     there.
 
     Communicators and pending works hold references to the engine. When the last reference is dropped without
-    `close`, `ending` ends the threads.
+    `close`, `ending` stops the threads.
 
     Args:
-        transport, control, options: Those of the communicator.
+        transport, control, options: The communicator's.
         hosts: Name of each rank's host.
         check: As for the communicator.
 
@@ -85,9 +85,9 @@ class Engine:
         transport, control, options: As passed.
         group: The ranks.
         activity: This rank's activity.
-        slow_rank: Search for the rank that holds up the others.
+        slow_rank: Finds the rank that holds up the others.
         owner: The thread that makes calls; None before the first call.
-        life: Phase, which decides what happens to the next call.
+        life: Phase, which determines what happens to the next call.
         broken: The first cause of the group's failure.
         checked: Whether ranks compare their calls.
         uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued.
@@ -159,12 +159,12 @@ class Engine:
         return transport.fast_path if plain is None else PlainCalls(transport, plain, self.activity)
 
     def measured(self, what: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns, as `ControlPlane.measured`."""
+        """Return what `make` returns; see `ControlPlane.measured`."""
         return self.control.measured(self.group, what, make)
 
     # -- whether calls can be made -------------------------------------------------------------
     def enter(self, operation: str) -> None:
-        """Raise unless this thread may call, and the communicator still works."""
+        """Raise unless this thread may make calls and the communicator still works."""
         here = get_ident()
         if self.owner != here and self.owner != ANY_THREAD:
             self.own(operation)
@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has closed the communicator, or another one has replaced it."""
+        """Whether this rank has closed the communicator, or another communicator has replaced it."""
         return self.life.phase in (Phase.CLOSED, Phase.RETIRED)
 
     def suspend(self) -> bool:
@@ -188,7 +188,7 @@ class Engine:
         self.life.change(Event.GO)
 
     def own(self, operation: str) -> None:
-        """Raise unless this thread may call; the first one to call becomes the owner."""
+        """Raise unless this thread may make calls; the first thread to make one becomes the owner."""
         here = get_ident()
         if self.owner is None:
             self.owner = self.activity.owner = here
@@ -200,7 +200,7 @@ class Engine:
             raise self.with_context(error, operation)
 
     def check(self, operation: str | None) -> None:
-        """Raise if no more calls, such as this operation, can be made."""
+        """Raise if no more calls can be made; the error names this operation."""
         failure = self.failure(operation)
         if failure is not None:
             raise failure
@@ -211,7 +211,7 @@ class Engine:
             self.check(operation)
 
     def failure(self, operation: str | None = None) -> CommError | None:
-        """Return the error for further calls, such as this operation; None while calls can be made."""
+        """Return the error that further calls, such as this operation, get; None while calls can be made."""
         self._raised = self._raised or self.broken is not None
         if self.closed:
             return self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
@@ -239,7 +239,7 @@ class Engine:
         timeout: Timeout | None,
         /,
     ) -> bool:
-        """Make a blocking call on the transport's fast path; return False, with no effect, if it needs more."""
+        """Make a blocking call on the transport's fast path; return False, with no effect, if that doesn't suffice."""
         fast = self.fast_path
         here = get_ident()
         if fast is None or (self.owner != here and self.owner != ANY_THREAD):
@@ -285,7 +285,7 @@ class Engine:
         return self.report_failure(error, record[0], self._calls)
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
-        """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
+        """Send or receive ("send", "recv") on the fast path; return False, with no effect, if that doesn't suffice."""
         fast = self.fast_path
         here = get_ident()
         if fast is None or self.owner != here or self._inside or self.life.phase is not _OPEN:
@@ -343,14 +343,14 @@ class Engine:
         after: Call | None = None,
         scale: float | None = None,
     ) -> Call:
-        """Return a call with the caller's arguments; raise for those that this rank can reject by itself.
+        """Return a call with the caller's arguments; raise if this rank can reject them by itself.
 
         Args:
             what: The collective.
-            output, input: The caller's arguments to write to and read from.
+            output, input: The caller's tensors to write to and read from.
             op, root, algorithm, timeout: The caller's arguments.
             splits, lengths: As for `make_call`.
-            origin: In a backward pass, number and line of the call whose gradients this one moves.
+            origin: In a backward pass, the number and line of the call whose gradients this call moves.
             after: Previous half of a two-part call; this call reuses its call site.
             scale: Factor for each contribution to a sum.
         """
@@ -405,7 +405,7 @@ class Engine:
         lengths: tuple[int, ...] = (),
         origin: tuple[int, str] | None = None,
     ) -> None:
-        """Make a call, as `make`, and return when it is done; use the fast path if possible."""
+        """Make a call, with arguments as for `make`, and return when it is done; use the fast path if possible."""
         plain = not lengths and origin is None
         if not (plain and self.try_collective(what, output, input, op, root, algorithm, timeout)):
             call = self.make(
@@ -423,7 +423,7 @@ class Engine:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is already in a call, as in a signal handler."""
+        """Whether this thread is already inside a call, as can happen in a signal handler."""
         return get_ident() in self._inside
 
     def _called_inside(self, operation: str) -> CommError:
@@ -437,12 +437,12 @@ class Engine:
         )
 
     def run(self, call: Call, *, async_op: bool = False, then: Callable[[Call], Call] | None = None) -> Work | None:
-        """Run a call now, and return None when it is done; or start it, and return the work in flight.
+        """Run a call, and return None when it is done; or start it, and return its work.
 
         Args:
             call: As from `make`.
             async_op: Whether to return without waiting.
-            then: Function that makes the second half of a two-part call, from this one and its results.
+            then: Function that makes the second half of a two-part call, given this call and its results.
         """
         fingerprint = call.fingerprint
         if self.is_inside:
@@ -476,7 +476,7 @@ class Engine:
         return waits_of(self.transport.returned(done), fingerprint.operation, self.group)
 
     def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
-        """Compare the pending values now. Collective. Differences break nothing, because every rank raises here."""
+        """Compare the pending values now. Collective. A mismatch breaks nothing, because every rank raises here."""
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
         # The barrier detects ranks that make a different call.
@@ -491,7 +491,7 @@ class Engine:
         self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
 
     def settle(self) -> None:
-        """Compare pending values before the end; raise a mismatch, unless a call has raised it."""
+        """Compare pending values before closing; raise a mismatch unless a call has already raised it."""
         if not self.closed:
             self.transport.settle()
         if self._differed and not self._raised:
@@ -499,7 +499,7 @@ class Engine:
         self._close_agreements()
 
     def _close_agreements(self) -> None:
-        """Compare the pending values with those of the first rank that closes; no rank waits for another."""
+        """Compare the pending values with those of the first rank to close; no rank waits for another."""
         mine = self.agreements.take(self._calls + 1) if self.parent is None and self.failure() is None else None
         if mine is None:
             return
@@ -513,7 +513,7 @@ class Engine:
     def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
         """Raise an error, and break the communicator, if an earlier rank had a different value here.
 
-        No rank waits, or has to call this: of two that differ, the second fails.
+        No rank waits, or has to call this. If two ranks differ, the second one to call fails.
 
         Args:
             what: Description of the value. Equal descriptions are compared in the order of calls.
@@ -537,7 +537,7 @@ class Engine:
             raise self.with_context(MismatchError(difference), "agree")
 
     def skip(self) -> None:
-        """Count a call that no rank makes."""
+        """Increment the call count for a call that no rank makes."""
         self._calls += 1
 
     def _perform(self, call: Call, transport: Transport, then: Callable[[Call], Call] | None = None) -> None:
@@ -558,14 +558,14 @@ class Engine:
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
-        """Return once the call may write to memory, because ranks have compared it and the pending values."""
+        """Return once the call may write to memory: ranks have compared it and the pending values."""
         if call.agreed is not None:
             # With no steps, so that every transport compares it as a separate call.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
     def _start(self, call: Call, transport: Transport) -> Work:
-        """Start a call in a transport that progresses by itself; the waiting thread does the rest."""
+        """Start a call on a transport that makes progress by itself; the waiting thread does the rest."""
         with self._carrying_out(call):
             self._compare(call, transport, clock.now() + call.timeout)
             call.staging.begin()
@@ -605,7 +605,7 @@ class Engine:
     def _progress(
         self, call: Call, transport: Transport, then: Callable[[Call], Call] | None, work: Completion
     ) -> None:
-        """Run a queued call, in the helper thread."""
+        """Run a queued call in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True
         begun_s = clock.now()
@@ -626,10 +626,10 @@ class Engine:
 
     # -- failures ------------------------------------------------------------------------------
     def on_failure(self, cause: Cause) -> None:
-        """Break the group, and end every wait in it. No effect if it is broken, or closed with nothing queued.
+        """Break the group, and end every wait in it. No effect if the group is broken, or closed with nothing queued.
 
-        Callable from any thread: the control plane's own calls it for a cause that is reported elsewhere, a caller's
-        for its own error or `abort`, the helper's for that of an asynchronous call.
+        Callable from any thread: the control plane's thread calls it for a cause reported elsewhere, a caller's thread
+        for its own error or `abort`, and the helper thread for an error in an asynchronous call.
         """
         unfinished = self._pending > 0 and self.life.phase is not Phase.RETIRED
         if HOLD.holds(self):
@@ -644,7 +644,7 @@ class Engine:
             self.transport.abort(error_of(cause, self.group))
 
     def report_later(self, error: BaseException, fingerprint: Fingerprint) -> None:
-        """Break the group for what a comparison beside a call has found; the next call raises it, or `settle`."""
+        """Break the group for a mismatch found while a call was running; the next call, or `settle`, raises it."""
         if not self.closed:
             # Before the group breaks: `settle` may be called at any time.
             self._differed = True
@@ -687,18 +687,18 @@ class Engine:
         return first
 
     def with_context(self, error: CommError, operation: str | None, call: int | None = None) -> CommError:
-        """Return the error with its context: rank, location, and the call's number (or the next number)."""
+        """Return the error with its context: rank, location, and call number (by default, the next one)."""
         if call is None and operation is not None:
             # Messages are counted separately.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
         return error.locate(**self._here, operation=operation, call=call)
 
     def hold(self, why: str, show: Callable[[], None] | None = None) -> None:
-        """Hold all ranks for a debugger, and return when it releases them; do nothing if deadlines cannot stop.
+        """Hold all ranks for a debugger, and return when it releases them; do nothing if deadlines cannot be suspended.
 
         Args:
             why: What happened on this rank.
-            show: Function that shows a prompt here, if ranks are threads; None if the debugger has to attach.
+            show: Function that opens a prompt here, if ranks are threads; None if the debugger has to attach.
         """
         if not self.can_hold:
             return
@@ -714,12 +714,12 @@ class Engine:
 
     @property
     def can_hold(self) -> bool:
-        """Return whether this backend's deadlines can stop."""
+        """Return whether this backend's deadlines can be suspended."""
         return sys.platform == "linux" and set(self.options.backend.split("+")) <= SUSPENDABLE
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
-        """Accept no more calls, finish the started ones, and leave; wait briefly for the other ranks to leave."""
+        """Accept no more calls, finish those in flight, and leave; wait briefly for the other ranks to leave."""
         self.life.change(Event.CLOSE)
         self.activity.closed = True
         if self.broken is None:
@@ -739,14 +739,14 @@ class Engine:
         self.transport.close()
 
     def replace(self, other: Engine) -> None:
-        """Replace a retired engine; its subgroups live as long as this one."""
+        """Replace a retired engine; its subgroups then live as long as this engine."""
         if other.parent is not None:
             self.set_parent(other.parent)
         other.parent = self
         self.ending.inherit(other.ending)
 
     def set_parent(self, whole: Engine) -> None:
-        """Become a subgroup: end no later than the parent, and keep the parent alive until then."""
+        """Become a subgroup: close no later than the parent, and keep the parent alive until then."""
         self.parent = whole
         if self.group.members == whole.group.members:
             self.agreements = whole.agreements
@@ -755,7 +755,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work of a call in the helper thread. The program's waits for it count as time in a call."""
+    """Work for a call in the helper thread. Time that the program waits for it counts as time inside a call."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)
@@ -770,7 +770,7 @@ class _Queued(Completion):
 
 
 class FailureRelay:
-    """Relay of failures from the control plane to a communicator, which it does not keep alive.
+    """Relays failures from the control plane to a communicator, without keeping the communicator alive.
 
     A failure that arrives before the communicator is created is kept for it.
     """
@@ -787,7 +787,7 @@ class FailureRelay:
             engine.on_failure(cause)
 
     def report(self, error: BaseException, fingerprint: Fingerprint) -> None:
-        """Pass on what a comparison beside a call has found."""
+        """Pass on a mismatch found while a call was running."""
         engine = self._engine()
         if engine is not None:
             engine.report_later(error, fingerprint)
@@ -800,12 +800,12 @@ class FailureRelay:
 
 
 def _refuses(error: BaseException) -> bool:
-    """Return whether an error rejects a call for its arguments, before anything is done."""
+    """Return whether an error rejects a call because of its arguments, before anything is done."""
     return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
 
 
 def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
-    """Return the error of the group's first cause for a rank with an error that results from it."""
+    """Return the error for the group's first cause, on a rank whose own error is a consequence of it."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
         # The first report counts: by the time of a later one, ranks may have continued.
         if "\n" in first.message:

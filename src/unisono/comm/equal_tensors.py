@@ -20,7 +20,7 @@ _WORD = {1: torch.uint8, 2: torch.int16}
 
 
 class _Comm(Protocol):
-    """The needed part of a communicator, which is in a layer above."""
+    """The part of a communicator that is needed here; `Communicator` itself is in a higher layer."""
 
     @property
     def device(self) -> torch.device: ...
@@ -33,7 +33,7 @@ class _Comm(Protocol):
 
 
 def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm, complaint: str, advice: str) -> None:
-    """Raise `MismatchError` on every rank unless all hold the same elements, bit for bit. Collective.
+    """Raise `MismatchError` on every rank unless all ranks hold the same elements, bit for bit. Collective.
 
     Args:
         named: Tensors with their names: the same names, shapes and dtypes on all ranks.
@@ -61,8 +61,8 @@ def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm,
 def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit hash that depends on every bit of a tensor and its position: a 0-d int64 tensor on its device.
 
-    Multilinear hashing (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of words times odd
-    keys, modulo 2**64. Independent of strides, but not of the order of elements.
+    Multilinear hashing (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of the words, each
+    multiplied by an odd key, modulo 2**64. Independent of strides, but not of the order of elements.
 
     Example:
         >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
@@ -85,7 +85,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(comm: _Comm, tensor: torch.Tensor) -> str:
-    """Return text with the largest difference between ranks in one element."""
+    """Return text with the largest difference between ranks in any element."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     low, high = (values.detach().double().clone() for _ in range(2))
     comm.all_reduce(low, "min")
@@ -106,7 +106,7 @@ def _odd(source: random.Random) -> int:
 
 
 def odd_ranks(values: Sequence[Any]) -> str | None:
-    """Return text that names the ranks that differ from the majority; None if all are equal.
+    """Return text naming the ranks that differ from the majority; None if all are equal.
 
     Example:
         >>> odd_ranks([1, 1, 3, 1]), odd_ranks([2, 2])
@@ -121,7 +121,7 @@ def odd_ranks(values: Sequence[Any]) -> str | None:
 
 
 def sides_of(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the ranks of each value, as text."""
+    """Return the ranks that hold each value, as text."""
     sides: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         sides.setdefault(str(value), []).append(rank)

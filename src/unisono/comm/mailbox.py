@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.05
 
 
 class IncomingStream:
-    """Incoming stream of one rank: an envelope, the rest of the head, the bodies, then the next envelope."""
+    """Incoming stream from one rank: an envelope, the rest of the head, the bodies, then the next envelope."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -50,7 +50,7 @@ class IncomingStream:
         """Handle the arrival of the posted receives. Return the message if it is complete.
 
         Raises:
-            ValueError: The message is invalid, or there is no memory for it.
+            ValueError: The message is invalid, or there is not enough memory for it.
         """
         if self._message is None:
             (arrived,) = self.rest or [self.envelope]
@@ -70,10 +70,10 @@ class IncomingStream:
 
 
 class PointToPointMailbox(Mailbox):
-    """Mailbox over one stream of messages with tag 0 per ordered pair of ranks: 2 KiB envelopes, then longer parts.
+    """Mailbox that uses one stream of tag-0 messages per ordered pair of ranks: 2 KiB envelopes, then longer parts.
 
     Needs only a transport's `post` and its works' futures, so wrappers still apply to its messages. Cost: the
-    transport's messages, and two thread switches.
+    transport's messages and two thread switches.
 
     Args:
         transport: Transport of a separate group, for this mailbox only. Closed with the mailbox.
@@ -182,7 +182,7 @@ class PointToPointMailbox(Mailbox):
 
 
 def _partners(rank: int, size: int) -> list[int]:
-    """Return the other ranks in the order of a round-robin tournament, in which all ranks pair up at once."""
+    """Return the other ranks in round-robin tournament order, so that all ranks are paired up at once."""
     even = size + size % 2
     found = []
     for day in range(even - 1):
@@ -205,7 +205,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
 
     Args:
         engine: Engine of the communicator.
-        number: Number of the mailbox among the communicator's.
+        number: Index of the mailbox among the communicator's mailboxes.
         metadata: As for `Communicator.mailbox`.
     """
     control = engine.control
@@ -241,7 +241,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
 
 
 def _pair(group: Group, peer: int) -> Group:
-    """Return a group of two ranks: it fails when one of them ends, without effect on other ranks."""
+    """Return a group of two ranks: it fails when one of them exits, without affecting other ranks."""
     low, high = sorted((group.rank, peer))
     return group.child(f"{low}-{high}", (low, high))
 

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a communicator: checks, works, and receives from any rank."""
+"""Point-to-point messages of a communicator: checks, works, and receives from any source."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _NAMED = 8
 class AnySource:
     """Queue of one communicator's any-source receives, which probes the transport for ranks that have sent.
 
-    Receives of one tag are served in call order. If several ranks have sent, the next one after this tag's last match
-    is chosen, so that no rank starves the others.
+    Receives with the same tag are served in call order. If several ranks have sent, the next rank after this tag's last
+    match is chosen, so that no rank starves the others.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,7 +48,7 @@ class AnySource:
         self._found: dict[int, int] = {}
 
     def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
-        """Return a work that calls `begin` with the sender of the first unmatched message, and then wraps its result.
+        """Return a work that calls `begin` with the sender of the first unmatched message, and then wraps the result.
 
         Args:
             tag: Tag of the message.
@@ -73,7 +73,7 @@ class AnySource:
             return found
 
     def serve(self, tag: int) -> None:
-        """Start the receives that now have a sender; fail all of a tag if no message can arrive any more."""
+        """Start the receives that now have a sender; fail all receives with a tag if no message can arrive any more."""
         with self._lock:
             queue = self._queues.get(tag, deque())
             try:
@@ -110,7 +110,7 @@ class AnySource:
 
 
 class Matching(Work):
-    """Queued any-source receive; a wait, or a test, serves the queue."""
+    """Queued any-source receive; waiting for it, or testing it, serves the queue."""
 
     def __init__(
         self, queue: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
@@ -177,7 +177,7 @@ class Matching(Work):
 
 
 class PointToPointWork(Work):
-    """A transport's work whose errors name their call, with actions to run at its end."""
+    """A transport's work whose errors name their call, with actions to run when it ends."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class PointToPointWork(Work):
 
 
 class Messages:
-    """Point-to-point messages of one communicator, on a separate channel, so that they never match a collective's.
+    """Point-to-point messages of one communicator, on a separate channel, so they never match a collective's.
 
     Args:
         engine: Engine of the communicator.
@@ -299,7 +299,7 @@ class Messages:
         """Start messages in one call.
 
         Args:
-            operation: Name of the method, for messages.
+            operation: Name of the method, for error messages.
             messages: Messages with the caller's buffers; at least one.
         """
         engine = self._engine
@@ -371,7 +371,7 @@ class Messages:
             raise ValueError(f"this backend has no tags: messages match in order. Use tag=0, not {tag}")
 
     def probe(self, operation: str, src: int | None, tag: int) -> PointToPointWork:
-        """Return a work that ends when a message has arrived, from any rank if `src` is None.
+        """Return a work that completes when a message has arrived, from any rank if `src` is None.
 
         Args:
             operation: Name of the method, for messages.

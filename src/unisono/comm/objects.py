@@ -1,4 +1,4 @@
-"""Python values as bytes, without pickle unless the caller trusts its peers."""
+"""Serializes Python values, without pickle unless the caller trusts its peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueErro
 
 
 def encode_each(objs: Sequence[Any] | None, rank: int, size: int, trusted: bool) -> list[bytes]:
-    """Return the bytes for each rank; if any value cannot be sent, return the reason for all ranks."""
+    """Return the bytes for each rank; if any value cannot be sent, return the reason for every rank."""
     try:
         values = [] if objs is None else list(objs)
     except TypeError:
@@ -47,13 +47,13 @@ def encode(obj: Any, rank: int, trusted: bool) -> bytes:
 
 
 def check_sent(data: bytes) -> None:
-    """Raise the error of a value that could not be sent, given the bytes from `encode`."""
+    """Raise the error for a value that could not be sent, given the bytes from `encode`."""
     if data[:1] in _REASONS:
         raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
 
 
 def decode(buffer: torch.Tensor, trusted: bool) -> Any:
-    """Return the value of received bytes; raise `ValueError` for an untrusted pickle."""
+    """Return the value encoded in received bytes; raise `ValueError` for an untrusted pickle."""
     here = buffer.cpu()
     data = bytes(view_of(here)) if here.numel() else b""
     if data[:1] == _PLAIN:

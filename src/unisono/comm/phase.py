@@ -9,7 +9,7 @@ __all__ = ["Event", "Life", "Phase"]
 
 
 class Phase(Enum):
-    """What happens to a communicator's next call."""
+    """Determines what happens to a communicator's next call."""
 
     OPEN = "open"
     """It runs."""
@@ -55,10 +55,10 @@ class Life:
     | retired | | | | | |
 
     Args:
-        phase: The first one.
+        phase: The initial phase.
 
     Attributes:
-        phase: The present one.
+        phase: The current phase.
     """
 
     def __init__(self, phase: Phase = Phase.OPEN) -> None:

@@ -21,15 +21,15 @@ _OPS = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
 
 
 class PlainCalls:
-    """Native calls whose result takes the place of the caller's own tensor: the general path without its staging.
+    """Native calls that write directly to the caller's own tensor: the general path without staging.
 
-    Averages, reductions to a root, barriers and calls on several tensors take the general path, which asks the same of
-    the transport.
+    Averages, reductions to a root, barriers and calls on several tensors take the general path, which makes the same
+    transport calls.
 
     Args:
         transport: Compares calls.
         plain: Transport that runs the calls, as from `Transport.plain`.
-        activity: This rank's, whose present call is the one to make.
+        activity: This rank's activity, whose current call is the one to make.
     """
 
     def __init__(self, transport: Transport, plain: Transport, activity: Activity) -> None:
@@ -48,7 +48,7 @@ class PlainCalls:
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """As of `FastPath`: no algorithms' steps. A recording that is open has more to record of the general path."""
+        """As in `FastPath`. Named algorithms, and all calls while a recording is open, take the general path."""
         if not (collective.in_place and collective.moves) or algorithm is not None or SINK.get() is not None:
             return Status.UNSUPPORTED
         operation = None
@@ -95,13 +95,13 @@ class PlainCalls:
         return Status.OK
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As of `FastPath`; the transport's `compare` has raised it already."""
+        """As in `FastPath`; the transport's `compare` has already raised it."""
         raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: never."""
+        """As in `FastPath`: never."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """As of `FastPath`."""
+        """As in `FastPath`."""
         return Status.UNSUPPORTED

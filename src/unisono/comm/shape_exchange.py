@@ -1,4 +1,4 @@
-"""Collectives on tensors whose shapes other ranks do not know, preceded by an exchange of shapes."""
+"""Collectives on tensors whose shapes the other ranks don't know, preceded by an exchange of shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REFUSED = -1
 
 
 class ShapeExchange:
-    """One rank's side of one call: the headers that it sends and receives, and the tensors that follow from them.
+    """One rank's side of one call: the headers that it sends and receives, and the tensors that they describe.
 
     Args:
         collective: A collective that allocates its output.
@@ -41,7 +41,7 @@ class ShapeExchange:
     Attributes:
         header: Collective that moves the headers.
         mine, table: Input and output of the header collective: dtype, number of dimensions and shape of each tensor
-            that this rank sends, and of those that it needs to know.
+            that this rank sends, and of each that it needs to know.
         input, output: Arguments of the collective itself; the output exists after `allocate`.
         device: Device of the output.
         lengths: As in `Call`.
@@ -64,12 +64,13 @@ class ShapeExchange:
         self.lengths: tuple[int, ...] = ()
 
     def give(self, tensors: Tensors, device: str) -> None:
-        """Make the headers of this rank's tensors, or, on a rank that only receives, room for others' headers.
+        """Make the headers for this rank's tensors; on a rank that only receives, allocate room for others' headers.
 
-        The output will be on the device of its tensors, or else on `device`. Headers are in CPU memory if that can be
-        sent.
+        The output will be on the device of this rank's tensors, or on `device` if it has none. Headers are in CPU
+        memory if the transport can send that.
 
-        A sending root passes its refusal to all ranks, which wait for its headers and would not notice otherwise.
+        If a sending root rejects its tensors, it tells all ranks: they are waiting for its headers, and would not
+        notice otherwise.
         """
         what = self._what
         given = tuple[torch.Tensor, ...]()
@@ -116,7 +117,7 @@ class ShapeExchange:
         """Allocate the output from the received table.
 
         Raises:
-            MismatchError: Tensors of several ranks do not match.
+            MismatchError: Tensors on different ranks do not match.
             TypeError, ValueError: The root has rejected its tensors.
         """
         rows: list[list[int]] = self.table.tolist()

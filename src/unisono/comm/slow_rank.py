@@ -1,4 +1,4 @@
-"""Search for the rank that holds up the others, based on the time that each spends outside calls."""
+"""Finds the rank that holds up the others, based on the time that each rank spends outside calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _Doing = Counter[tuple[str, str]]
 
 
 class _Comm(Protocol):
-    """The needed part of a communicator."""
+    """The part of a communicator that is needed here."""
 
     _engine: Any
 
@@ -72,14 +72,14 @@ class _Part(NamedTuple):
 
 
 class SlowRank:
-    """Search for the rank that holds up the others of one communicator.
+    """Finds the rank that holds up the others in one communicator.
 
-    A rank that is late at a collective has spent more time outside calls than the others, which have waited inside
-    meanwhile. So it suffices to record how long each rank was outside before its latest calls: no clocks are compared,
-    and it does not matter whether calls block. The sums over 20 parts of these calls go to `find_straggler`.
+    A rank that is late to a collective has spent more time outside calls than the others, which have been waiting
+    inside the call. So it suffices to record how long each rank was outside before its latest calls: no clocks are
+    compared, and it does not matter whether calls block. The sums over 20 parts of these calls go to `find_straggler`.
 
     While a rank is named, each rank samples the stack of its calling thread 200 times a second. Whatever the named rank
-    does more often than the others makes it late.
+    does more often than the others is what makes it late.
 
     Args:
         activity: The communicator's activity.
@@ -93,7 +93,7 @@ class SlowRank:
         self._named: tuple[int, str | None] | None = None
 
     def metrics(self, comm: _Comm) -> dict[str, Any]:
-        """Return the figures of the latest calls, as `Communicator.metrics`. Collective."""
+        """Return the figures for the latest calls, as in `Communicator.metrics`. Collective."""
         activity = self._activity
         oldest = min(self._until, activity.calls - _FEWEST)
         records = [record for record in activity.latest if record[1] is not None and record[1] >= oldest]
@@ -120,7 +120,7 @@ class SlowRank:
         return report
 
     def _core_wait_share(self, simulated: bool) -> float:
-        """Return the fraction of the time since the last call that this thread has waited for a core."""
+        """Return the fraction of the time since the last call that this thread spent waiting for a core."""
         begun_s, before_s = self._since
         now_s = clock.now()
         waited_s = core_wait_s()
@@ -130,7 +130,7 @@ class SlowRank:
         return max(0.0, waited_s - before_s) / max(now_s - begun_s, 1e-9)
 
     def _follow(self, straggler: Mapping[str, Any] | None, comm: _Comm) -> None:
-        """Log a rank that is newly named, and sample the stack for as long as one is."""
+        """Log a newly named rank, and sample the stack for as long as a rank is named."""
         named = None if straggler is None else (straggler["rank"], straggler["doing"])
         if straggler is not None and named != self._named and comm.rank == 0:
             _log.warning("%s", _sentence(straggler))
@@ -145,7 +145,7 @@ class SlowRank:
 
 
 class _StackSamples:
-    """Samples of the thread that makes a communicator's calls, until `stop` or the communicator's end."""
+    """Stack samples of the thread that makes a communicator's calls, until `stop` or the end of the communicator."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = weakref.ref(activity)
@@ -208,7 +208,7 @@ def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[st
 def _straggler(
     parts: Sequence[_Part], outside: Sequence[Sequence[float]], times: Sequence[float], names: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return the rank that holds up the others, with place, delay and activity; None if there is none."""
+    """Return the rank that holds up the others, with location, delay and activity; None if there is none."""
     from unisono.diagnostics.trace_summary import find_straggler
 
     calls = len(times) - 1
@@ -241,7 +241,7 @@ def _straggler(
 
 
 def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None]:
-    """Return the activity and line that a rank has more often than the others; None unless samples prove it."""
+    """Return the activity and line seen more often on a rank than on the others; None unless samples prove it."""
     if not all(counts):
         return None, None
     totals = [count.total() for count in counts]

@@ -1,4 +1,4 @@
-"""Teardown of a communicator, after `close`, or after its last reference is dropped."""
+"""Teardown of a communicator, after `close` or after its last reference is dropped."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _AT_EXIT_S = 5.0
 
 
 class Teardown:
-    """All resources that a communicator releases. It does not refer to the communicator, so it can outlive it.
+    """All resources that a communicator releases. It holds no reference to the communicator, so it can outlive it.
 
-    A top-level communicator without references is closed in the background, like with `close`. A subgroup waits for its
+    A top-level communicator without references is closed in the background, as if by `close`. A subgroup waits for its
     parent, because its messages may still be in flight, and other ranks may not have finished. It is released when all
-    its ranks have dropped it, which they report when they create the next subgroup, and at the latest with the parent.
+    its ranks have dropped it, which they report when they create the next subgroup; at the latest, it is released with
+    the parent.
 
     Args:
         transport: Transport to close.
         control: Control plane on which to leave the group.
-        helper: Thread to end.
+        helper: Thread to stop.
         timeout_s: Seconds to wait for the helper thread.
 
     Attributes:
@@ -102,7 +103,7 @@ class Teardown:
         return [part for part in self._parts if not part.over]
 
     def dropped_parts(self) -> list[str]:
-        """Return the names of the open subgroups without references."""
+        """Return the names of the open subgroups that nothing references any more."""
         return [part.group.name for part in self.left() if part.dropped]
 
     def release(self, dropped_by_rank: Sequence[Sequence[str]]) -> None:
@@ -115,7 +116,7 @@ class Teardown:
                 part.finish()
 
     def fail(self, error: BaseException) -> None:
-        """Report the error to the ranks of dropped subgroups, some of which may wait for this one."""
+        """Report the error to the ranks of dropped subgroups, some of which may be waiting for this rank."""
         for part in self.left():
             if part.dropped:
                 with contextlib.suppress(CommError):
@@ -139,7 +140,7 @@ class Teardown:
             self._settled.set()
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Finish a teardown in progress, or notify the ranks that wait for this one, before the process exits."""
+        """Before the process exits, finish a teardown in progress, or notify the ranks that wait for this one."""
         if os.getpid() != self._process:
             return
         if self.dropped and not self._is_part:

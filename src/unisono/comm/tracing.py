@@ -44,27 +44,27 @@ class _TracedComm(Protocol):
 
 @contextmanager
 def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iterator[list[TraceEvent]]:
-    """Record the collectives, messages, buckets and waits inside the `with`, and write them to `path` at its end.
+    """Record the collectives, messages, buckets and waits inside the `with` block, and write them to `path` at the end.
 
-    With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at both ends, and
-    an arrow for each message. The file is JSON in the trace-event format that Perfetto and chrome://tracing open;
-    `unisono trace summary` reads it. If a rank's program raises, this rank writes only its own part, such as
-    `run.rank3.json` beside `run.json`, which `unisono trace merge` joins.
+    With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at the beginning
+    and the end, and an arrow for each message. The file is JSON in the trace-event format that Perfetto and
+    chrome://tracing open; `unisono trace summary` reads it. If a rank's program raises, this rank writes only its own
+    part, such as `run.rank3.json` next to `run.json`; `unisono trace merge` merges these files.
 
-    Calls of other threads are not recorded. Recorded calls take the general path, as if an algorithm were named.
+    Calls from other threads are not recorded. Recorded calls take the general path, as if an algorithm had been named.
 
     Args:
         path: File to write, replaced if it exists. Without `comm`, each rank needs its own.
-        comm: The ranks that are traced together, which all enter the `with`; None for this rank alone.
+        comm: The ranks that are traced together; all of them must enter the `with` block. None for this rank alone.
 
     Yields:
-        The list of this rank's events, extended as they end.
+        The list of this rank's events; each is appended when it ends.
 
     Raises:
-        OSError: At the end of the `with`: the file cannot be written.
-        CommError: A rank did not reach the beginning or the end of the `with`.
+        OSError: The file cannot be written at the end of the `with` block.
+        CommError: A rank did not reach the beginning or the end of the `with` block.
 
-    Cost: about 10 us a call, and two times 17 short collectives for the clocks.
+    Cost: about 10 us per call, and twice 17 short collectives to align the clocks.
 
     Example:
         >>> import pathlib, tempfile
@@ -112,15 +112,15 @@ def _write_own(
 class ClockReading:
     """This rank's clock relative to rank 0's. Collective.
 
-    In each round all ranks gather their times. No rank can have all of them before the last one has sent its own, so a
-    rank's time is earlier than the end of the round on any other; over the rounds this bounds the offset from both
-    sides. Clocks that may be equal within these bounds count as equal: ranks on one host read the same clock, and
-    clocks of different hosts start at different moments.
+    In each round, all ranks gather their times. No rank can have all of them before the last rank has sent its own, so
+    each rank's time is earlier than the end of the round on any other rank; over several rounds, this bounds the offset
+    from both sides. Clocks that may be equal within these bounds count as equal: ranks on one host read the same clock,
+    and clocks on different hosts start at different moments.
 
     Attributes:
         at_s: Time of the reading, on this rank's clock.
         offset_s: This rank's clock minus rank 0's.
-        uncertainty_s: Largest error of an offset, over all ranks.
+        uncertainty_s: Largest error of any rank's offset.
         digest: Hash of all ranks' times, equal on all ranks and unique to this reading.
     """
 

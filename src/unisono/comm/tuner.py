@@ -1,4 +1,4 @@
-"""Makes a communicator's ranks use rank 0's cost table, before the first call that needs it."""
+"""Makes all of a communicator's ranks use rank 0's cost table, starting with the first call that needs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tuner:
     """Cost table of a communicator.
 
     Args:
-        transport: Source of built-in constants if there is no table.
+        transport: Source of default constants if there is no table.
         control: Control plane that passes rank 0's table to all ranks.
         options: Source of the backend and the timeout.
         hosts: Name of each rank's host.
@@ -96,7 +96,7 @@ class Tuner:
         return self._machine
 
     def _offer(self, measured: CostTable | None) -> tuple[str, str]:
-        """Return rank 0's table as text, or why it has none."""
+        """Return rank 0's table as text, or the reason why it has none."""
         try:
             return "", self._own(measured).to_json()
         except ValueError as error:
@@ -125,7 +125,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
 
     Args:
         comm: The communicator.
-        tuner: Its table of costs.
+        tuner: Its cost table.
         device: Device of the tensors.
         seconds: Approximate upper limit of the time taken.
     """
@@ -151,7 +151,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
 def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
     """Return the constants that fit a communicator's calls, on rank 0; None elsewhere, and for a single rank.
 
-    Its ranks share `cores`, which is 0 if each is on its own host.
+    Its ranks share `cores` cores; 0 means that each rank is on its own host.
     """
     cells = _measured(comm, device, seconds) if comm.size > 1 else []
     return fit(cells, cores) if cells and comm.rank == 0 else None

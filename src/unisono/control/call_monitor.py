@@ -1,4 +1,4 @@
-"""The monitor process of a watch, which compares the ranks' calls, and outlives all of them."""
+"""The monitor process of a watch, which compares the ranks' calls, and outlives all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE_S = 30.0
 
 
 class CallControl(SocketControl):
-    """A rank's handle to the monitor, or the monitor's own."""
+    """A rank's handle to the monitor, or the monitor's own handle."""
 
     def attend(self, group: Group, on_failure: Callable[[Cause], None], pid: int) -> None:
         """Join the ranks of the watch. `on_failure` is as for `join`; `pid` is 0 on a host other than the monitor's."""
@@ -41,7 +41,7 @@ class CallControl(SocketControl):
         self._send(0, words)
 
     def call(self, content: bytes) -> None:
-        """Report a call. Blocks only while the monitor does not read."""
+        """Report a call. Blocks only while the monitor is not reading."""
         try:
             self._connection.send(content, clock.now() + self._patience_s, Kind.CALL)
         except OSError:
@@ -59,15 +59,15 @@ class CallControl(SocketControl):
         self._waiters.pop(waiter.number, None)
 
     def examine(self) -> tuple[bool, Overdue | None]:
-        """Make the monitor check for overdue calls. Return whether all ranks have ended, and an overdue call."""
+        """Make the monitor check for overdue calls. Return whether all ranks have exited, and an overdue call."""
         ended, overdue = self._request("examine")
         return ended, None if overdue is None else Overdue(*overdue)
 
 
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
-    """Start a process that compares the calls of ranks with this secret; return its address.
+    """Start a process that compares the calls of all ranks that have this secret; return its address.
 
-    It ends when the last of them has ended, or if none attends within a minute.
+    It exits when the last rank has exited, or if no rank attends within a minute.
     """
     process = subprocess.Popen(
         [sys.executable, *interpreter_flags(), "-m", __name__],
@@ -100,7 +100,7 @@ def _report(control: CallControl, overdue: Overdue) -> str:
 
 
 def _main() -> None:
-    """Serve until all ranks have ended."""
+    """Serve until all ranks have exited."""
     host, secret = json.loads(sys.stdin.readline())
     server = ControlServer(bytes.fromhex(secret), host, state=WatchedCalls)
     print(json.dumps(server.address), flush=True)  # noqa: T201

@@ -41,9 +41,9 @@ class SocketControl(ControlClient):
     """A handle to the control plane at `address`.
 
     It has two connections. The first carries requests and answers. The thread that waits for an answer reads it itself,
-    because a wake-up by another thread would take longer than the answer. The second carries failures of groups, which
-    a daemon thread reads. That thread runs the callbacks of `join` and `on_orphan`, which must not send requests on
-    this handle.
+    because being woken by another thread would take longer than the answer itself. The second carries group failures,
+    which a daemon thread reads. That thread runs the callbacks of `join` and `on_orphan`, which must not send requests
+    on this handle.
 
     Args:
         address: Host and port of the server. It may start later than this client.
@@ -51,11 +51,11 @@ class SocketControl(ControlClient):
         timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
         on_orphan: Called if the server disappears without a goodbye.
         reach_within_s: Seconds to reach the server; `timeout` if None.
-        host_rank: Rank of the job that hosts the server, if any, to be named if it is lost.
+        host_rank: Rank of the job that hosts the server, if any, to name in the error if it is lost.
         rank: This rank in the job, reported to the others if its secret differs.
 
     Attributes:
-        server_lost: Whether the server has ended, or the connection to it.
+        server_lost: Whether the server, or the connection to it, has ended.
 
     Raises:
         CommTimeoutError: No server answers there.
@@ -101,8 +101,8 @@ class SocketControl(ControlClient):
     def address_for_all(self, group: Group, timeout: float) -> str:
         """Return this host's address for the other ranks of a group, the same on all of its ranks. Collective.
 
-        If the server is on this host, this is the address at which ranks on other hosts have reached it: with its own
-        name, a host often reaches itself on the loopback, or with another protocol than the others.
+        If the server is on this host, this is the address at which ranks on other hosts have reached it: a host that
+        looks up its own name often gets the loopback, or a different protocol than other hosts use.
         """
         here = host_identity()
         reports = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
@@ -118,17 +118,17 @@ class SocketControl(ControlClient):
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
         """Join the next world of a job, and return its name: "world1", then "world2", ...
 
-        It is the name of the group, which the caller must also join to be notified of failures.
+        This is the group's name; the caller must also join the group to be notified of failures.
 
         Args:
             job: Prefix of the names.
             rank: This rank.
             size: Number of ranks.
-            process: Identifier of the calling process. While a rank's holder is connected, another process that claims
-                the rank is refused.
+            process: Identifier of the calling process. While the process that holds a rank is connected, any other
+                process that claims the rank is rejected.
 
         Raises:
-            MismatchError: Two processes claim the same rank, or ranks differ in the size.
+            MismatchError: Two processes claim the same rank, or ranks pass different sizes.
         """
         return str(self._request("enrol", job, rank, size, process))
 
@@ -226,13 +226,13 @@ class SocketControl(ControlClient):
             waiter.awake.wait(deadline - clock.now())
 
     def _wake_others(self) -> None:
-        """Wake all waiting threads, because it is unknown which one sleeps, so that one of them reads from now on."""
+        """Wake all waiting threads, because it is unknown which one sleeps, so that one of them takes over reading."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.awake.set()
 
     def lose(self) -> None:
-        """End like a killed process, without leaving, for tests."""
+        """Disconnect like a killed process, without leaving, for tests."""
         self._connection.hang_up()
 
     def _stop(self) -> None:
@@ -309,7 +309,7 @@ class ClientConnection:
         return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float, kind: Kind = Kind.REQUEST) -> None:
-        """Send a request. Raises OSError if the server does not accept it by `deadline` (on the library's clock)."""
+        """Send a request. Raises `OSError` if the server does not accept it by `deadline` (on the library's clock)."""
         with self._sending:
             rest = memoryview(self._channel.encode(kind, content))
             while rest:
@@ -327,7 +327,7 @@ class ClientConnection:
             self._readable.register(inspect_socket.socket, select.POLLIN)
 
     def receive(self, timeout: float | None, kind: Kind) -> list[Frame]:
-        """Return the frames that have arrived, or none at the timeout. Raises OSError at the end."""
+        """Return the frames that have arrived, or none on timeout. Raises `OSError` if the connection has ended."""
         found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
         if self._inspect_socket is not None and self._inspect_number in found:
             self._inspect_socket.answer()
@@ -339,11 +339,11 @@ class ClientConnection:
         limit_silence(self._peer, seconds)
 
     def outage(self, error: BaseException | None = None) -> str:
-        """Return since when the server's host has been silent, as text; empty if it answers, or has no limit."""
+        """Return text saying since when the server's host has been silent; empty if it answers, or has no limit."""
         return outage(self._peer, self._host, error) if self._host else ""
 
     def hang_up(self) -> None:
-        """End the connection, which notifies threads that read it."""
+        """End the connection, which wakes the threads that read from it."""
         try:
             self._peer.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -379,7 +379,7 @@ def connect(
 
 
 def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T]) -> T:
-    """Return the result of `attempt`, a function of its time limit in seconds, repeated while it fails.
+    """Call `attempt`, passing a time limit in seconds, until it succeeds; return its result.
 
     Raises:
         CommTimeoutError: No server answers there.

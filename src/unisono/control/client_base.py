@@ -67,7 +67,7 @@ class SharedObjects:
             return shared
 
     def drop(self, group: str) -> None:
-        """Drop objects shared by members of a group. (No lock, because a thread that makes an object may call this.)"""
+        """Drop objects shared by members of a group. (No lock: a thread that is making an object may call this.)"""
         for key in [key for key in list(self.objects) if key.startswith(f"{group}/")]:
             self.objects.pop(key, None)
 
@@ -93,11 +93,11 @@ class ControlClient(ControlPlane, ABC):
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
-        """Start a request. `receive` gets its reply, from any thread, possibly before this returns."""
+        """Start a request. Its reply goes to `receive`, from any thread, possibly before this returns."""
 
     @abstractmethod
     def _notify(self, words: tuple[Any, ...]) -> None:
-        """Send a message without a reply, from any thread; it may get lost."""
+        """Send a message that gets no reply, from any thread; it may be lost."""
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Return whether the answer has arrived in time."""
@@ -125,7 +125,7 @@ class ControlClient(ControlPlane, ABC):
         return waiter
 
     def _finish(self, waiter: PendingRequest, timeout: float, group: Group | None = None) -> Any:
-        """Return the value of the answer, or raise its error."""
+        """Return the answer's value, or raise its error."""
         timeout = self._within(timeout)
         try:
             self._wait(waiter, timeout)
@@ -141,7 +141,7 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """Seconds to wait for an answer, few once the server is silent, because a failing rank sends many requests."""
+        """Seconds to wait for an answer: few once the server is silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     @property
@@ -163,11 +163,11 @@ class ControlClient(ControlPlane, ABC):
 
         Args:
             timeout: Seconds to wait for it.
-            give_up: Function of this request's number that returns the request to end the wait. Answers arrive in
-                order, so once that one is answered, the answer to this request is here or will never arrive.
+            give_up: Function that returns, for this request's number, a request that ends the wait. Answers arrive in
+                order, so once that request is answered, the answer to this one has arrived or never will.
             words: The request.
-            group: The group in which errors are located.
-            unanswered: The error if there is then no answer; if None, ending the wait causes one.
+            group: Group whose ranks error texts refer to.
+            unanswered: The error if there is still no answer then; if None, ending the wait causes one.
         """
         waiter = self._begin(*words)
         try:
@@ -201,9 +201,10 @@ class ControlClient(ControlPlane, ABC):
         return membership.fail(Cause(kind, rank, message)) if membership is not None else None
 
     def _end(self, cause: Cause, *, fails_groups: bool, failed_rank: int | None = None) -> list[Callback]:
-        """Notify all waiters, and optionally the groups, that no more answers will arrive.
+        """Notify all waiting threads, and optionally the groups, that no more answers will arrive.
 
-        `failed_rank` is the rank that caused it, in the job's first group; each group has its own number for it.
+        `failed_rank` is the rank that caused it, as numbered in the job's first group; each group has its own number
+        for it.
         """
         with self._ending:
             if self._ended is not None:
@@ -216,7 +217,7 @@ class ControlClient(ControlPlane, ABC):
         return [callback for callback in callbacks if callback is not None]
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close at process exit: cleanly, or reporting the error that ends the process to every group."""
+        """Close at process exit: cleanly, or by reporting the error that ends the process to every group."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group
@@ -383,7 +384,7 @@ def _forget(number: int) -> tuple[str, int]:
 
 
 def _end_of(error: BaseException | None) -> tuple[str, str]:
-    """Return kind and text of the event for a program that ends with open communicators."""
+    """Return the kind and text of the event for a program that exits with open communicators."""
     return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
@@ -435,7 +436,7 @@ class PendingRequest:
 
     Attributes:
         reply: The answer, once it has arrived.
-        awake: Set with the answer, or when the waiting thread has to read the connection.
+        awake: Set when the answer arrives, or when the waiting thread has to read from the connection.
     """
 
     __slots__ = ("awake", "number", "reply")
@@ -446,7 +447,7 @@ class PendingRequest:
         self.awake: AutoResetEvent = AutoResetEvent()
 
     def answer(self, reply: Reply) -> None:
-        """Set the answer. The first one counts."""
+        """Set the answer. Only the first one counts."""
         if self.reply is None:
             self.reply = reply
             self.awake.set()

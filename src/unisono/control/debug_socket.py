@@ -67,7 +67,7 @@ class _HeldRank:
         }
 
     def _frames(self) -> list[FrameType]:
-        """Return the program's frames, the innermost first, without those of launchers and installed packages."""
+        """Return the program's frames, innermost first, without those of launchers and installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
         found: list[FrameType] = []
         # The launcher's caller is multiprocessing, which runs code from a string.
@@ -81,15 +81,15 @@ class _HeldRank:
         return found
 
     def stack(self) -> list[str]:
-        """Return the program's frames as text, the innermost at the end."""
+        """Return the program's frames as text, innermost last."""
         return [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in reversed(self._frames())]
 
     def evaluate(self, code: str, up: int) -> str:
         """Return an expression's value as text, or the output of statements.
 
         Args:
-            code: Source, with the names of one of the rank's frames.
-            up: Number of frames in `stack` below that one.
+            code: Source, evaluated with the names in one of the rank's frames.
+            up: Number of frames in `stack` below that frame.
         """
         frames = self._frames()
         if up >= len(frames):
@@ -129,10 +129,10 @@ class DebuggedProcess:
         HOLD.on_go.append(self._end)
 
     def hold(self, ranks: Iterable[tuple[ControlPlane, ActivityRegistry]], job: str, reason: str | None) -> None:
-        """Hold ranks of this process, or release all of them if there is no reason.
+        """Hold ranks of this process, or release all of them if there is no reason given.
 
         Args:
-            ranks: Handle and activity of each.
+            ranks: Each rank's handle and activity.
             job: Identifier of the job, the same in all of its processes.
             reason: Text for a debugger that attaches.
         """
@@ -156,7 +156,7 @@ class DebuggedProcess:
             spawn_thread(partial(self._serve, listener), "unisono debugger")
 
     def _end(self) -> None:
-        """Close the socket, because the ranks continue."""
+        """Close the socket, because the ranks are continuing."""
         with self._lock:
             listener = self._listener
             self._listener = None
@@ -268,5 +268,5 @@ class DebugConnection:
 
 
 def held_processes() -> list[tuple[int, int]]:
-    """Return process and number of each socket on this host with held ranks."""
+    """Return the process and number of each socket on this host with held ranks."""
     return names(_KIND)

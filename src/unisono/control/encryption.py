@@ -1,4 +1,4 @@
-"""TLS for connections between ranks: a thread relays all of them, so that everything else uses plain sockets."""
+"""TLS for connections between ranks: a thread relays all connections, so that everything else uses plain sockets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FLUSH_S = 2.0
 
 
 class UntrustedError(ConnectionError):
-    """The peer does not encrypt, or one side does not trust the other's certificate: retrying is useless.
+    """The peer does not encrypt, or one side does not trust the other's certificate. Retrying is useless.
 
     Attributes:
         reason: OpenSSL's reason, or a clause.
@@ -65,9 +65,9 @@ class UntrustedError(ConnectionError):
 
 
 def tls_context(*, server: bool) -> ssl.SSLContext | None:
-    """Return the TLS settings of one side, which proves its certificate and requests the other's.
+    """Return the TLS settings for one side, which presents its certificate and requests the other's.
 
-    Returns: None unless connections between ranks are encrypted.
+    Returns: The settings; None unless connections between ranks are encrypted.
 
     Raises:
         CommError: The file in `UNISONO_TLS` cannot be used.
@@ -96,7 +96,7 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
 
 
 def _refuse_pass_phrase(path: str) -> NoReturn:
-    """Raise, because OpenSSL would ask for it at the terminal, on each rank and for each connection."""
+    """Raise, because OpenSSL would prompt for it at the terminal, on each rank and for each connection."""
     raise CommError(
         f"{TLS} is {path!r}, whose key has a pass phrase, which ranks cannot type: write the key without it "
         "(`openssl pkey -in key.pem`) into a file that you alone can read"
@@ -104,7 +104,7 @@ def _refuse_pass_phrase(path: str) -> NoReturn:
 
 
 def refuse_unencrypted(backend: str) -> None:
-    """Raise `ValueError` for a backend with connections that we do not make, if connections must be encrypted."""
+    """Raise `ValueError` for a backend that opens connections by itself, if connections must be encrypted."""
     if os.environ.get(TLS):
         raise ValueError(
             f"backend {backend!r} does not encrypt, and {TLS} is set: pass 'tcp' or 'shm+tcp', or unset it"
@@ -112,16 +112,17 @@ def refuse_unencrypted(backend: str) -> None:
 
 
 def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout: float | None = None) -> socket.socket:
-    """Return the socket for talking to a peer: a relay's, which takes over the connection.
+    """Return the socket for talking to a peer: that of a relay, which takes over the connection.
 
     Args:
         connection: The connection. It is closed if the result is another socket.
         context: Result of `tls_context`; if None, connections are not encrypted, and the result is the connection
             itself.
-        timeout: Seconds to wait until the peer is trusted; if None, do not wait, and the socket ends if it is not.
+        timeout: Seconds to wait until the peer is trusted; if None, do not wait; if the peer turns out not to be
+            trusted, the socket is closed.
 
     Raises:
-        OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not answer.
+        OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not respond.
     """
     if context is None:
         return connection
@@ -168,7 +169,7 @@ class EncryptedSocket(socket.socket):
 
 
 class _Pipe:
-    """A connection to a peer, and a pair of sockets whose near end belongs to the rank.
+    """A connection to a peer, and a socket pair whose near end belongs to the rank.
 
     Attributes:
         near: The rank's socket.
@@ -256,7 +257,7 @@ class _Pipe:
         return bool(hung_up.poll(0))
 
     def is_idle(self) -> bool:
-        """Return whether everything that the rank has written is sent."""
+        """Return whether everything that the rank has written has been sent."""
         try:
             return self._rank_ended or not (self._outgoing or select.select([self._far], [], [], 0)[0])
         except ValueError:
@@ -349,7 +350,7 @@ class _TLSRelay:
             time.sleep(0.005)
 
     def invalidate_after_fork(self) -> None:
-        """Close every descriptor in a forked child, where no thread relays."""
+        """Close every descriptor in a forked child, where the relay thread does not exist."""
         _relays.clear()
         for pipe in (*self._pipes, *self._new):
             pipe.close()
@@ -362,7 +363,7 @@ _relays: list[_TLSRelay] = []
 
 
 def _read(end: socket.socket) -> bytes | None:
-    """Return the bytes that can be read now: empty at the end, None if nothing has arrived."""
+    """Return the bytes that can be read now: empty at end of stream, None if nothing has arrived."""
     try:
         return end.recv(_BYTES)
     except BlockingIOError:

@@ -13,7 +13,7 @@ __all__ = ["ExchangeEntry", "Groups"]
 
 
 class ExchangeEntry(NamedTuple):
-    """One rank's value in an exchange, and the request to answer with the others' values.
+    """One rank's value in an exchange, and the request that is answered with the others' values.
 
     Attributes:
         agree: Whether None suffices as the answer if all contributed the same bytes.
@@ -46,7 +46,7 @@ class _GroupState:
         return len(self.present) + len(self.left) == self.size
 
     def fail(self, cause: Cause) -> Outgoing:
-        """Keep the first cause, notify every member, and end every exchange with it."""
+        """Store the first cause, notify every member, and end every exchange with it."""
         if self.cause is not None:
             return []
         self.cause = cause
@@ -60,7 +60,7 @@ class _GroupState:
 class Groups:
     """Groups by name, each kept while a rank is in it or may still join.
 
-    All methods return plain values: replies with their receiving clients.
+    Methods return plain values: replies, each with the client that receives it.
 
     Args:
         on_failure: Called with the name and the cause of a group that has failed; returns further replies.
@@ -88,7 +88,7 @@ class Groups:
         members: Sequence[int] = (),
         answer: str | None = None,
     ) -> Outgoing:
-        """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
+        """Add a rank to a group. Idempotent per client. A conflicting join fails the group if it is still forming."""
         group = self._groups.setdefault(name, _GroupState(name, size))
         group.members = group.members or tuple(members)
         contradiction = self._contradiction(group, client, rank, size)
@@ -104,7 +104,7 @@ class Groups:
         return out + self._missed(name.rpartition("/")[0])
 
     def _missed(self, name: str) -> Outgoing:
-        """Fail subgroups that are still forming and wait for a rank that has left the group."""
+        """Fail subgroups that are still forming and are waiting for a rank that has left the group."""
         parent = self._groups.get(name)
         parts = [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]
         out: Outgoing = []
@@ -133,7 +133,7 @@ class Groups:
     def vacate(self, client: int, name: str) -> bool:
         """Let another process replace a lost one; return False if it is too late for that.
 
-        Possible until the members have exchanged something; before that, they don't know of each other.
+        This is possible until the members have exchanged something; before that, they don't know about each other.
         """
         group = self._groups.get(name)
         rank = self._ranks.get(client, {}).get(name)
@@ -147,7 +147,7 @@ class Groups:
         return True
 
     def leave(self, client: int, name: str) -> Outgoing:
-        """Leave a group cleanly, so that only ranks that wait for this one are notified, now or later."""
+        """Leave a group cleanly: only ranks that wait for this one, now or later, are notified."""
         rank = self._ranks.get(client, {}).pop(name, None)
         if rank is None:
             return []
@@ -182,7 +182,7 @@ class Groups:
         return out
 
     def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
-        """Keep a rank's contribution until all ranks have contributed."""
+        """Store a rank's contribution until all ranks have contributed."""
         rank = self._ranks.get(client, {}).get(name)
         if rank is None:
             return [(client, failed(request, Cause("CommError", None, f"this rank has not joined {name}")))]
@@ -207,7 +207,7 @@ class Groups:
     def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
         """Handle a rank's timeout in an exchange: if ranks are still missing, fail the group.
 
-        `report` has the waiting rank's findings about the others.
+        `report` contains what the waiting rank found out about the others.
         """
         group = self._groups.get(name)
         exchange = group.exchanges.get(topic) if group is not None else None
@@ -236,7 +236,7 @@ class Groups:
         return group.cause if group is not None else None
 
     def complete(self, name: str) -> bool:
-        """Return whether every rank has joined at some time. A group that has ended and is unknown was complete."""
+        """Return whether every rank has joined at some point. An unknown group has ended, and so was complete."""
         group = self._groups.get(name)
         return group is None or group.complete
 
@@ -251,7 +251,7 @@ class Groups:
         return set() if group is None else set(range(group.size)) - group.left
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
-        """Return for each client in any group its first group, and its rank there."""
+        """Return, for each client in any group, its first group and its rank there."""
         return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
 
     def rank_of(self, client: int, name: str) -> int | None:

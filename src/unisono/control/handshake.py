@@ -28,11 +28,11 @@ _MOST_UNREAD = 1 << 16
 
 
 class AuthenticationError(Exception):
-    """The peer uses another protocol or another secret.
+    """The peer uses a different protocol or a different secret.
 
     Attributes:
         other_secret: Whether the secret differs.
-        versions: Text about a peer with another version of this package; empty for others.
+        versions: Text about a peer with a different version of this package; empty otherwise.
     """
 
     def __init__(self, *, other_secret: bool, versions: str = "") -> None:
@@ -44,7 +44,7 @@ class AuthenticationError(Exception):
 class Handshake:
     """One side of the authentication of a connection; see `unisono.control.sockets` for the wire format.
 
-    It reads no bytes beyond the handshake.
+    Reads no bytes beyond the handshake.
 
     Args:
         peer: The connection. `advance` waits for bytes only if the socket is blocking.
@@ -54,7 +54,7 @@ class Handshake:
 
     Attributes:
         peer: The connection.
-        deadline: Time on the library's clock when an `Acceptor` drops it.
+        deadline: Time on the library's clock at which an `Acceptor` drops it.
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Handshake:
         self.peer.sendall(self._hello.hello)
 
     def advance(self) -> FrameChannel | None:
-        """Read the bytes that have arrived, and answer. Return the channel when both sides have proved the secret.
+        """Read the bytes that have arrived, and answer. Return the channel once both have proved the secret.
 
         Raises:
             OSError: The connection has ended.
@@ -143,7 +143,7 @@ def connect(
     """Connect, and authenticate both sides, within `timeout` seconds.
 
     Raises:
-        OSError: The server cannot be reached, or does not answer.
+        OSError: The server cannot be reached, or does not respond.
         AuthenticationError: Another program answers, or the secrets differ.
     """
     deadline = clock.now() + timeout
@@ -170,7 +170,7 @@ def connect(
 
 
 def dial(address: tuple[str, int], timeout: float) -> socket.socket:
-    """Return a connection to the first of a host's addresses that answers, within `timeout` seconds.
+    """Return a connection to the first of a host's addresses that responds, within `timeout` seconds.
 
     Raises:
         OSError: The server cannot be reached.
@@ -190,15 +190,15 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
 
 
 class Acceptor:
-    """Authenticates incoming connections concurrently; a silent client is dropped after 5 s, and blocks no others.
+    """Authenticates incoming connections concurrently; a silent client is dropped after 5 s, and doesn't block others.
 
     Args:
         listener: The listening socket; the caller keeps ownership.
         secret: The secret that clients should know.
-        selector: The caller's selector. The caller passes events of the listener to `accept`, and those with a
-            `Handshake` as data to `advance`.
-        on_refused: Called with the rank claimed by a client with another secret or other TLS settings (or None), its
-            host, and why it was refused.
+        selector: The caller's selector. The caller passes the listener's events to `accept`, and events whose data is a
+            `Handshake` to `advance`.
+        on_refused: Called with the rank (or None) claimed by a client with a different secret or different TLS
+            settings, its host, and why it was refused.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Acceptor:
         return channel
 
     def tidy(self) -> None:
-        """Drop clients that took too long and, if there are too many, the oldest ones. Call it after each `select`."""
+        """Drop clients that took too long and, if there are too many, the oldest ones. Call after each `select`."""
         now = clock.now()
         too_many = len(self._pending) - _MAX_PENDING
         for index, handshake in enumerate(list(self._pending.values())):

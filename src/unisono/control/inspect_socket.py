@@ -1,6 +1,6 @@
 """Looks up the control plane of a running process by its process id, for other processes of the same user.
 
-Uses a Unix socket in Linux's abstract namespace, which has no file, and disappears with its process. The kernel
+Uses a Unix socket in Linux's abstract namespace, which has no file, and disappears when its process ends. The kernel
 identifies the connecting user; only the same user (or root) gets an answer.
 """
 
@@ -80,7 +80,7 @@ def path_of(kind: str, pid: int, number: int) -> str:
 
 
 def opened(kind: str) -> socket.socket | None:
-    """Return a new socket that listens under this process's name of a kind; None without such sockets."""
+    """Return a new socket listening under this process's name for a kind; None if the platform has no such sockets."""
     if sys.platform != "linux":
         return None
     for number in range(_MOST):
@@ -98,7 +98,7 @@ def opened(kind: str) -> socket.socket | None:
 
 
 def user_of(other: socket.socket) -> tuple[int, int]:
-    """Return process id and user id of the peer, as reported by the kernel."""
+    """Return the peer's process ID and user ID, as reported by the kernel."""
     raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
@@ -110,7 +110,7 @@ def is_this_user(other: socket.socket) -> bool:
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
-    """Return address and secret of the control plane of a process on this host, or of one that it started.
+    """Return the address and secret of the control plane of a process on this host, or of a process that it started.
 
     Raises:
         CommError: The process does not exist, is not part of a job, or belongs to another user.
@@ -132,7 +132,7 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
 
 
 def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
-    """Return the control planes of this user's processes on this host, with these processes.
+    """Return the control planes of this user's processes on this host, each with those processes.
 
     Raises:
         UnavailableError: Not on Linux.
@@ -154,7 +154,7 @@ def check_linux() -> None:
 
 
 def names(kind: str) -> list[tuple[int, int]]:
-    """Return process and number of every socket of a kind on this host, as the kernel lists them."""
+    """Return the process and number of every socket of a kind on this host, as listed by the kernel."""
     listed = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
     matches = filter(None, map(re.compile(rf"@{kind}/(\d+)/(\d+)").fullmatch, listed))
     return sorted((int(match[1]), int(match[2])) for match in matches)
@@ -163,7 +163,7 @@ def names(kind: str) -> list[tuple[int, int]]:
 def _ancestors(pid: int) -> list[int]:
     """Return the parent, its parent, and so on.
 
-    A launcher is not the parent of ranks that it forks through a server.
+    A launcher is not the parent of ranks that it starts through a fork server.
     """
     parent = int(process_stat(pid)[1])
     found: list[int] = []
@@ -175,7 +175,7 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
-    """Return the answer of a process's socket; None if there is none that may answer this user."""
+    """Return the answer from a process's socket; None if no socket may answer this user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WITHIN_S)
         try:

@@ -1,4 +1,4 @@
-"""Key-value store of the control plane, and the requests that wait for a key."""
+"""Key-value store of the control plane, and the requests that are waiting for a key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeyValueStore:
         return value
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """Remove this request from the waiting ones, or, without a request, all of this client's."""
+        """Remove a waiting request, or, if none is given, all of this client's waiting requests."""
         for key, waiting in list(self._waiting.items()):
             waiting[:] = [
                 (holder, number) for holder, number in waiting if holder != client or request not in (None, number)
@@ -42,7 +42,7 @@ class KeyValueStore:
         return total, self.set(key, b"%d" % total)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
-        """Return the value afterwards (`expected` if the key remains absent), and the requests that waited for it."""
+        """Return the value afterwards (`expected` if the key remains absent), and the requests that were waiting."""
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             return desired, self.set(key, desired)

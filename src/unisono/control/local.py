@@ -1,4 +1,4 @@
-"""The control plane for ranks that are threads of one process: the same state machine behind a lock."""
+"""Control plane for ranks that are threads of one process: the same state machine as the server's, behind a lock."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class LocalHub:
         self._deliver(lambda: self._state.handle(client, number, words))
 
     def hold(self, reason: str | None) -> None:
-        """Hold all ranks, or release them, without a request, which would take virtual time of simulated ranks."""
+        """Hold or release all ranks without a request, which would cost simulated ranks virtual time."""
         from unisono.control.debug_socket import DEBUGGED
 
         ranks = [control.as_held() for control in list(self._controls.values())]
         DEBUGGED.hold(ranks, f"process {os.getpid()}", reason)
 
     def lost(self, client: int) -> None:
-        """Fail all groups of a rank that has ended without closing its handle."""
+        """Fail all groups of a rank that has exited without closing its handle."""
         self._controls.pop(client, None)
         self._deliver(lambda: self._state.lost(client))
 
@@ -124,7 +124,7 @@ class LocalControl(ControlClient):
             self._hub.forget(self._client)
 
     def lose(self) -> None:
-        """End like a killed process, without leaving, for tests, and for ranks that were broken off."""
+        """Disconnect like a killed process, without leaving; for tests, and for ranks that were aborted."""
         if self._ended is None:
             self._end(CLOSED, fails_groups=False)
             self._hub.lost(self._client)

@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks: each listens until all have joined; a pair's higher rank connects."""
+"""Authenticated connections between ranks: each listens until all have joined; in a pair, the higher one connects."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SPARE = 4
 
 
 def say_farewell(connections: Sequence[socket.socket], broken: BaseException | None = None) -> None:
-    """Shut down sending, and drop what still arrives, because closing immediately may cut off the last messages.
+    """Shut down sending, and discard what still arrives, because closing immediately may cut off the last messages.
 
     Args:
         connections: Connections to close soon.
-        broken: Error that has ended their use; no rank waits for messages of a failed group.
+        broken: Error that ended their use, if any: no rank waits for a failed group's messages.
     """
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
@@ -66,10 +66,10 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
 
 
 class Mesh:
-    """One rank's part in connecting ranks of a group. They exchange addresses and a secret via the control plane.
+    """One rank's part in connecting a group's ranks. They exchange addresses and a secret via the control plane.
 
     Args:
-        group: The group, whose failure ends the waits for addresses.
+        group: The group; its failure ends waits for addresses.
         control: This rank's handle.
         topic: Prefix of the keys in the control plane.
         ranks: The ranks to connect, including this one; the first one creates the secret.
@@ -85,13 +85,13 @@ class Mesh:
         self._links: dict[int, Link] = {}
 
     def connect(self, timeout: float, within_s: float, conclude: Callable[[list[CommError]], None]) -> dict[int, Link]:
-        """Connect to the lower ranks, and accept the higher ones. Collective.
+        """Connect to the lower ranks, and accept connections from the higher ones. Collective.
 
         Args:
             timeout: Seconds for the lower ranks to publish their addresses.
-            within_s: Seconds for all of them to answer.
-            conclude: Function of the errors of connecting to lower ranks, which exchanges them, and raises unless all
-                ranks succeeded.
+            within_s: Seconds within which all of them must answer.
+            conclude: Function that receives the errors from connecting to lower ranks, exchanges them between ranks,
+                and raises unless all ranks succeeded.
 
         Raises:
             CommError: A rank is missing, or `conclude` raised.
@@ -178,7 +178,7 @@ def _reserve(listener: socket.socket, connections: int) -> None:
 
 
 class _Accepting:
-    """Thread that accepts the higher ranks, so that none of them waits for a lower rank that this one cannot reach."""
+    """Thread that accepts the higher ranks, so that none of them has to wait for a rank that this one cannot reach."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
         self._missing = missing

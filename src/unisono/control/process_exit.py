@@ -1,4 +1,4 @@
-"""Exit hooks for open handles when a process ends by itself: leave cleanly, or report the error that ended it."""
+"""Exit hooks for handles still open when a process ends by itself: leave cleanly, or report the error that ended it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ BACKGROUND_SAVES: list[Callable[[], object]] = []
 
 
 def when_process_ends(function: Callable[[], object], priority: int) -> None:
-    """Register a function to run once at the end of the process. Idempotent."""
+    """Register a function to run once at process exit. Idempotent."""
     if (os.getpid(), priority) not in _registered:
         _registered.add((os.getpid(), priority))
         Finalize(None, function, exitpriority=priority)
 
 
 def close_at_exit(handle: ExitHandler) -> None:
-    """Register a handle to be closed at the end of the process, if it still exists."""
+    """Register a handle to be closed at process exit, if it still exists."""
     _handles[os.getpid(), next(_numbers)] = handle
     when_process_ends(_take_leave, CLOSE_HANDLES)
 
@@ -78,12 +78,12 @@ def _take_leave() -> None:
 
 
 def end_at_once() -> None:
-    """End this process without letting the failed one end first: its launcher knows from reports who failed first."""
+    """Exit without waiting for the failed process: the launcher knows from reports which one failed first."""
     _end_at_once.add(os.getpid())
 
 
 def exit_with_children() -> NoReturn:
-    """Exit immediately, with everything that this rank has started, because its launcher is gone."""
+    """Exit immediately, along with everything that this rank has started, because its launcher is gone."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         # This rank's children are in its process group.
         os.killpg(0, signal.SIGKILL)
@@ -91,7 +91,7 @@ def exit_with_children() -> NoReturn:
 
 
 def raise_failed_saves() -> None:
-    """Raise the error of a background save that this rank's program has not seen."""
+    """Raise the error from a background save that this rank's program has not yet seen."""
     for raise_failed in BACKGROUND_SAVES:
         raise_failed()
 
@@ -110,7 +110,7 @@ def _close_all(error: BaseException | None) -> None:
 
 
 def _what_ends_the_process() -> BaseException | None:
-    """Return the uncaught exception, if there is one."""
+    """Return the uncaught exception that ends the process, if there is one."""
     # In a multiprocessing child, the exception is still propagating here; in a script, it has been printed.
     error = sys.exception()
     if error is None and not hasattr(sys, "ps1"):

@@ -1,4 +1,4 @@
-"""New groups made of old ones' survivors and newcomers."""
+"""New groups made up of an old group's survivors and newcomers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RebuildRequest:
 
     Attributes:
         grow: Number of newcomers.
-        members: The group's members' numbers in the job.
+        members: Job-wide numbers of the group's members.
         terms: Terms for newcomers.
-        size: Number of ranks afterwards, survivors and newcomers; 0 to use `grow`.
+        size: Total number of ranks afterwards, survivors and newcomers; 0 to use `grow`.
     """
 
     grow: int
@@ -38,9 +38,9 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """Attempts to rebuild groups, each complete when all of the group's ranks have requested it and newcomers arrived.
+    """Attempts to rebuild groups, each complete once all of the group's ranks have requested it and newcomers arrived.
 
-    A member receives the new group's name, and its members' numbers in the job: the survivors in their old order, then
+    A member receives the new group's name, and its members' job-wide numbers: the survivors in their old order, then
     the newcomers. A newcomer also receives its own rank, and the terms that a member passed.
     """
 
@@ -52,9 +52,9 @@ class Rebuilds:
         self._highest: Counter[str] = Counter()
 
     def call(self, client: int, request: int, name: str, attempt: int, wanted: RebuildRequest) -> Outgoing:
-        """Request an attempt, as a member. All must request the same, or nothing, which accepts others' `size`.
+        """Request an attempt, as a member. All must request the same, or nothing, which accepts the others' `size`.
 
-        Newcomers that find others lost while they join do not know a size.
+        Newcomers that find that others were lost while joining do not know the size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:
@@ -70,12 +70,12 @@ class Rebuilds:
         return self.look(name)
 
     def request_admission(self, client: int, request: int) -> Outgoing:
-        """Request admission of a newcomer to the group that grows next."""
+        """Request admission, as a newcomer, to the group that grows next."""
         self._applicants[client] = request
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 
     def look(self, name: str) -> Outgoing:
-        """Conclude the attempts that are now complete; called when a rank has arrived or left."""
+        """Conclude the attempts that are now complete; called after a rank has arrived or left."""
         out: Outgoing = []
         for key in [key for key in self._open if key[0] == name]:
             rebuild = self._open[key]

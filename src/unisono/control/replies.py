@@ -1,4 +1,4 @@
-"""Replies of the control plane, and their receivers."""
+"""Replies from the control plane, and their receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks a request's arguments against the annotations of its handler."""
+"""Checks a request's arguments against its handler's annotations."""
 
 from __future__ import annotations
 

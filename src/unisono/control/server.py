@@ -1,4 +1,4 @@
-"""The control plane on the network: a daemon thread that serves every rank of a job."""
+"""The networked control plane: a daemon thread that serves every rank of a job."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ControlServer:
 
     Args:
         secret: The secret that every client must know.
-        host: An address of this host to listen on, by default the loopback; or a name of this host, to listen on all of
-            its addresses.
+        host: An address of this host to listen on (by default, the loopback), or a name of this host, to listen on all
+            of its addresses.
         port: 0 selects any free port.
         on_left: Called in the server's thread with the label of a client that has left or disappeared; see
             `SocketControl.identify`.
@@ -55,7 +55,7 @@ class ControlServer:
         address: Host and port.
 
     Raises:
-        CommError: Listening on the address failed; the message has the reason and the fix.
+        CommError: Listening on the address failed; the message gives the reason and the fix.
         UnavailableError: On Windows.
 
     Example:
@@ -107,7 +107,7 @@ class ControlServer:
         invalidate_after_fork(self)
 
     def retire(self, patience_s: float) -> None:
-        """End once no client is left, or after `patience_s` seconds. Returns immediately."""
+        """Shut down once no client is left, or after `patience_s` seconds. Returns immediately."""
         with self._lock:
             self._end_at = clock.now() + patience_s
         # The thread, and with it the sockets, may have ended.
@@ -121,7 +121,7 @@ class ControlServer:
             return not self._ended
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Send clients a goodbye, so that they do not report a lost server, and end. Idempotent.
+        """Send clients a goodbye, so that they do not report a lost server, and shut down. Idempotent.
 
         Clients that are still connected get up to `patience_s` seconds to leave first.
         """
@@ -226,7 +226,7 @@ class ControlServer:
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        """End a client, whichever of its connections broke; without a goodbye, it is lost to its groups."""
+        """Disconnect a client, whichever of its connections broke; without a goodbye, its groups consider it lost."""
         known = self._known.pop(connection.serves, None)
         news = self._news.pop(connection.serves, None)
         away = "" if news is None else news.outage()
@@ -279,10 +279,10 @@ class Connection:
     """Connection of an authenticated client, with a non-blocking socket.
 
     Attributes:
-        serves: Number of its client, which is the number of the client's first connection.
+        serves: Number of the client, which is the number of its first connection.
         clean_exit: Whether the client has announced that it will leave.
         watched: Events of its socket that the selector reports.
-        waiting: Whether bytes are queued until the client has read others.
+        waiting: Whether bytes are queued until the client has read earlier ones.
         error: The error that has ended the connection.
     """
 
@@ -307,15 +307,15 @@ class Connection:
         limit_silence(self.peer, seconds)
 
     def outage(self) -> str:
-        """Return since when the client's host has been silent, as text; empty if it answers, or has no limit."""
+        """Return text saying since when the client's host has been silent; empty if it answers, or has no limit."""
         return outage(self.peer, self._host, self.error) if self._host else ""
 
     def read(self) -> list[Frame]:
-        """Return the requests that have arrived. Raises ConnectionError at the end."""
+        """Return the requests that have arrived. Raises `ConnectionError` if the connection has ended."""
         return self._channel.available(self.peer, Kind.REQUEST, Kind.CALL)
 
     def write(self, kind: Kind, content: bytes) -> None:
-        """Send a frame, now or when the peer has read others. Raises OSError if it never does."""
+        """Send a frame, now or when the peer has read earlier ones. Raises `OSError` if it never does."""
         self._queue(self._channel.encode(kind, content))
 
     def _queue(self, data: bytes) -> None:
@@ -336,7 +336,7 @@ class Connection:
             del self._unsent[:sent]
 
     def flush_until(self, deadline: float) -> None:
-        """Send the rest, for as long as there is time."""
+        """Send the rest, as long as there is time."""
         self.flush()
         while self._unsent and (left_s := deadline - clock.now()) > 0:
             select([], [self.peer], [], left_s)

@@ -1,4 +1,4 @@
-"""The control plane of simulated ranks: like that of threads, except that requests take time and ranks can die."""
+"""Control plane for simulated ranks: like the one for threads, except that requests take time and ranks can die."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SimulatedHub(LocalHub):
     """Control plane shared by simulated ranks.
 
     Args:
-        request_s: Seconds until a request is answered, if it waits for no other rank.
-        notice_s: Seconds after a rank's death until the others are notified.
+        request_s: Seconds until a request is answered, if it doesn't wait for other ranks.
+        notice_s: Seconds from a rank's death until the others are notified.
     """
 
     def __init__(self, request_s: float, notice_s: float) -> None:
@@ -46,7 +46,7 @@ class SimulatedHub(LocalHub):
         super().handle(client, number, words)
 
     def missing(self, group: str, topic: str) -> set[int]:
-        """Return the ranks that have not reached an exchange."""
+        """Return the ranks that have not joined an exchange."""
         return self._missing.get((group, topic), set())
 
 

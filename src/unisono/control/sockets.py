@@ -1,4 +1,4 @@
-"""Sockets configured for the control plane, and errors for those that cannot be opened."""
+"""Sockets configured for the control plane, and errors for sockets that cannot be opened."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _ROUND_TRIP_AT = 68
 
 
 def check_platform() -> None:
-    """Raise UnavailableError where processes cannot be ranks."""
+    """Raise `UnavailableError` on platforms where processes cannot be ranks."""
     if not hasattr(select, "poll"):
         raise UnavailableError(
             "ranks that are processes need select.poll, which Windows does not have; use backend='thread' or 'sim', "
@@ -69,8 +69,8 @@ def check_platform() -> None:
 def tune(peer: socket.socket) -> None:
     """Disable Nagle's algorithm, survive link outages, and keep a long link full.
 
-    A connection does not end because its peer does not read or cannot be reached: calls have deadlines, and the control
-    plane watches hosts; see `limit_silence`.
+    A connection does not end just because its peer isn't reading or cannot be reached: calls have deadlines, and the
+    control plane watches hosts; see `limit_silence`.
     """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -89,10 +89,10 @@ def tune(peer: socket.socket) -> None:
 
 
 def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S) -> None:
-    """End a connection after this much silence of the host at its other end, and up to `probe_s` seconds more.
+    """End a connection once the host at the other end has been silent this long, plus up to `probe_s` seconds.
 
-    The kernels probe and answer, so a process that computes or is stopped is not silent. Bytes that a full peer does
-    not accept also count as silence.
+    The kernels probe and answer, so a process that is computing or stopped is not silent. A peer that accepts no bytes
+    because its buffers are full also counts as silent.
 
     Args:
         peer: The connection.
@@ -114,14 +114,14 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
 
 
 def outage(peer: socket.socket, host: str, error: BaseException | None = None) -> str:
-    """Return since when the host at the other end of a connection has been silent, as text.
+    """Return text saying since when the host at the other end of a connection has been silent.
 
     Args:
         peer: A connection watched with `limit_silence`.
         host: The host's address.
         error: The error that has ended the connection, if one has.
 
-    Returns: Empty if it answers, or the kernel does not tell.
+    Returns: The text; empty if the host responds, or the kernel does not report it.
     """
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_KEEPIDLE"):
         return ""
@@ -138,7 +138,7 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
 
 
 def round_trip_s(peer: socket.socket) -> float:
-    """Return the round trip to a peer while it connected, in seconds; 0 if the kernel does not report it."""
+    """Return the round-trip time to a peer measured on connecting, in seconds; 0 if the kernel does not report it."""
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
         return 0.0
     return _tcp_info(peer, _ROUND_TRIP_AT) * 1e-6
@@ -175,11 +175,12 @@ def port_range() -> range | None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on exactly this address, or, for a name of this host, on all of its addresses.
 
-    Each host may resolve a name to another address; on the host itself it is often the loopback. For port 0, the socket
-    listens on any port allowed for ranks.
+    Hosts may resolve a name to different addresses; on the host itself, it is often the loopback. For port 0, the
+    socket listens on any port allowed for ranks.
 
     Raises:
-        CommError: Listening on the address failed, with the reason and the fix; or as `port_range`.
+        CommError: Listening on the address failed; the message gives the reason and the fix. Also raised as by
+            `port_range`.
     """
     ports = port_range() if port == 0 else None
     if ports is None:
@@ -257,7 +258,7 @@ class Hello:
 
     Attributes:
         hello: The bytes to send first.
-        rank: The client's rank, proved or just claimed; see `accepts`.
+        rank: The client's rank, proved or merely claimed; see `accepts`.
     """
 
     def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
@@ -275,7 +276,7 @@ class Hello:
 
     @staticmethod
     def versions(hello: bytes) -> str:
-        """Return the error text for this package's hello with another protocol number; empty for other hellos."""
+        """Return the error text for this package's hello with a different protocol number; empty for other hellos."""
         number = hello[len(_NAME) : len(_WORD)]
         if not hello.startswith(_NAME) or number == _PROTOCOL or not number.isdigit():
             return ""
@@ -291,7 +292,7 @@ class Hello:
         return self._derive(b"client", self._rank_bytes()) + self._rank_bytes()
 
     def claim(self) -> bytes:
-        """Return the bytes with this client's rank, sent if the server has another secret; they prove nothing."""
+        """Return the bytes with this client's rank, sent if the server has a different secret; they prove nothing."""
         return _NO_PROOF + self._rank_bytes()
 
     def accepts(self, proof: bytes) -> bool:
@@ -406,7 +407,7 @@ def _create(path: Path) -> None:
 
 
 def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
-    """Raise CommError if another user owns the file, or has a `forbidden` permission (bits of its mode)."""
+    """Raise `CommError` if another user owns the file, or has a `forbidden` permission (mode bits)."""
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid != os.geteuid():

@@ -20,9 +20,9 @@ _MOST_ABSENCES = 16
 
 
 class ControlState:
-    """State of one job. Clients are numbers assigned by the message carrier.
+    """State of one job. Clients are identified by numbers assigned by whatever carries the messages.
 
-    Requests are tuples, a verb and its arguments: see the methods that begin with `_on_`. Each gets
+    Requests are tuples of a verb and its arguments: see the methods whose names begin with `_on_`. Each gets
     one reply, immediately or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's
     failure is reported to all members as `(0, "failed", (group, *cause))`.
 
@@ -32,7 +32,7 @@ class ControlState:
         restarts: Whether a rank's new process may replace one that was lost while ranks were still joining; otherwise
             the loss fails the others.
 
-    Values in an exchange are opaque bytes, so "equal" means equal bytes. Memory is bounded: finished exchanges are
+    Values in an exchange are opaque bytes, so "equal" means identical bytes. Memory is bounded: finished exchanges are
     dropped, as are groups that all ranks have left.
 
     Example:
@@ -158,7 +158,7 @@ class ControlState:
         return [*self._groups.join(client, request, name, rank, size, members), *self._stops.joined(client, name)]
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
-        """Answer immediately, or, with `last`, once all ranks have left or messages have become useless."""
+        """Answer immediately, or, with `last`, once all ranks have left or messages no longer matter."""
         if last and self._groups.knows(name) and self._groups.cause(name) is None:
             self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._look([name])]
@@ -181,7 +181,7 @@ class ControlState:
         return [*out, (client, (request, "ok", None))]
 
     def _missing(self, name: str) -> str:
-        """Return lines for a group's error: why ranks are missing, as far as known."""
+        """Return lines for a group's error text that say why ranks are missing, as far as known."""
         registered = {rank for (_, rank), (number, *_) in self._registrations.items() if number}
         if "/" in name or self._groups.complete(name):
             return ""
@@ -215,7 +215,7 @@ class ControlState:
 
     # -- stopping at the same step -----------------------------------------------------------------
     def _on_stop(self, client: int, request: int, name: str | None, reason: str) -> Outgoing:
-        """Request all ranks of a group to stop, or, without a name, those of all groups.
+        """Ask all ranks of a group to stop, or, without a name, the ranks of all groups.
 
         Answer with the number of clients.
         """
@@ -271,7 +271,7 @@ class ControlState:
         """Join the next world of a job; the answer is its name.
 
         Each `init` of a rank joins the next world. A rank's new process may take over after its last one has ended; a
-        second process at the same time is an error, and fails a world that is still forming.
+        second process at the same time is an error, and fails the world if it is still forming.
         """
         number, holder, last = self._registrations.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:
@@ -345,7 +345,7 @@ class ControlState:
         return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
 
     def _release_leaving(self, name: str) -> Outgoing:
-        """Answer the ranks that have left a group and were waiting so that nothing they sent is cut off."""
+        """Answer the ranks that left a group and were waiting to make sure that nothing they sent is cut off."""
         return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 

@@ -1,4 +1,4 @@
-"""Queries of ranks' activities."""
+"""Queries about ranks' activities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Survey:
 
 
 class StatusQueries:
-    """Queries of some clients' activities. An unresponsive client does not delay the others for long.
+    """Queries about some clients' activities. An unresponsive client does not delay the others for long.
 
     The answer to a query is a list of pairs: a client's group and rank, and its report or None.
     """
@@ -36,7 +36,7 @@ class StatusQueries:
         return [*[(receiver, (0, "asked", number)) for receiver in labels], *self._conclude(number, survey)]
 
     def answer(self, client: int, number: int, content: bytes) -> Outgoing:
-        """Record the answer of a client; a late one is ignored."""
+        """Record a client's answer; a late answer is ignored."""
         survey = self._open.get(number)
         if survey is None or client not in survey.labels:
             return []
@@ -52,7 +52,7 @@ class StatusQueries:
         return out
 
     def forget(self, client: int) -> Outgoing:
-        """Remove a client that has left, from the queries and from their receivers."""
+        """Remove a client that has left from the queries and from their receivers."""
         out: Outgoing = []
         for number, survey in list(self._open.items()):
             if survey.client == client:

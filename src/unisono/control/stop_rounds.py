@@ -1,4 +1,4 @@
-"""Requests that all ranks of a group stop at the same step."""
+"""Requests for all ranks of a group to stop at the same step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _StopRound:
 
 
 class StopRounds:
-    """One request to stop for each group: the first one counts.
+    """One request to stop per group: the first one counts.
 
     A request is pushed to all ranks of the group. Each reports how many step boundaries it has passed, and passes no
     further one without the verdict, so the largest reported number plus 1 is a boundary that no rank has passed. JAX's
@@ -44,7 +44,7 @@ class StopRounds:
         self._rounds: dict[str, _StopRound] = {}
 
     def request(self, name: str, reason: str) -> Outgoing:
-        """Begin a round in a group, unless it already has one, or has ended."""
+        """Begin a round in a group, unless the group already has one, or has ended."""
         if name in self._rounds or not self._groups.knows(name):
             return []
         self._rounds[name] = _StopRound(reason)
@@ -86,7 +86,7 @@ class StopRounds:
         return [(client, (request, "ok", current.verdict)) for client, request in waiting]
 
     def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
-        """Return the failure of a group whose ranks have not all reported; None if they have, or without a round."""
+        """Return the failure of a group whose ranks have not all reported; None if they have, or there is no round."""
         current = self._rounds.get(name)
         missing = [] if current is None else sorted(self._groups.awaited(name) - current.passed.keys())
         if not missing:
@@ -96,11 +96,11 @@ class StopRounds:
         return Cause("CommTimeoutError", missing[0], text + report)
 
     def drop(self, name: str) -> list[tuple[int, int]]:
-        """End the round of a group that has failed or ended. Return the requests for its verdict."""
+        """End the round of a group that has failed or ended. Return the requests that are waiting for its verdict."""
         current = self._rounds.pop(name, None)
         return [] if current is None else current.waiting
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """Drop the requests of a client, or one of them."""
+        """Drop a client's requests, or one of them."""
         for current in self._rounds.values():
             current.waiting = [wait for wait in current.waiting if wait[0] != client or request not in (None, wait[1])]

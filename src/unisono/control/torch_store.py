@@ -15,7 +15,7 @@ __all__ = ["ControlStore"]
 
 
 class ControlStore(dist.Store):
-    """A `torch.distributed.Store` with its keys under a prefix of a control plane.
+    """A `torch.distributed.Store` that keeps its keys under a prefix in a control plane.
 
     Args:
         control: The handle, which must outlive the store.
@@ -67,7 +67,7 @@ class ControlStore(dist.Store):
         return self._control.delete(self._key(key))
 
     def num_keys(self) -> int:
-        """Return the number of keys of the whole control plane, whatever the prefix."""
+        """Return the number of keys in the whole control plane, regardless of prefix."""
         return self._control.num_keys()
 
     def has_extended_api(self) -> bool:

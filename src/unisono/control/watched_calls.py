@@ -1,4 +1,4 @@
-"""Compares the ranks' calls on torch's process groups, outside these groups and the ranks."""
+"""Compares the ranks' calls on torch's process groups, from outside these groups and ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BROKEN = re.compile(r"Connection (closed|reset) by|Broken pipe|Read error|Socke
 
 
 def follows(error: BaseException) -> bool:
-    """Return whether a torch error follows from the end of another rank.
+    """Return whether a torch error is a consequence of another rank's exit.
 
     Example:
         >>> follows(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4242")), follows(KeyError("x"))
@@ -47,8 +47,8 @@ class Overdue(NamedTuple):
     """A call for which ranks have waited longer than its group's limit.
 
     Attributes:
-        rank: A rank that has not made it.
-        text: Description of what the others wait for, and how long.
+        rank: A rank that has not made the call.
+        text: Description of what the others are waiting for, and for how long.
     """
 
     rank: int
@@ -73,10 +73,10 @@ class _Call:
     """A call that only some ranks of its group have made.
 
     Attributes:
-        since: When the first rank made it.
-        made: The parts of the ranks that have made it.
-        abandoned: Those of them in which it has failed, so that they need no other rank for it.
-        asked: Clients, and their requests, to answer when all have made it.
+        since: When the first rank made the call.
+        made: The parts of the ranks that have made the call.
+        abandoned: Those of these ranks on which the call has failed, so that they no longer need any other rank for it.
+        asked: Clients and their requests, to be answered when all ranks have made the call.
     """
 
     since: float
@@ -86,7 +86,7 @@ class _Call:
 
     @property
     def waiting(self) -> dict[int, _Made]:
-        """The parts of the ranks that need the others for it."""
+        """The parts of the ranks that still need other ranks for the call."""
         return {rank: part for rank, part in self.made.items() if rank not in self.abandoned}
 
     @property
@@ -97,7 +97,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Group:
-    """A torch process group, whose members are ranks of the watch."""
+    """A torch process group whose members are ranks of the watch."""
 
     text: str
     members: tuple[int, ...]
@@ -115,10 +115,10 @@ class _Client:
 
 
 class WatchedCalls(ControlState):
-    """Control plane whose clients report their calls, and receive the first difference as the failure of the world.
+    """Control plane whose clients report their calls, and receive the first mismatch as the failure of the world.
 
-    A rank that has ended, however, fails nothing until another one needs it, unless it is known to have failed: a
-    program may end its processes at any time once they have no more calls in common.
+    However, a rank that has exited fails nothing until another rank needs it, unless it is known to have failed: a
+    program's processes may exit at any time once they have no more calls in common.
 
     Args:
         now: The clock.
@@ -202,7 +202,7 @@ class WatchedCalls(ControlState):
         return self._take(client, request, *CALL.unpack(content))
 
     def _on_abandon(self, client: int, request: int, group: int, number: int) -> Outgoing:
-        """Take note that a call has failed on a rank, which waits no longer. It gets no reply."""
+        """Record that a call has failed on a rank, which no longer waits. It gets no reply."""
         here = self._present[client]
         here.last = None
         if call := here.groups[group].calls.get(number):
@@ -259,7 +259,7 @@ class WatchedCalls(ControlState):
 
     # -- failures ----------------------------------------------------------------------------------
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
-        """Record an error that ends a rank; if it follows from another rank's end, wait for that one's error."""
+        """Record an error that ends a rank; if another rank's exit caused it, wait for that rank's error."""
         if client in self._present and rank is not None and _BROKEN.search(message):
             self._victim = self._victim or (self._now(), rank, message)
             return [(client, (request, "ok", (kind, rank, message)))]
@@ -269,7 +269,7 @@ class WatchedCalls(ControlState):
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Check for ends and overdue calls. Answer whether all ranks have ended, and with an overdue call."""
+        """Check for exits and overdue calls. Answer whether all ranks have exited, and with an overdue call."""
         out = [*self._look_for_failed(), *self._look_for_cycle()]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
@@ -279,7 +279,7 @@ class WatchedCalls(ControlState):
         return [*out, (client, (request, "ok", (ended, overdue and tuple(overdue))))]
 
     def _look_for_gone(self) -> Outgoing:
-        """Fail if a call is waiting for a rank that has ended."""
+        """Fail if a call is waiting for a rank that has exited."""
         for _, _, call, rank in self._awaited():
             if rank in self._gone:
                 waiting, made = next(iter(call.waiting.items()))
@@ -288,7 +288,7 @@ class WatchedCalls(ControlState):
         return []
 
     def _look_for_failed(self) -> Outgoing:
-        """Fail if a rank's end shows a failure, or an error has waited long enough for its cause."""
+        """Fail if a rank's exit shows a failure, or an error has waited long enough for its cause."""
         for rank, pid in list(self._unclear.items()):
             status = exit_status(pid)
             if status is None:
@@ -313,7 +313,7 @@ class WatchedCalls(ControlState):
         return self._fail("PeerLostError", victim, message)
 
     def _look_for_cycle(self) -> Outgoing:
-        """Fail if ranks wait for each other, each in a call that it cannot leave."""
+        """Fail if ranks are waiting for each other, each in a call that it cannot leave."""
         waits: dict[int, tuple[int, str]] = {}
         last = {here.rank: here.last for here in self._present.values()}
         for where, _, call, rank in self._awaited():
@@ -342,7 +342,7 @@ class WatchedCalls(ControlState):
         return ((group, *each) for group in list(self._known.values()) for each in list(group.calls.items()))
 
     def _awaited(self) -> Iterator[tuple[_Group, int, _Call, int]]:
-        """Yield the incomplete calls, with a rank that each needs."""
+        """Yield the incomplete calls, each with a rank that it needs."""
         for where, number, call in self._open():
             made = next(iter(call.made.values())).fingerprint
             needed = self._missing_in(where, call)

@@ -1,4 +1,4 @@
-"""A collective call of a rank, and the parts of it that ranks compare before any data moves."""
+"""A rank's collective call, and the parts of it that ranks compare before any data moves."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Fingerprint(NamedTuple):
     with different shapes.
 
     Attributes:
-        call: Number of the call among the group's collectives.
+        call: Sequence number of the call among the group's collectives.
         operation: Name of the method of `Communicator`.
-        counts: Numbers of elements, if ranks must agree on them.
+        counts: Element counts, if ranks must agree on them.
         adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
-        agreed: In an "agree": names and digests of the values that should be equal on all ranks.
-        sends, receives: Elements for and from each rank, if they differ by rank (all_to_all): the number that rank a
-            sends to b must be the number that b receives from a.
+        agreed: For an "agree" call, the names and digests of the values that should be equal on all ranks.
+        sends, receives: Element counts to and from each rank, if they differ by rank (all_to_all): what rank a
+            sends to b must equal what b receives from a.
         parts: The values of `agreed`.
     """
 
@@ -90,7 +90,7 @@ class Fingerprint(NamedTuple):
     site: Place = None
 
     def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
-        """The values that must be equal on all ranks; on request with the shape, if ranks' tensors are alike."""
+        """The values that must be equal on all ranks, optionally with the shape if it must be equal as well."""
         values = self[: len(_COMPARED)]
         return (*values, self.shape if len(self.counts) == 1 else None) if shapes else values
 
@@ -109,28 +109,28 @@ _COMPARED = Fingerprint._fields[: Fingerprint._fields.index("sends")]
 
 
 class Steps(Protocol):
-    """Performs a call with messages."""
+    """Performs a call by exchanging messages."""
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
         """Return when this rank's part of the call is done; raise an error after the deadline."""
 
 
 class Call(NamedTuple):
-    """A collective call of a rank, as transports, wrappers and recorders see it.
+    """A rank's collective call, as transports, wrappers and recorders see it.
 
-    Made once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. Contents of
-    `inputs` and `outputs`:
+    Created once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. Contents
+    of `inputs` and `outputs`:
 
     | name | inputs | outputs |
     |---|---|---|
     | all_reduce | the tensor | the same tensor |
-    | reduce | a tensor that may be overwritten | at the root the same tensor, elsewhere nothing |
-    | broadcast | at the root the tensor, elsewhere nothing | the tensor |
-    | gather | the tensor | at the root one a rank, elsewhere nothing |
-    | scatter | at the root one a rank, elsewhere nothing | the tensor |
-    | all_gather | the tensor | one a rank |
-    | reduce_scatter | one a rank | the tensor |
-    | all_to_all | one a rank | one a rank |
+    | reduce | a tensor that may be overwritten | the same tensor at the root, nothing elsewhere |
+    | broadcast | the tensor at the root, nothing elsewhere | the tensor |
+    | gather | the tensor | one per rank at the root, nothing elsewhere |
+    | scatter | one per rank at the root, nothing elsewhere | the tensor |
+    | all_gather | the tensor | one per rank |
+    | reduce_scatter | one per rank | the tensor |
+    | all_to_all | one per rank | one per rank |
     | barrier | nothing | nothing |
 
     Attributes:
@@ -140,11 +140,12 @@ class Call(NamedTuple):
         average: Whether the sum will be divided once all data has arrived; only compared between ranks.
         root: Root of a rooted operation.
         packed: The tensor whose consecutive slices are the one-per-rank side, if there is one.
-        lengths: Elements of each rank's part, if the parts of a gather or scatter differ; otherwise empty.
+        lengths: Element count of each rank's part, if the parts of a gather or scatter differ in length; otherwise
+            empty.
         fingerprint: Description for comparison between ranks and for reports.
-        steps: The chosen algorithm, which performs the call with messages; None if the transport does it itself.
-        staging: Copies between the caller's tensors and these; None for a part of another call.
-        timeout: Seconds for the whole call.
+        steps: The chosen algorithm, which exchanges messages; None if the transport implements the call itself.
+        staging: Copies between the caller's tensors and these; None if this is part of another call.
+        timeout: Time limit for the whole call in seconds.
         checked: Whether ranks compare the call before it writes to memory; False with `check="off"`.
         inference: Whether the call was made in inference mode.
         agreed: Pending `agree` values that ranks compare first, if any.
@@ -178,11 +179,11 @@ def hash_of(values: tuple[Any, ...]) -> int:
 
 
 def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes: bool = False) -> str:
-    """Return a description of the mismatch that quotes every side; empty if all fingerprints match.
+    """Describe a mismatch, quoting every side; return an empty string if all fingerprints match.
 
     Args:
-        prints: Fingerprints of all ranks of a group, in order, or of some ranks, by rank.
-        shapes: Whether shapes must be equal as well.
+        prints: Fingerprints of all ranks of a group, in order, or a mapping from some ranks to theirs.
+        shapes: Whether shapes must match as well.
     """
     sides = prints if isinstance(prints, Mapping) else dict(enumerate(prints))
     compared = [p.compared(shapes=shapes) for p in sides.values()]
@@ -213,10 +214,10 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
 
 
 def disagreement(prints: Mapping[int, Fingerprint]) -> str:
-    """Return the first agreed value that differs between ranks, and its first differing part.
+    """Return the first value passed to `agree` that differs between ranks, and its first differing part.
 
     Args:
-        prints: Fingerprints of an "agree", by rank.
+        prints: Fingerprints of an "agree" call, by rank.
     """
     values = {rank: [Agreed(*each) for each in p.parts] for rank, p in prints.items()}
     for index in range(max(map(len, values.values()))):
@@ -242,7 +243,7 @@ def disagreement(prints: Mapping[int, Fingerprint]) -> str:
 
 
 def _sides(texts: Mapping[int, str]) -> str:
-    """Return the ranks with each text."""
+    """Return the ranks that share each text."""
     sides: dict[str, list[int]] = {}
     for rank, text in texts.items():
         sides.setdefault(text, []).append(rank)
@@ -254,7 +255,7 @@ def _at(counts: tuple[int, ...], index: int) -> int | None:
 
 
 def call_text(p: Fingerprint, *, algorithm: bool = False) -> str:
-    """Return a call as text, with its arguments and line.
+    """Return a call as text, with its arguments and call site.
 
     Example:
         >>> call_text(Fingerprint(1, "broadcast", root=0, dtype="torch.int8", counts=(4,), site="train.py:7"))

@@ -1,6 +1,6 @@
 """The library's clock: `time.monotonic`, unless a debugger stops it or a simulation replaces it.
 
-Every deadline and duration of the library is read here, as `clock.now()`. Python's own clock remains untouched, because
+The library measures every deadline and duration with `clock.now()`. Python's own clock remains untouched, because
 timers, logs and other libraries should not notice that the ranks were held.
 """
 
@@ -50,7 +50,7 @@ def real() -> float:
 
 
 def stop() -> tuple[float, float | None]:
-    """Stop the clock unless it is stopped; return the seconds of earlier stops, and when this one began."""
+    """Stop the clock if it is running; return the total seconds of earlier stops, and when this one began."""
     stood_s, stopped_at = _stands
     return _stand(stood_s, _python() if stopped_at is None else stopped_at)
 
@@ -63,7 +63,7 @@ def go() -> tuple[float, float | None]:
 
 @contextmanager
 def virtual(read: Callable[[], float]) -> Iterator[None]:
-    """Return a context in which `read` gives the time; it calls `real` in threads outside simulations."""
+    """Return a context in which `read` supplies the time; in threads outside simulations, it should call `real`."""
     _choose(read)
     try:
         yield
@@ -89,14 +89,14 @@ class Waitable(Protocol):
     """An event, such as `threading.Event`."""
 
     def wait(self, timeout: float, /) -> bool:
-        """Wait up to `timeout` seconds; return whether it is set."""
+        """Wait up to `timeout` seconds; return whether the event is set."""
 
 
 def wait(event: Waitable, deadline: float) -> bool:
-    """Wait until an event is set; return False at a deadline on this clock.
+    """Wait until an event is set; return False once a deadline on this clock passes.
 
-    The event waits on the kernel's clock, which keeps running while a debugger holds the rank, so its timeout only says
-    when to check this clock again.
+    The event waits on the kernel's clock, which keeps running while a debugger holds the rank, so its timeout only
+    determines when to check this clock again.
     """
     while not event.wait(max(0.0, deadline - now())):
         if now() >= deadline:
@@ -107,7 +107,7 @@ def wait(event: Waitable, deadline: float) -> bool:
 def poll_until(
     done: Callable[[], bool], deadline: float, look: Callable[[], object] | None = None, spins: int = 500
 ) -> bool:
-    """Poll until `done()`: first spinning, then yielding the processor, then with growing pauses (at most 1 ms).
+    """Poll until `done()`: first spinning, then yielding the CPU, then sleeping for growing intervals (at most 1 ms).
 
     Args:
         done: The condition.

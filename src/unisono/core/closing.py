@@ -9,11 +9,11 @@ __all__ = ["Closing"]
 
 
 class Closing(ABC):
-    """Context manager that returns itself and calls `close` at the end, with or without an error."""
+    """Context manager that returns itself and calls `close` on exit, whether or not an error was raised."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release its resources."""
+        """Release the object's resources."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
 """The description of every collective: which ranks contribute, which receive, and how contributions are divided.
 
-All that other modules know about a collective follows from its entry in `COLLECTIVES`: argument checks, the call, the
-values that ranks compare, native calls, the initial and final state of algorithms, the results that the test kit
-expects, and the bytes that benchmarks count. A new collective is an entry here and a method of `Communicator`.
+Everything that other modules know about a collective is derived from its entry in `COLLECTIVES`: argument checks, the
+call, the values that ranks compare, native calls, the initial and final state of algorithms, the results that the test
+kit expects, and the bytes that benchmarks count. A new collective is an entry here and a method of `Communicator`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ class Collective:
     """Description of one collective.
 
     The result of rank r consists of one contribution from each contributing rank: its whole tensor, or part r of
-    it if the collective scatters. The contributions are reduced to one tensor, or kept apart, one for each rank, if the
-    collective gathers. A collective that neither scatters nor gathers works in place.
+    it if the collective scatters. The contributions are reduced to one tensor, or, if the collective gathers, kept
+    separate, one per rank. A collective that neither scatters nor gathers works in place.
 
     Attributes:
         name: Method of `Communicator`.
         family: Name of the collective that supplies the algorithms and native implementations: its own name, unless
             it is a variant of another collective.
-        root: Name of the root's argument: "src" if only that rank contributes, "dst" if only that rank receives.
-        reduces: Whether contributions are reduced to one.
-        scatters: Whether a contribution has one part for each rank.
+        root: Name of the argument for the root: "src" if only that rank contributes, "dst" if only that rank receives.
+        reduces: Whether contributions are reduced to one tensor.
+        scatters: Whether a contribution has one part per rank.
         gathers: Whether a result has one part from each rank.
-        packed: Whether the parts are consecutive slices of one tensor; else they are a list of tensors.
-        output: Name of the argument that is written; it is also read where the collective works in place.
+        packed: Whether the parts are consecutive slices of one tensor rather than a list of tensors.
+        output: Name of the argument that is written; it is also read if the collective works in place.
         input: Name of the argument that is read.
-        returns: Whether the method allocates and returns the output, because its lengths are unknown before.
-        moves: Whether there are tensors at all: a barrier has none.
+        returns: Whether the method allocates and returns the output, because its lengths are not known in advance.
+        moves: Whether the collective moves tensors; a barrier doesn't.
         in_place: Whether one tensor is both contribution and result.
-        pairwise: Whether each pair of ranks has its own length.
+        pairwise: Whether lengths may differ between pairs of ranks.
         uneven: Whether parts may differ in length.
-        same_everywhere: Whether all ranks end with the same elements.
+        same_everywhere: Whether all ranks end up with the same elements.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Collective:
         return self.root != "dst" or rank == root
 
     def writes(self, rank: int, root: int) -> bool:
-        """Return whether a rank's output changes; the root's does not in a broadcast."""
+        """Return whether a rank's output changes; in a broadcast, the root's does not."""
         if self.root is None or (self.root == "src" and not self.in_place):
             return True
         return (rank == root) == (self.root == "dst")
 
     def sources(self, rank: int, size: int, root: int) -> list[tuple[int, int]]:
-        """Contributions to the result of a rank: the rank of each, and the number of its part.
+        """Contributions to a rank's result: for each, the contributing rank and the index of its part.
 
         Example:
             >>> COLLECTIVES["scatter"].sources(rank=2, size=3, root=1)
@@ -101,10 +101,10 @@ class Collective:
         return [(source, part) for source in range(size) if self.contributes(source, root)]
 
     def compared_counts(self, read: Sequence[int], written: Sequence[int]) -> tuple[int, ...]:
-        """Element counts that must be equal on all ranks; empty where pairs of ranks compare them.
+        """Element counts that must be equal on all ranks; empty if they are compared between pairs of ranks.
 
         Args:
-            read, written: Number of elements of each tensor that one rank reads and writes.
+            read, written: Element counts of the tensors that one rank reads and writes.
         """
         if self.pairwise:
             return ()
@@ -172,7 +172,7 @@ FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name
 
 
 def header_of(collective: Collective) -> Collective:
-    """Return the collective that exchanges shapes before one that allocates its output, under the same name.
+    """Return the collective that exchanges shapes, under the same name, before a collective that allocates its output.
 
     Example:
         >>> header_of(COLLECTIVES["scatter_v"]).family
@@ -183,7 +183,7 @@ def header_of(collective: Collective) -> Collective:
 
 
 def family_of(name: str) -> Collective:
-    """The family of this name; `ValueError` lists the known ones."""
+    """The family with this name; `ValueError` lists the known ones."""
     found = FAMILIES.get(name)
     if found is None:
         raise ValueError(f"unknown collective {name!r}; known: {', '.join(FAMILIES)}")

@@ -1,4 +1,4 @@
-"""Keeps this package's code out of `torch.compile` graphs: it runs uncompiled, between two graphs."""
+"""Keeps this package's code out of `torch.compile` graphs, so that it runs uncompiled, between two graphs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _REFUSES = f"{_FOLDER}sharding/runtime.py"
 def leave_out_of_graphs() -> None:
     """Make Dynamo break the graph at each call of this package, now or once Dynamo is imported.
 
-    Nor is anything that the call runs compiled, such as the step of an optimizer whose parameters are moving shards.
-    Dynamo would otherwise trace every Python frame below a compiled one, and put messages, locks, backward hooks and
-    inference mode into a graph, where they are lost, happen once, or cannot be traced. `torch.compiler.disable` on each
-    public function would import Dynamo, which takes a second, and cost 0.6 us a call; a rule about files costs neither.
+    Code that the call runs in turn, such as the step of an optimizer whose parameters are moving shards, isn't compiled
+    either. Otherwise, Dynamo would trace every Python frame below a compiled one, and put messages, locks, backward
+    hooks and inference mode into a graph, where they are lost, happen only once, or cannot be traced.
+    `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and cost 0.6 us per
+    call; a rule about files avoids both.
     """
     if _MODULE in sys.modules:
         _add_rules(import_module(_MODULE))
@@ -44,11 +45,11 @@ def leave_out_of_graphs() -> None:
 
 
 class _AtImport(SourceFileLoader):
-    """Import hook that adds the rules when Dynamo's module is imported."""
+    """Import hook that adds the rules once Dynamo's module is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of that module; None for all others."""
+        """Return the spec for that module, or None for any other."""
         file = f"{path[0]}/{name.rpartition('.')[2]}.py" if name == _MODULE else ""
         return spec_from_file_location(name, file, loader=cls(name, file)) if file else None
 

@@ -1,4 +1,4 @@
-"""One rank's handle to the control plane. Data transports report into it; their hot path never needs it."""
+"""One rank's handle to the control plane. Data transports report to it, but never need it on their hot path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class NewMembership(NamedTuple):
-    """Group that replaces a failed one.
+    """Group that replaces a failed group.
 
     Attributes:
         name: Name of the new group.
@@ -33,13 +33,13 @@ class NewMembership(NamedTuple):
 
 
 class ControlPlane(ABC):
-    """Key-value store, agreement, presence and first causes of failure. Safe to use from any thread.
+    """Key-value store, agreement, membership and first causes of failure. Thread-safe.
 
     Groups are identified by `Group.name`. A rank is in a group from `join` to `leave`; if its connection ends without
-    `leave`, it is lost, which is the first cause of failure of every group it was in.
+    `leave`, it is lost, and its loss becomes the first cause of failure of every group it was in.
 
     Attributes:
-        simulated: Whether ranks are threads of a simulation, which end with it.
+        simulated: Whether ranks are threads of a simulation, and end when it does.
         connectable: Whether ranks are processes that may connect to each other.
     """
 
@@ -59,11 +59,11 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter (0 if absent; kept as decimal text, as torch's stores do); return the new value."""
+        """Add to a counter (0 if absent; stored as decimal text, as in torch's stores); return the new value."""
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set if the value is `expected` (or the key is absent and `expected` is empty); return the value then."""
+        """Set if the value is `expected` (or the key is absent and `expected` is empty); return the resulting value."""
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
@@ -82,25 +82,26 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def leave(self, group: Group, patience: float = 0.0) -> None:
-        """Leave the group without an error. Members that then wait for this rank get `PeerLostError`.
+        """Leave the group without an error. Members that wait for this rank afterwards get `PeerLostError`.
 
-        Returns when all have left, or `patience` seconds have passed.
+        Returns when all members have left, or after `patience` seconds.
         """
 
     @abstractmethod
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
-        """Return every member's value, in order of rank. Every member calls it with the same topic, once.
+        """Return every member's value, in rank order. Every member calls this once with the same topic.
 
         `value` is anything that `unisono.serialization` supports.
 
         Raises:
-            CommTimeoutError: Not all joined; it names the missing ranks, and is the group's first cause.
+            CommTimeoutError: Not all members joined in; it names the missing ranks, and becomes the group's first
+                cause.
             CommError: The group has failed (the class that its first cause names), or a member left.
         """
 
     @abstractmethod
     def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
-        """As `exchange`, but return None if all values are equal, which keeps the reply small."""
+        """Like `exchange`, but return None if all values are equal, which keeps the reply small."""
 
     @abstractmethod
     def report_failure(self, group: Group, cause: Cause) -> Cause:
@@ -114,10 +115,10 @@ class ControlPlane(ABC):
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """Return the successor of this group: its remaining members and `grow` newcomers, or enough to reach `size`.
+        """Return the successor of this group: its remaining members plus `grow` newcomers, or enough to reach `size`.
 
-        Every live member calls it, with the same arguments; members that pass neither `grow` nor `size` accept the
-        others' `size`. A member that has not joined when the first caller's timeout ends is excluded, and gets
+        Every live member calls this with the same arguments; members that pass neither `grow` nor `size` accept the
+        others' `size`. A member that has not joined by the first caller's deadline is excluded, and gets
         `AbortedError`. `terms` are sent to the newcomers.
         """
 
@@ -128,47 +129,47 @@ class ControlPlane(ABC):
     # -- stopping at the same step -------------------------------------------------------------
     @abstractmethod
     def boundaries(self, group: Group) -> StepBoundaries:
-        """Return this rank's count of step boundaries in a group, the same object at each call until `leave`."""
+        """Return this rank's counter of step boundaries in a group: the same object on each call until `leave`."""
 
     @abstractmethod
     def request_stop(self, group: Group | None, reason: str) -> int:
-        """Request all ranks of the group, or of all groups, to stop at the same boundary. The first request counts.
+        """Ask all ranks of the group, or of all groups, to stop at the same boundary. Only the first request counts.
 
         Returns the number of clients that are in the group, or in any group.
         """
 
     @abstractmethod
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
-        """Wait for the number of the boundary at which all ranks stop; None if the group has ended meanwhile.
+        """Wait for the number of the boundary at which all ranks stop; return None if the group ends in the meantime.
 
-        Ranks that have not reported their boundaries when the timeout ends fail the group.
+        If some ranks have not reported their boundaries by the deadline, the group fails.
         """
 
     # -- activity of all ranks -----------------------------------------------------------------
     @abstractmethod
     def watch(self, activity: Activity) -> None:
-        """Report this activity in answer to `query`, for as long as the object exists."""
+        """Include this activity in replies to `query` for as long as the object exists."""
 
     @abstractmethod
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
-        """Return the report of every rank of a group (`ActivityRegistry.report`); None for ranks that do not answer.
+        """Return the report of every rank of a group (`ActivityRegistry.report`); None for ranks that do not reply.
 
-        Keys are group and rank. Without a group: every client of the control plane that is in any group.
+        Keys are group and rank. Without a group, every client of the control plane that is in any group is queried.
         """
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next call, and show a debugger the reason; release all if it is None."""
+        """Hold every rank of the job at its next call, and show a debugger the reason; with None, release all ranks."""
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
-        """Treat ranks as lost after this much silence of their host, and this rank if its host is cut off.
+        """Treat ranks as lost once their host has been silent this long, and this rank if its own host is cut off.
 
-        The first call counts. Without it, or where ranks share a process, silence has no limit.
+        Only the first call counts. Without one, or if ranks share a process, hosts may be silent indefinitely.
         """
 
     def outage(self) -> str:
-        """Return since when the host of the control plane has not answered, as a sentence; empty if it answers."""
+        """Return a sentence saying since when the control plane's host has not responded; empty if it responds."""
         return ""
 
     # -- within this process -------------------------------------------------------------------
@@ -178,18 +179,18 @@ class ControlPlane(ABC):
         A recording keeps the value, and a replay returns it without calling `make`, so that ranks send the same bytes.
 
         Args:
-            group: Group of the communicator over which it is exchanged.
+            group: Group of the communicator over which the value is exchanged.
             what: Description. Only one thread at a time may call this for the same group and description.
-            make: Function that measures a time, reads a fact about the host, draws a secret, or writes to a disk, and
+            make: Function that measures a time, inspects the host, generates a secret, or writes to a disk, and
                 returns anything that `unisono.serialization` supports.
         """
         return make()
 
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:
-        """Return one object, made by the first caller, for all ranks that are threads of this process.
+        """Return one object, created by the first caller, and shared by all ranks that are threads of this process.
 
-        If the key begins with a group's name and a slash, the object is dropped when all have left the group.
+        If the key begins with a group's name and a slash, the object is dropped when all ranks have left the group.
         """
 
     @abstractmethod

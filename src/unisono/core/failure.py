@@ -35,7 +35,7 @@ class Cause:
     Attributes:
         kind: Name of the error class in `unisono.errors` that the other ranks raise.
         rank: The rank in that group that failed or is to blame.
-        message: A sentence, without the reader's own rank in it.
+        message: A sentence that does not mention the reader's own rank.
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Cause:
 
 
 def raise_caused(raised: BaseException, error: BaseException) -> NoReturn:
-    """Raise `error` as the cause of another error, or by itself if both are the same."""
+    """Raise `error` from another error, or by itself if both are the same."""
     if raised is not error:
         raised.__cause__ = error
     raise raised
 
 
 def to_cause(error: BaseException, rank: int, operation: str) -> Cause:
-    """The cause that a rank reports to the others for its own error."""
+    """The cause that a rank reports to the other ranks for its own error."""
     if isinstance(error, MismatchError):
         return Cause("MismatchError", error.peer, error.message)
     if isinstance(error, CommError):
@@ -75,7 +75,7 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
 
 
 def left_error(rank: int) -> PeerLostError:
-    """Return the error for a wait for a rank that has ended without a failure.
+    """Return the error for waiting for a rank that has exited without a failure.
 
     Example:
         >>> print(left_error(2))
@@ -96,7 +96,7 @@ def connection_error(rank: int | None) -> PeerLostError:
 
 
 def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
-    """Return the error text of a wait for ranks that have not arrived.
+    """Return the error text for waiting for ranks that have not arrived.
 
     Example:
         >>> waited_for([1], 2.0)
@@ -115,7 +115,7 @@ def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
 
 
 def with_notes_of(error: BaseException, other: CommError) -> CommError:
-    """Return the replacement of an error, with the original's notes.
+    """Return the replacement for an error, with the original's notes.
 
     Example:
         >>> error = ValueError()
@@ -129,7 +129,7 @@ def with_notes_of(error: BaseException, other: CommError) -> CommError:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text for other ranks: bounded, even if its `__str__` fails.
+    """Return an error's text for other ranks: of bounded length, and even if its `__str__` fails.
 
     Example:
         >>> text_of(KeyError("x"))
@@ -143,7 +143,7 @@ def text_of(error: BaseException) -> str:
 
 
 def ended_by(number: int) -> str:
-    """Return how a signal ended a process, as text.
+    """Describe how a signal terminated a process.
 
     Example:
         >>> ended_by(9)
@@ -154,7 +154,7 @@ def ended_by(number: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; real-time signals have none."""
+    """Return the name of a signal, or a description for real-time signals, which have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

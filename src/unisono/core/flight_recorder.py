@@ -1,4 +1,4 @@
-"""Activity of a rank: its last calls, their lines in the program, the peers that it is waiting for, and its stack."""
+"""Activity of a rank: its latest calls, their call sites, the peers that it is waiting for, and its stack."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def format_call(name: str, number: int | None, detail: object, place: Place) -> 
 
     Args:
         name: Name of the operation.
-        number: Number among the group's collectives, if it is one.
+        number: Sequence number among the group's collectives, if the call is a collective.
         detail: Further details, formatted only when shown.
-        place: Line that made the call.
+        place: Line that makes the call.
 
     Example:
         >>> format_call("all_reduce", 7, "sum", "train.py:12")
@@ -97,17 +97,17 @@ class Activity:
     Attributes:
         owner: Thread that makes the calls.
         calls: Number of collectives called.
-        messages: Number of batches of messages posted; `calls` counts collectives.
+        messages: Number of batches of messages posted.
         posted: Number of messages of each kind.
-        inside: Whether this rank is in a call.
+        inside: Whether this rank is inside a call.
         since: Monotonic time at which the current call began or the last one ended.
-        outside_s: Seconds that this rank has spent outside calls, up to the last call.
+        outside_s: Seconds that this rank had spent outside calls when the last call began.
         now: Current call, if any.
         awaited: Messages that the current call waits for.
         timed_out: Whether the last wait timed out.
-        in_background: Whether the call runs in a thread of the library, so that the owner may do other work.
+        in_background: Whether the call runs in one of the library's threads, so that the owner may do other work.
         keep: Function that adds a collective to `latest`.
-        keep_message: Function that adds a batch of messages, of which fewer are kept.
+        keep_message: Function that adds a batch of messages; fewer of these are kept.
         record: Recorder of the events that must survive this process, if any.
     """
 
@@ -138,7 +138,7 @@ class Activity:
 
     # -- reports from the engine ---------------------------------------------------------------
     def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
-        """Record a call, given as for `format_call`."""
+        """Record a call. Arguments as for `format_call`."""
         now = clock.now()
         outside_s = self.outside_s if self.inside else self.outside_s + now - self.since
         record = name, number, detail, place, now, outside_s
@@ -157,7 +157,7 @@ class Activity:
         place: Place,
         awaited: tuple[PendingMessage, ...] = (),
     ) -> Record:
-        """Mark a call, given as for `format_call`, as running or waited for; return its record."""
+        """Mark a call as running or waited for; return its record. Arguments as for `format_call`."""
         now = clock.now()
         self.outside_s = outside_s = self.outside_s + now - self.since
         self.now = (name, number, detail, place, now, outside_s)
@@ -177,7 +177,7 @@ class Activity:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
 
     def fail(self, *, timed_out: bool) -> None:
-        """Mark the communicator as failed. Reports include it even after the program has dropped the communicator."""
+        """Mark the communicator as failed. Reports include it even after the program has dropped it."""
         self.timed_out = timed_out
         _LAST_FAILED.append(self)
 
@@ -194,7 +194,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Mark a call as running that waits for all ranks but has no number among the collectives."""
+        """Mark as running a call that waits for all ranks but is not numbered among the collectives."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
@@ -207,7 +207,7 @@ class Activity:
         return [format_call(*noted[:4]) for noted in self.latest[-count:]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole activity as plain values."""
+        """Return the whole activity as built-in types."""
         # A rank that has just timed out counts as waiting, because peers that query at the same time are in the same
         # deadlock. The program may also get its error from a wait outside its calls.
         now = self.now
@@ -259,12 +259,12 @@ class ActivityRegistry:
             self._known.add(activity)
 
     def open(self) -> list[Activity]:
-        """Return the activities of open communicators, the last used at the end."""
+        """Return the activities of open communicators, the most recently used last."""
         with self._lock:
             return sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
 
     def report(self) -> dict[str, Any]:
-        """Return this rank's activity: its communicators, the last used at the end, and their thread's stack."""
+        """Return this rank's activity: its communicators, the most recently used last, and their thread's stack."""
         known = self.open()
         owner = known[-1].owner if known else threading.main_thread().ident
         groups = [activity.to_dict() for activity in known]
@@ -272,7 +272,7 @@ class ActivityRegistry:
 
 
 def _position(thread: int) -> dict[str, Any]:
-    """Return the current place of a thread, which keeps running meanwhile."""
+    """Return the current position of a thread, which keeps running meanwhile."""
     frame = thread_frames().get(thread)
     at = users_frame(frame)
     return {
@@ -288,12 +288,12 @@ _frames_lock = threading.Lock()
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Return each thread's frame, by its identifier. Threads keep running, but a frame's callers remain the same.
+    """Return each thread's frame, by thread identifier. Threads keep running, but a frame's callers remain the same.
 
-    CPython 3.11 creates frame objects on request: these under a lock that starting a thread also takes, and a caller's
-    from its thread's memory. If a collection runs meanwhile, and a finalizer lets that thread continue, all threads
-    deadlock, or the caller is read from memory that has been reused. So collection is off until all frames have been
-    made.
+    CPython 3.11 creates frame objects on request: the innermost ones under a lock that starting a thread also takes,
+    and their callers' from the thread's memory. If a garbage collection runs in between, and a finalizer lets that
+    thread continue, all threads deadlock, or the caller is read from memory that has been reused. So collection is off
+    until all frames have been created.
     """
     with _frames_lock:
         collects = gc.isenabled()
@@ -313,7 +313,7 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:
-    """The innermost frames from some files, the newest last."""
+    """The innermost frames from certain files, innermost last."""
     shown = (each for each in with_callers(frame) if is_shown(each.f_code.co_filename))
     lines = [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in islice(shown, _FRAMES)]
     return lines[::-1]
@@ -336,7 +336,7 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def callers_place() -> Place:
-    """The nearest caller outside the library and torch, as a cheap pair that keeps nothing alive."""
+    """The nearest caller outside the library and torch, as a pair that is cheap to build and keeps nothing alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
@@ -344,7 +344,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """`callers_place`, and the user's line that led to it: the same unless installed packages are in between."""
+    """`callers_place`, and the user's line that led to it: the same one unless installed packages are in between."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
@@ -358,7 +358,7 @@ def call_site() -> str | None:
 
 
 def site_of(frame: FrameType | None) -> str | None:
-    """As `call_site`, for a frame and its callers."""
+    """Like `call_site`, for a frame and its callers."""
     found = _nearest(frame)
     return None if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
 
@@ -369,7 +369,7 @@ def _nearest(frame: FrameType | None) -> FrameType | None:
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code, which excludes Python's library and installed packages."""
+    """The innermost frame of the user's code, which excludes the standard library and installed packages."""
     inner = _nearest(frame)
     names = ((each, each.f_code.co_filename) for each in with_callers(inner))
     return next((each for each, name in names if not (name.startswith(NOT_THE_USERS) or is_installed(name))), inner)
@@ -381,7 +381,7 @@ def is_internal(filename: str) -> bool:
 
 
 def is_installed(filename: str) -> bool:
-    """Return whether a source file belongs to Python's library or to an installed package."""
+    """Return whether a source file belongs to the standard library or to an installed package."""
     return filename.startswith((_LIBRARY, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
 
 
@@ -391,7 +391,7 @@ def is_users(filename: str) -> bool:
 
 
 def _without_columns(code: CodeType) -> CodeType:
-    """Return the code with all instructions on its first line, and without columns to underline."""
+    """Return the code with all instructions attributed to its first line, and without columns to underline."""
     units = len(code.co_code) // 2
     # Each entry covers up to 8 instructions, has no columns (code 13), and stays on the line of the entry before.
     entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
@@ -402,12 +402,12 @@ _CALL = _without_columns((lambda job: job()).__code__)
 
 
 def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that does a job as if called on the user's line, whatever thread runs it, and when.
+    """Return a function that runs a job as if called on the user's line, whichever thread runs it, and whenever.
 
-    The function's frame has the file and line of the user's frame, so that reports and tracebacks name these.
+    The function's frame has the file and line of the user's frame, so that reports and tracebacks show them.
 
     Args:
-        frame: Frame that the user's line has called.
+        frame: Frame that the user's line called.
         job: The job.
 
     Example:
@@ -423,7 +423,7 @@ def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[]
 
 
 def site_text(place: Place) -> str | None:
-    """Return the file and line of a place in the program, as "file.py:12"."""
+    """Return a source position as "file.py:12"."""
     if not isinstance(place, tuple):
         return place
     code, instruction = place

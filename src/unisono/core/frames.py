@@ -1,8 +1,8 @@
 """Frames: the format of everything except tensors on connections between processes.
 
-A frame is a head (length of the content, kind, number, hash) and the content. The hash covers the frame's position in
-the stream, kind, number and content. With keys it authenticates the sender; without, where the kernel authenticates the
-peer, it still detects bytes that other programs have written between the frames.
+A frame consists of a header (length of the content, kind, number, hash) and the content. The hash covers the frame's
+position in the stream, kind, number and content. With keys it authenticates the sender; without keys, where the kernel
+authenticates the peer, it still detects bytes that other programs have written between frames.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
-    """Kind of a frame. A reader names the kinds that it accepts; any other ends the stream."""
+    """Kind of a frame. A reader specifies the kinds that it accepts; any other ends the stream."""
 
     OUT = 1
     """Standard output of rank `number`; -1 is the process that forks ranks."""
@@ -89,7 +89,7 @@ class Frame(NamedTuple):
     content: bytes
 
     def json(self) -> Any:
-        """Return the content, which is JSON.
+        """Return the content, parsed as JSON.
 
         Raises:
             ValueError: It is not JSON.
@@ -101,18 +101,18 @@ class Frame(NamedTuple):
 
 
 class InvalidFrameError(ValueError):
-    """The peer did not encode these bytes, or not at this position in the stream."""
+    """The peer did not encode these bytes, or did so for a different position in the stream."""
 
 
 class FrameChannel:
-    """Encoder of a connection's outgoing frames, and verifier of its incoming frames, in order.
+    """Encodes a connection's outgoing frames, and verifies its incoming frames, in order.
 
-    One thread at a time may encode, and one decode.
+    One thread at a time may encode, and one may decode.
 
     Args:
-        send_key, receive_key: Keys of the hashes in each direction; empty if nobody else can write there.
-        most_bytes: Maximum size of a frame's content. A larger frame is refused at its head, before memory is
-            allocated.
+        send_key, receive_key: Keys for the hashes in each direction; empty if nobody else can write to the connection.
+        most_bytes: Maximum size of a frame's content. A larger frame is rejected on reading its header, before memory
+            is allocated.
     """
 
     def __init__(self, send_key: bytes = b"", receive_key: bytes = b"", most_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -134,7 +134,7 @@ class FrameChannel:
         return _HEAD.pack(len(content), kind, number, mac) + content
 
     def encode_json(self, kind: Kind, value: object, number: int = 0) -> bytes:
-        """Return the frame to send next, with a value as JSON as its content."""
+        """Return the frame to send next, whose content is a value encoded as JSON."""
         return self.encode(kind, json.dumps(value).encode(), number)
 
     def feed(self, data: bytes | bytearray) -> None:
@@ -142,7 +142,7 @@ class FrameChannel:
         self._arrived += data
 
     def next(self, *kinds: Kind) -> Frame | None:
-        """Return the next frame; None if it has not arrived completely.
+        """Return the next frame, or None if it has not arrived completely.
 
         Args:
             kinds: Accepted kinds.
@@ -169,14 +169,14 @@ class FrameChannel:
         return Frame(kinds[kinds.index(kind)], number, content)
 
     def take(self, into: memoryview) -> int:
-        """Move unframed bytes that follow the last frame. Return their number."""
+        """Move unframed bytes that follow the last frame into a buffer. Return their number."""
         step = min(len(into), len(self._arrived))
         into[:step] = self._arrived[:step]
         del self._arrived[:step]
         return step
 
     def available(self, peer: socket.socket, *kinds: Kind) -> list[Frame]:
-        """Return the frames that have arrived at a socket that does not block.
+        """Return the frames that have arrived on a non-blocking socket.
 
         Raises:
             ConnectionError: The connection has ended.
@@ -192,10 +192,10 @@ class FrameChannel:
         return [*iter(lambda: self.next(*kinds), None)]
 
     def receive(self, read: Callable[[], bytes], *kinds: Kind) -> Frame | None:
-        """Wait for the next frame; return None at the end of the stream.
+        """Wait for the next frame; return None if the stream has ended.
 
         Args:
-            read: Function that waits for bytes, and returns none at the end: see `within`.
+            read: Function that waits for bytes, and returns an empty string at the end of the stream: see `within`.
             kinds: Accepted kinds.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Process group: a named, ordered set of ranks."""
+"""Process groups: named, ordered sets of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Group:
     """One rank's view of a group.
 
     Attributes:
-        name: Name that is unique within the job and the same on every member.
+        name: Name, unique within the job and the same on every member.
         rank: Rank of this process (or thread) in the group.
         members: For each rank of this group, its rank in the job's first group.
         size: Number of ranks.
@@ -41,9 +41,9 @@ class Group:
 
     @property
     def text(self) -> str:
-        """Description of the group for errors: its ranks in the job, and how it was made.
+        """Description of the group for error messages: its ranks in the job, and how it was created.
 
-        The name is not suitable: it consists of numbers that programs never see, of the job and of its calls of
+        The name is not suitable: it consists of numbers that programs never see, which count jobs and their calls of
         `split`, `dup`, `subgroup` or `rebuild`.
 
         Example:

@@ -17,7 +17,7 @@ __all__ = ["HOLD", "Hold"]
 
 
 class _Holdable(Protocol):
-    """The part of an engine that holding it needs."""
+    """The part of an engine that is needed to hold it."""
 
     owner: int | None
     activity: Activity
@@ -29,7 +29,7 @@ class _Holdable(Protocol):
 
 
 class Hold:
-    """The hold of this process. Its locks are bare locks, which also work in simulations.
+    """This process's hold. Its locks are bare locks, which also work in simulations.
 
     Attributes:
         held: Whether the ranks are held.
@@ -51,14 +51,14 @@ class Hold:
         self._engines.add(engine)
 
     def engines_of(self, thread: int) -> list[Any]:
-        """Return the open engines that a thread owns, including held ones, the largest group's first."""
+        """Return the open engines that a thread owns, including held ones, largest group first."""
         # Thread identifiers are reused, so a thread that has ended may have left its engines.
         usable = [engine for engine in list(self._engines) if not engine.closed]
         found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
-        """Hold the engines of these activities; if None, only threads that call `wait` (simulated ranks).
+        """Hold the engines of these activities; with None, only threads that call `wait` (simulated ranks).
 
         Ranks that are waiting in a call keep waiting, with their deadlines suspended.
         """
@@ -87,7 +87,7 @@ class Hold:
             gate.release()
 
     def step(self, thread: int) -> bool:
-        """Let a held thread run to its next line; return whether the thread is held."""
+        """Let a held thread run to its next line; return whether the thread was held."""
         with self._lock:
             gate = self._gates.pop(thread, None)
             if gate is None:
@@ -104,11 +104,11 @@ class Hold:
         return any(each is engine for each in list(self._held))
 
     def waits(self, thread: int) -> bool:
-        """Return whether a thread is held, so that it can step."""
+        """Return whether a thread is held in `wait`, and so can be stepped."""
         return thread in self._gates
 
     def wait(self) -> None:
-        """Wait until the ranks are continued, or this thread has to run to its next line."""
+        """Wait until the ranks continue, or this thread is to run to its next line."""
         here = _thread.get_ident()
         gate = _thread.allocate_lock()
         with self._lock:

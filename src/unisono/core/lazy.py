@@ -11,7 +11,7 @@ __all__ = ["load_on_use"]
 
 
 def load_on_use(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` of a package.
+    """Return a package's functions `__getattr__` and `__dir__`.
 
     Args:
         package: `__name__` of the package.

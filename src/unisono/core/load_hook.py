@@ -1,4 +1,4 @@
-"""Hooks on the loading of a model: through torch, from a checkpoint that is read in place, or from another rank."""
+"""Hooks that run when a model is loaded: through torch, from a checkpoint read in place, or from another rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Follow = Callable[[str, torch.nn.Module], None]
 
 
 class LoadHook:
-    """Hook after a module's `load_state_dict` that does nothing on copies of the module, including pickled ones.
+    """Hook that runs after a module's `load_state_dict`; does nothing on copies of the module, including pickled ones.
 
     Args:
         name: Name of the module in the model.
-        call: Method to call with the name and the module. It is held weakly, so that a model does not keep its
-            followers alive.
+        call: Method to call with the name and the module. Held weakly, so that a model does not keep its followers
+            alive.
     """
 
     def __init__(self, name: str = "", call: _Follow | None = None) -> None:
@@ -39,7 +39,7 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
     """Call a method whenever a module of a model, loaded as a whole or by itself, gets new values for its tensors.
 
     Args:
-        model: The model. Anything but a module, and a scripted module, cannot be followed.
+        model: The model. Only a module that isn't scripted can be followed.
         follower: Object whose lifetime limits the hooks'.
         call: Method of `follower`, called with the name of the module in the model, and the module.
 

@@ -1,6 +1,6 @@
-"""Messages of a mailbox as bytes, in the same format on every transport.
+"""Wire format of mailbox messages, the same on every transport.
 
-Length of the head and number of bodies; length of each body; the head. The bodies follow separately.
+The length of the head and the number of bodies; the length of each body; the head. The bodies follow separately.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def pack(head: bytes, bodies: Sequence[torch.Tensor]) -> bytes:
 
 
 def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | None, int]:
-    """Return a message whose bodies are new memory, still to be filled; and the number of bytes before the bodies.
+    """Return a message with newly allocated bodies, still to be filled, and the number of bytes before the bodies.
 
     Args:
         peer: Rank of the sender.
-        data: Bytes that have arrived, from the beginning of the message. If the bodies' sizes or the head are
+        data: Bytes received so far, from the beginning of the message. If the bodies' sizes or the head are
             incomplete, no message is returned.
 
     Raises:

@@ -9,7 +9,7 @@ __all__ = ["html_table"]
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """Return a table of names and values as HTML, for a `_repr_html_`.
+    """Return an HTML table of names and values, for a `_repr_html_` method.
 
     Example:
         >>> html_table("a & b", {"rank": 0})

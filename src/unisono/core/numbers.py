@@ -1,6 +1,6 @@
-"""Values that the native core also has, for use without it; a test compares them with the core's.
+"""Values that the native core also defines, for use without it; a test compares the two.
 
-All other numbers and layouts that both languages use are read from the core.
+All other numbers and layouts that both languages share are read from the core.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["MESSAGE_HEADER", "Status"]
 
 
 class Status(IntEnum):
-    """Status of a native call."""
+    """Status code of a native call."""
 
     OK = 0
     MISMATCH = 1

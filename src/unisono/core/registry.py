@@ -1,4 +1,4 @@
-"""Registry of entries by name: files of a package, entry points of other packages, or registered objects."""
+"""Registry of entries by name: modules of a package, entry points of other packages, or registered objects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Registry of a package's modules by name. A new file adds a name; no list needs updating.
+    """Registry of a package's modules by name. Adding a file adds a name; no list needs updating.
 
     Args:
-        kind: Noun for an entry in messages ("transport").
+        kind: Noun for an entry in error messages ("transport").
         package: Package whose modules are the entries.
-        attribute: Name of the module attribute that is the entry; the module itself if None.
-        aliases: Further names for modules of the package.
+        attribute: Name of the module attribute that is the entry; if None, the module is the entry.
+        aliases: Additional names for modules of the package.
         group: Entry-point group for other packages; the package's name if None.
         helpers: Modules of the package that are not entries.
 
@@ -86,7 +86,7 @@ class Registry(Generic[T]):
         raise ValueError(unknown_name(self.kind, name, self.names()))
 
     def summary(self, name: str) -> str:
-        """Return the first line of an entry's docstring. Files of the package are not imported for it."""
+        """Return the first line of an entry's docstring. Modules of the package are not imported to get it."""
         if name in self._modules and name not in self._registered:
             spec = importlib.util.find_spec(f"{self._package}.{name}")
             assert spec is not None
@@ -98,7 +98,7 @@ class Registry(Generic[T]):
 
     @property
     def _modules(self) -> tuple[str, ...]:
-        """Files and sub-packages, except helpers and those that only aliases lead to."""
+        """Modules and subpackages, except helpers and those available only under aliases."""
         files = _files(tuple(importlib.import_module(self._package).__path__))
         return tuple(name for name in files if name not in self._hidden)
 
@@ -108,7 +108,7 @@ class Registry(Generic[T]):
 
 
 def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
-    """Return the message for an unknown name, with all known names and the nearest one, if any.
+    """Return the message for an unknown name, with all known names and a close match, if there is one.
 
     Args:
         kind: Noun for the entry ("transport").

@@ -1,4 +1,4 @@
-"""Shared context: entered with its first user, and left with the last one."""
+"""Shared context: entered when its first user enters, and exited when the last one exits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Replacement = tuple[Any, str, Any]
 
 
 class SharedContext:
-    """Context that its first user enters, in any thread, and its last user leaves.
+    """Context that is entered by its first user, in any thread, and exited by its last.
 
     Args:
         make: Function that returns a new context each time it is entered.
@@ -42,13 +42,13 @@ class SharedContext:
                 self._inside.close()
 
     def renew_lock(self) -> None:
-        """Release the lock in a forked process, where the thread that held it may not exist."""
+        """Replace the lock in a forked process, where the thread that held it may not exist."""
         self._lock = threading.Lock()
 
 
 @contextmanager
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Return a context in which attributes have other values. Values that others set meanwhile are kept."""
+    """Return a context in which attributes have different values. Values that other code sets meanwhile are kept."""
     before = [(owner, name, value, getattr(owner, name)) for owner, name, value in replacements]
     try:
         for owner, name, value, _ in before:

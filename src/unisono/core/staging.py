@@ -36,19 +36,19 @@ _NO_STREAMS = nullcontext()
 class Staging:
     """Conversion of a call's tensors to one-dimensional contiguous ones, and back.
 
-    Accelerator tensors that are staged in CPU memory are copied through pinned memory, on streams of the communicator:
-    the copies follow the work that the caller had queued at the call, and are done when the call ends. A call waits
-    only for its own copies, never for the whole device: once for all inputs, and once for all results. The copies need
-    dedicated streams, which wait for the point of the call in the caller's stream, because that stream may hold much
-    later work by the time another thread performs the call.
+    Accelerator tensors that are staged in CPU memory are copied through pinned memory, on the communicator's streams.
+    The copies are ordered after any work that the caller queued before the call, and are complete when the call ends. A
+    call waits only for its own copies, never for the whole device: once for all inputs, and once for all results. The
+    copies need dedicated streams, which wait for the point in the caller's stream at which the call was made, because
+    the caller may have queued much later work by the time another thread performs the call.
 
     Args:
         away: Device types whose tensors are staged in CPU memory.
-        streams: Streams of the communicator, by device; missing ones are added.
+        streams: The communicator's streams, by device; missing ones are added.
 
     Attributes:
-        before: Functions to run before any data moves, when all inputs have been copied.
-        after: Functions to run when all data has arrived.
+        before: Functions to run once all inputs have been copied, before any data moves.
+        after: Functions to run once all data has arrived.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Staging:
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def write_back(self, buffer: list[Any], tensor: torch.Tensor) -> None:
-        """Write the result back to the list of numbers that the tensor is a copy of. Call after `flat`."""
+        """Write the result back to the list of numbers that the tensor was copied from. Call after `flat`."""
         self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is only read, before any data moves."""
+        """Before any data moves, copy a tensor that is only read."""
         if tensor.device.type in self._away:
             self.follow([tensor])
         self._copies.append((target, tensor.detach()))
@@ -120,7 +120,7 @@ class Staging:
             action()
 
     def end(self) -> None:
-        """Run the functions in `after`, each once, and return when the results are in place."""
+        """Run each of the functions in `after` once, and return when the results are in place."""
         while self.after:
             self.after.pop(0)()
         if self._events:
@@ -175,7 +175,7 @@ def wait_for(streams: Iterable[torch.Stream]) -> None:
 
 @contextmanager
 def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
-    """Make these streams current in this thread; restore the previous ones and the current device at the end."""
+    """Make these streams current in this thread; restore the previous ones and the current device on exit."""
     # A stream object can be entered by only one thread at a time, so it is not entered itself.
     own = list(streams)
     if not own:
@@ -194,7 +194,7 @@ def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return a hash (XXH3, 64 bits) of a tensor's elements in order; a GPU tensor is copied to the CPU first."""
+    """Return a 64-bit XXH3 hash of a tensor's elements in order; a GPU tensor is copied to the CPU first."""
     here = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     if not here.numel():
         return 0
@@ -202,7 +202,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 class BufferGuard(Staging):
-    """Staging that sends copies made at the call, and detects changes to the caller's tensors meanwhile.
+    """Staging that sends copies, and detects changes to the caller's tensors during the call.
 
     Cost: a copy and two hashes of every tensor.
 

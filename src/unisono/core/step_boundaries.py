@@ -19,7 +19,7 @@ class StepBoundaries:
     | state | event | new state |
     |---|---|---|
     | running | a stop was requested: `hold`, in the control thread | held |
-    | held | the training thread arrives at a boundary, and gets the verdict | decided |
+    | held | the training thread reaches a boundary, and receives the verdict | decided |
 
     Nothing is sent while running. `hold` sets `requested` and only then reads `passed`; the training thread counts a
     boundary and only then reads `requested`. So each boundary is either included in the number that `hold` returns, or
@@ -27,10 +27,10 @@ class StepBoundaries:
     account.
 
     Attributes:
-        passed: Number of boundaries at which this rank has arrived.
-        requested: Reason of the request; None while running.
-        stops_at: The verdict, the number of the boundary at which all ranks stop; None before.
-        saved_at: Number of boundaries passed at the latest complete save or load; None before.
+        passed: Number of boundaries that this rank has reached.
+        requested: Reason for the request; None while running.
+        stops_at: The verdict: the number of the boundary at which all ranks stop; None until it is known.
+        saved_at: Number of boundaries passed at the latest complete save or load; None before the first.
         followers: Functions to call with each communicator that replaces this one.
     """
 
@@ -50,26 +50,26 @@ class StepBoundaries:
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank has arrived at the boundary at which all ranks stop."""
+        """Whether this rank has reached the boundary at which all ranks stop."""
         return self.stops_at is not None and self.passed >= self.stops_at
 
     @property
     def reason(self) -> str | None:
-        """Reason of the request for which this rank has stopped; None before."""
+        """Reason why this rank was asked to stop; None until it has stopped."""
         return self.requested if self.stopped else None
 
     @property
     def saved(self) -> bool:
-        """Whether the step at which all ranks stop, the last step that there is, has been saved."""
+        """Whether the last step, at which all ranks stop, has been saved."""
         return self.stopped and self.saved_at is not None and self.saved_at + 1 >= (self.stops_at or 0)
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """Number of boundaries passed, and the verdict, for `catch_up` on another rank."""
+        """Number of boundaries passed, and the verdict, for use by `catch_up` on another rank."""
         return self.passed, self.stops_at
 
     def catch_up(self, counts: Sequence[Sequence[int | None]]) -> None:
-        """Continue with the highest count of all ranks, whose loops may have had different lengths.
+        """Continue from the highest count of all ranks, since their loops may have had different lengths.
 
         Args:
             counts: `counts` of each rank, by rank.
@@ -78,10 +78,10 @@ class StepBoundaries:
         self.stops_at = next((verdict for _, verdict in counts if verdict is not None), None)
 
     def end(self, comm: Any, successor: StepBoundaries) -> None:
-        """Transfer the request and the followers to the communicator that replaces this one, and to its boundaries.
+        """Hand over the request and the followers to the communicator that replaces this one.
 
-        The new communicator is already the latest, so a request that arrives too late here is made to it. The remaining
-        ranks have not stopped yet, and newcomers don't know of a request.
+        The new communicator is already the latest one, so a request that arrives too late here goes to it. The
+        remaining ranks have not stopped yet, and newcomers don't know of the request.
         """
         successor.followers = self.followers
         for follow in self.followers:
@@ -90,6 +90,6 @@ class StepBoundaries:
             comm.request_stop(self.requested)
 
     def hold(self, reason: str) -> int:
-        """Make the next boundary wait for the verdict. Return the number of boundaries passed before."""
+        """Make the next boundary wait for the verdict. Return the number of boundaries passed so far."""
         self.requested = reason
         return self.passed

@@ -13,13 +13,13 @@ class TensorShard:
     """Range of elements of a tensor whose other elements are on other ranks.
 
     In a state for `save`, the ranks' shards under one key form one tensor, as if the whole tensor had been saved.
-    `load` reads this rank's range into `local`, from any checkpoint with the tensor.
+    `load` reads this rank's range into `local`, from any checkpoint that contains the tensor.
 
     Args:
         local: 1-d tensor with the elements of the flattened (contiguous) tensor from `start` on. May be empty.
         start: Index of the first element in the flattened tensor.
         shape: Shape of the whole tensor.
-        replica: Number of this copy, if several ranks have the same elements; copy 0 is saved.
+        replica: Index of this copy, if several ranks have the same elements; copy 0 is saved.
 
     Raises:
         TypeError: `local` is not a tensor.
@@ -58,5 +58,5 @@ class TensorShard:
         return self.start + len(self.local)
 
     def __repr__(self) -> str:
-        """Return text with the range and the whole tensor's shape."""
+        """Show the range and the whole tensor's shape."""
         return f"TensorShard({self.start}:{self.stop} of {list(self.shape)}, {self.local.dtype})"

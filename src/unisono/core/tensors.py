@@ -1,4 +1,4 @@
-"""Checks of tensors to send or write to, and conversion to one-dimensional contiguous tensors."""
+"""Checks on tensors that are to be sent or written to, and conversion to one-dimensional contiguous tensors."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _ODD |= {getattr(torch, name) for name in ("qint8", "qint32", "quint8", "quint4x
 def as_flat(
     tensor: object, name: str, index: int | None = None, *, written: bool = False, devices: frozenset[str] = _CPU
 ) -> torch.Tensor | None:
-    """Return a contiguous tensor in memory of one of these devices: the given one, or a copy.
+    """Return a contiguous tensor in memory on one of these devices: the given tensor, or a copy.
 
-    None for a tensor that needs the general path, such as one on another device or a subclass; `copy_back` writes a
-    copy back to its source. Raises as `check_tensor`.
+    Return None for a tensor that needs the general path, such as one on another device or an instance of a subclass;
+    `copy_back` writes a copy back to its source. Raises the same errors as `check_tensor`.
     """
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
         return None
@@ -82,10 +82,10 @@ def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
-    """Return the tensor, or a buffer's; raise an error if it cannot safely be sent, or received into.
+    """Return the tensor, or a tensor on the buffer; raise an error if it cannot safely be sent, or received into.
 
     Raises:
-        TypeError, ValueError: As `as_tensor`, or for a tensor that cannot be sent.
+        TypeError, ValueError: As for `as_tensor`, or the tensor cannot be sent.
     """
     if not isinstance(tensor, torch.Tensor):
         tensor = as_tensor(tensor, name, written=written)
@@ -120,7 +120,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
 def _has_history(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has an autograd history, or would have one after a write.
 
-    Torch calls a view that was made without gradients a leaf until it is written, which only some ranks do.
+    Torch reports a view created without gradients as a leaf until it is written to, which only some ranks do.
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
@@ -135,7 +135,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-    """Raise `ValueError` if a written tensor shares elements with another of these."""
+    """Raise `ValueError` if a tensor that is written shares elements with another of these tensors."""
     spans = sorted(
         (
             (t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size(), index, index < len(written), name, t)
@@ -153,9 +153,9 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Write a result to its tensor, whatever the mode in which that tensor was created.
+    """Write a result to its tensor, regardless of the mode in which that tensor was created.
 
-    On an accelerator the copy is queued on the current stream, and reads a result in pinned memory later.
+    On an accelerator, the copy is queued on the current stream, and reads a result in pinned memory only later.
     """
     if tensor.data_ptr() != result.data_ptr():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -163,20 +163,20 @@ def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """View of the bytes of a contiguous CPU tensor, which has to outlive it.
+    """View of the bytes of a contiguous CPU tensor. The tensor must outlive the view.
 
-    Slicing it costs a tenth of slicing the tensor.
+    Slicing the view costs a tenth of slicing the tensor.
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Number of elements from the first to the last in memory."""
+    """Number of elements spanned in memory, from the first to the last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_non_overlapping(tensor: torch.Tensor) -> bool:
-    """Return whether no two elements share memory."""
+    """Return whether no two of the tensor's elements share memory."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return True
     reach = 1
@@ -204,13 +204,13 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class SupportsDLPack(Protocol):
-    """Array of any library that exports DLPack capsules."""
+    """Array from any library that exports DLPack capsules."""
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
 
 
 class SupportsArrayInterface(Protocol):
-    """Array of any library with NumPy's array interface."""
+    """Array from any library that supports NumPy's array interface."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
@@ -239,7 +239,7 @@ _NO_DTYPE = "{} has dtype {}, which torch does not have; convert it first, as by
 
 
 class _DLTensor(ctypes.Structure):
-    """Tensor of a DLPack capsule; a capsule of the protocol's first version begins with it."""
+    """Tensor in a DLPack capsule; a capsule in the protocol's first version begins with it."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -267,8 +267,8 @@ class _Versioned(ctypes.Structure):
 def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
     """Return a tensor on a buffer's memory, which it keeps alive.
 
-    Copies if torch cannot use the memory: numbers, lists of numbers, read-only memory without DLPack, and arrays with
-    negative strides. The caller writes results back to a list.
+    Makes a copy if torch cannot use the memory: for numbers, lists of numbers, read-only memory without DLPack, and
+    arrays with negative strides. The caller must write results back to a list.
 
     Args:
         buffer: Any type in `Buffer` except a tensor.
@@ -276,8 +276,8 @@ def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
         written: Whether the buffer receives a result.
 
     Raises:
-        TypeError: It is not a buffer, is a single number that would be written, or has a dtype that torch lacks.
-        ValueError: It is read-only and would be written, or its strides cannot be used.
+        TypeError: It is not a buffer, is a single number that would be written to, or has a dtype that torch lacks.
+        ValueError: It is read-only and would be written to, or its strides cannot be used.
     """
     numpy = sys.modules.get("numpy")
     if isinstance(buffer, complex | float | int) or (numpy is not None and isinstance(buffer, numpy.generic)):
@@ -362,7 +362,7 @@ def _of_dlpack(buffer: Any, name: str, *, written: bool) -> torch.Tensor:
 
 
 def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
-    """Return whether a buffer's DLPack capsule is read-only, which torch ignores, and has negative strides."""
+    """Return whether a buffer's DLPack capsule is read-only (torch ignores that), and if it has negative strides."""
     try:
         capsule = buffer.__dlpack__(max_version=(1, 0))
     except TypeError:
@@ -422,12 +422,12 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out` (which may be either). `low` is the lower rank's, so that bits agree."""
+    """Write `low` op `high` to `out` (which may be either). `low` is the lower rank's, so that bits match."""
     COMBINE[op](low, high, out=out)
 
 
 def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Reduce the shares in order into `total`, which may be one of the first two."""
+    """Reduce the shares into `total`, in order; `total` may be one of the first two shares."""
     if len(shares) == 1:
         total.copy_(shares[0])
         return
@@ -436,7 +436,7 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place, with the faster multiplication where the bits are the same; complex numbers as pairs."""
+    """Divide in place; multiply, which is faster, where the bits are the same; treat complex numbers as pairs."""
     total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)
@@ -445,7 +445,7 @@ def divide(total: torch.Tensor, size: int) -> None:
 
 
 def parse_op(op: str | ReduceOp | object) -> ReduceOp:
-    """A `ReduceOp` from its name, or from torch's own `ReduceOp`; `ValueError` lists the known.
+    """A `ReduceOp` from its name, or from torch's own `ReduceOp`; `ValueError` lists the known names.
 
     Example:
         >>> parse_op("SUM")
@@ -460,7 +460,7 @@ def parse_op(op: str | ReduceOp | object) -> ReduceOp:
 
 
 def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Raise `ValueError` if torch cannot reduce this dtype by this operation."""
+    """Raise `ValueError` if torch cannot reduce this dtype with this operation."""
     if (op, dtype) in _known:
         return
     if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):

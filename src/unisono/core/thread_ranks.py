@@ -1,11 +1,11 @@
-"""Ranks that are threads: the rank that a thread belongs to, and the rank's random generators.
+"""Ranks that are threads: which rank a thread belongs to, and each rank's random generators.
 
 A process has one default generator each for torch, Python and numpy. While ranks are threads, these depend on the
 calling thread: all three are Python objects, which are replaced with objects that forward to the calling rank's
 generator. That is enough for code that calls methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but
-torch's operators get the generator in C++. So the aten operators that accept a generator are intercepted in the
-dispatcher: on the CPU, without a generator or with the default one, they get the calling rank's. All of this is undone
-when the last rank ends.
+torch's operators look up the generator in C++. So the aten operators that accept a generator are intercepted in the
+dispatcher: on the CPU, if they are called without a generator or with the default one, they get the calling rank's. All
+    of this is undone when the last rank exits.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _default: Any = torch.random.default_generator
 class ThreadRank:
     """State of a rank that is a thread.
 
-    As a context manager, makes this thread and the threads that it starts belong to it.
+    As a context manager, makes this thread and any threads started from it belong to the rank.
 
     Args:
-        seed: Seed of the generators; None for a random one, as in a new process.
+        seed: Seed for the generators; None for a random seed, as in a new process.
 
     Attributes:
         torch, python, numpy: The rank's random generators; numpy's is None without numpy.
-        world: The rank's torch.distributed state, which tests keep here.
+        world: The rank's torch.distributed state, which tests store here.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -87,7 +87,7 @@ _thread = _Thread()
 
 
 def here() -> ThreadRank | None:
-    """Return the rank that this thread belongs to; None outside ranks that are threads."""
+    """Return the rank that this thread belongs to; None if it doesn't belong to a thread rank."""
     return _thread.rank
 
 
@@ -120,7 +120,7 @@ own_generators: SharedContext = SharedContext(_overridden)
 
 
 def _after_fork() -> None:
-    """In a process that a rank has forked, do what Python does for its own generator."""
+    """In a process forked by a rank, do what Python does for its own generator."""
     own_generators.renew_lock()
     rank = here()
     if rank is not None:
@@ -133,7 +133,7 @@ if hasattr(os, "register_at_fork"):
 
 # -- torch -----------------------------------------------------------------------------------------
 class _DefaultGenerator(torch.Generator):
-    """Replaces torch's default generator, including as an argument of operators."""
+    """Replaces torch's default generator, including when it is passed to operators."""
 
     def __getattribute__(self, name: str) -> Any:
         rank = here()
@@ -166,7 +166,7 @@ def generator_operators() -> list[Any]:
 
 @functools.cache
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
-    """Return an implementation of an operator that adds the calling rank's generator if none is given."""
+    """Return an implementation of an operator that passes the calling rank's generator if none is given."""
     cpu = _c.DispatchKey.CPU
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
     # This releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.
@@ -217,7 +217,7 @@ _RankRandom: Any = type(
 
 
 def _of_python() -> list[Replacement]:
-    """Patch the class, since `from random import shuffle` is bound to the object; replace names bound to C code."""
+    """Patch the class, since a name imported from `random` is bound to the object; replace names bound to C code."""
     names = [(random, name, MethodType(getattr(_RankRandom, name), _random)) for name in _STATE]
     return [(_random, "__class__", _RankRandom), *names]
 

@@ -1,4 +1,4 @@
-"""Daemon threads for tasks: a pool, a serial worker, and threads for finalizers; and an event to wake a thread."""
+"""Daemon threads that run tasks (a pool, a serial worker, threads for finalizers), and an event that wakes a thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_green_threads() -> None:
 
 
 class AutoResetEvent:
-    """Event that wakes one thread, and is unset when that thread continues.
+    """Event that wakes one thread, and is cleared when that thread continues.
 
     It is a bare lock, the fastest way in Python to wake another thread.
     """
@@ -43,20 +43,20 @@ class AutoResetEvent:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wake the waiting thread, or the next one to wait. Idempotent until then."""
+        """Wake the waiting thread, or the next thread to wait. Idempotent until a thread has been woken."""
         with suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the event is set, and unset it; return False on timeout."""
+        """Wait until the event is set, and clear it; return False on timeout."""
         return self._lock.acquire(timeout=min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
 
 
 class DaemonThreadPool:
-    """Pool that runs each task immediately, on an idle thread or a new one. Threads end when idle for 5 s.
+    """Pool that runs each task immediately, on an idle thread or a new one. Threads exit after being idle for 5 s.
 
-    Not a `ThreadPoolExecutor`: that class limits its threads, so waits could deadlock in its queue,
-    and joins its threads when the interpreter ends, which an endless wait would block.
+    Not a `ThreadPoolExecutor`: that class limits the number of threads, so queued waits could deadlock, and joins its
+    threads at interpreter exit, which an endless wait would block.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,7 +96,7 @@ class DaemonThreadPool:
 class SerialWorker:
     """Worker that runs tasks in order, on one thread that is created on first use.
 
-    The thread holds a task only while running it, so that it does not keep anything alive.
+    The thread references a task only while running it, so that it does not keep anything alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,12 +112,12 @@ class SerialWorker:
         self._tasks.put(task)
 
     def end(self) -> None:
-        """End the thread after the last task. Takes no lock, so a finalizer may call it."""
+        """Make the thread exit after the last task. Takes no lock, so a finalizer may call it."""
         if self._thread is not None:
             self._tasks.put(None)
 
     def join(self, timeout: float) -> None:
-        """Wait until the thread has ended; return immediately if called from a task."""
+        """Wait until the thread has exited; return immediately if called from a task."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -129,8 +129,8 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def spawn_thread(task: Callable[[], None], name: str) -> None:
-    """Run a task soon in a new thread. For finalizers, which may run while this thread holds any lock.
+    """Run a task soon in a new thread. For use in finalizers, which may run while this thread holds any lock.
 
-    Starting a `threading.Thread` takes a lock in `threading`, so a bare thread, which holds none, starts it.
+    Starting a `threading.Thread` takes a lock in `threading`, so it is started from a bare thread, which holds none.
     """
     _thread.start_new_thread(lambda: threading.Thread(target=task, name=name, daemon=True).start(), ())

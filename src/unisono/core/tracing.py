@@ -1,4 +1,4 @@
-"""Events of a trace, the sink that is open in a context, and the spans that torch's profiler also shows."""
+"""Trace events, the sink that is open in a context, and spans that torch's profiler also shows."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ __all__ = [
 
 @dataclass(slots=True)
 class TraceEvent:
-    """A recorded action of a rank.
+    """A recorded action by a rank.
 
     Attributes:
         kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket"; "wait" for the time that
-            the program spends in a call or its wait, and "bucket_wait" around a bucket's waits.
-        name: Name of the operation; for messages, sender and receiver.
+            the program spends in a call or waiting for it, and "bucket_wait" around a bucket's waits.
+        name: Name of the operation, or a message's sender and receiver.
         group, rank: Name of the group, and rank in it.
-        start_s, end_s: Times from `time.perf_counter`; equal if only a moment is known.
-        nbytes: Bytes moved.
+        start_s, end_s: Times from `time.perf_counter`; equal for an instant.
+        nbytes: Number of bytes moved.
         detail: Further information.
         world_rank: Rank in the job's first group.
     """
@@ -84,14 +84,14 @@ Torch's profiler is checked separately: `profiler._is_profiler_enabled` is one g
 
 
 def emit(sink: Sink, kind: str, name: str, group: Group, start_s: float, nbytes: int, detail: dict[str, Any]) -> None:
-    """Emit an event of this rank that ends now."""
+    """Emit an event for this rank that ends now."""
     rank = group.rank
     end = time.perf_counter()
     sink(TraceEvent(kind, name, group.name, rank, start_s, end, nbytes, detail, group.members[rank]))
 
 
 def flow_of(group: Group, kind: str, peer: int, tag: int, number: str) -> str:
-    """Return the identity of a message ("send" or "recv" on this rank), the same at both ends."""
+    """Return the ID of a message ("send" or "recv" on this rank), the same at both ends."""
     ends = f"{group.rank}>{peer}" if kind == "send" else f"{peer}>{group.rank}"
     return f"{group.name} {ends} tag {tag} #{number}"
 
@@ -110,7 +110,8 @@ def observed_now() -> bool:
 def recording(sink: Sink) -> Iterator[None]:
     """Pass the events of this thread's calls to `sink`, and to the sinks of enclosing recordings.
 
-    A sink that is already open, for example when a library records into its caller's metrics, gets each event once.
+    A sink that is already open, for example when a library records into its caller's metrics, gets each event only
+    once.
     """
     sinks = SINK.get() or _Sinks()
     token = SINK.set(sinks if sink in sinks else _Sinks([sink, *sinks]))
@@ -122,7 +123,7 @@ def recording(sink: Sink) -> Iterator[None]:
 
 @contextmanager
 def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **detail: Any) -> Iterator[None]:
-    """Record the block as an event, and as `unisono::name size` in torch's profiler, whichever is active.
+    """Record the block as an event, and as `unisono::name size` in torch's profiler, whichever are active.
 
     If the block raises, the event is recorded with the error's name.
     """
@@ -141,7 +142,7 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
 
 
 class ObservedWork(ChainedWork):
-    """A work whose waits are recorded.
+    """A `Work` whose waits are recorded.
 
     Args:
         inner: The work.
@@ -163,7 +164,7 @@ class ObservedWork(ChainedWork):
 def record_collective(
     sink: Sink, activity: Activity, what: Collective, tensors: tuple[Any, Any], op: object, root: int | None
 ) -> None:
-    """Record the collective that the activity is in, as ended now."""
+    """Record the collective that the activity is in as ending now."""
     assert activity.now is not None
     written, read = ([] if t is None else [t] if isinstance(t, torch.Tensor) else list(t) for t in tensors)
     like = next(iter((*written, *read)), None)
@@ -181,7 +182,7 @@ def record_collective(
 
 
 def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag: int, nbytes: int) -> None:
-    """Record the message that the activity is in, as ended now."""
+    """Record the message that the activity is in as ending now."""
     kind, peer, _, number = message
     group = activity.group
     detail = {"peer": peer, "tag": tag, "flow": flow_of(group, kind, peer, tag, f"{number}")}

@@ -53,12 +53,12 @@ class Options:
         device: Default device of tensors.
         timeout_s: Default timeout of one operation in seconds.
         address: Address of this host at which its peers reach it.
-        chunk_bytes: Largest message that an algorithm sends; longer ones are split and pipelined.
+        chunk_bytes: Maximum size of a message that an algorithm sends; longer messages are split and pipelined.
         deterministic: Whether floating-point sums have a fixed order; see `unisono.init`.
-        heartbeat_s: Seconds after which a host that does not answer is lost. If None, slightly more than `timeout_s`,
-            so that a call that waits for such a host times out first, and its error names the wait.
+        heartbeat_s: Seconds after which an unresponsive host counts as lost. If None, slightly more than `timeout_s`,
+            so that a call that waits for such a host times out first, and its error names what it waited for.
         hosts: Ranks on each host, as numbers in the job's first group; detected if None.
-        extra: Options for other packages' transports.
+        extra: Options for transports from other packages.
     """
 
     backend: str
@@ -72,13 +72,13 @@ class Options:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def host_of(self, member: int) -> str | None:
-        """Return the name that `hosts` gives to the host of a rank of the job."""
+        """Return the name that `hosts` gives to the host of one of the job's ranks."""
         return next((f"host {number}" for number, ranks in enumerate(self.hosts or ()) if member in ranks), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties that a transport declares before it is connected; same attributes as `Transport`."""
+    """Properties that a transport declares before it is connected; the same attributes as those of `Transport`."""
 
     devices: frozenset[str]
     host_staged: frozenset[str]
@@ -90,7 +90,7 @@ MESSAGE_CAPABILITIES = ("tags", "any_source", "devices", "host_staged", "latency
 
 
 class Transport(ABC):
-    """Abstract transport of bytes between the ranks of one group.
+    """Abstract transport that moves bytes between the ranks of one group.
 
     A new transport implements `connect`, `post`, `split`, `close` and `abort`, declares its capabilities, and must
     pass the checks of `unisono.testing`. Tensors that reach it are one-dimensional and contiguous.
@@ -98,23 +98,23 @@ class Transport(ABC):
     Attributes:
         in_process: Whether ranks are threads of one process; read by `launch`.
         simulated: Whether these threads take turns on a virtual clock; read by `launch`.
-        launcher: Launcher of ranks that are processes: "forkserver", or "mpirun"; read by `launch`.
-        native: Names of the collectives (see `Call`) that `run` performs without messages.
-        tags: Whether tags above 0 are distinguished. `COLLECTIVE_TAG` always is.
+        launcher: Launcher for ranks that are processes: "forkserver" or "mpirun"; read by `launch`.
+        native: Names of the collectives (see `Call`) that `run` performs natively, without messages.
+        tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` always is.
         any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
         checks: Whether `compare` or `run` compares the calls of all ranks.
-        full: Whether it also compares shapes and contents, as for `check="full"`.
-        compares_later: Whether ranks may compare a native call while it runs, because `abort` ends a call that differs.
-        balanced: Whether sums made of messages must be reduced in the balanced tree over the ranks, like native ones.
+        full: Whether it also compares shapes and contents, as needed for `check="full"`.
+        compares_later: Whether ranks may compare a native call while it runs, because `abort` ends a mismatched call.
+        balanced: Whether message-based sums must be reduced along the balanced tree over the ranks, like native sums.
         devices: The supported device types of tensors.
         host_staged: Device types that are staged in CPU memory, so that `post` gets CPU tensors.
         overlaps: Whether a native collective progresses, once started, while the caller does other work.
-        background: Whether completing collectives in a thread pays off, because it mostly waits for a network or each
-            rank has a spare core. The same on every rank.
-        fast_path: Blocking calls on plain tensors with one native call each, or None.
+        background: Whether completing collectives in a thread pays off, because the thread mostly waits for a network,
+            or because each rank has a spare core. The same on every rank.
+        fast_path: Blocking calls on plain tensors, each with a single native call, or None.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
-        reconnect: Function that chooses a transport again for other ranks; set if this one was chosen for the ranks'
-            hosts.
+        reconnect: Function that chooses a transport anew for a different set of ranks; set if this transport was chosen
+            to suit the ranks' hosts.
     """
 
     in_process: ClassVar[bool] = False
@@ -140,7 +140,7 @@ class Transport(ABC):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
-        """Connect to the group's other members, and return when messages can be posted. All members call this.
+        """Connect to the other members of the group, and return when messages can be posted. All members call this.
 
         Args:
             group: Ranks to connect, and this rank's number.
@@ -156,7 +156,7 @@ class Transport(ABC):
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
-        """Return the capabilities under this name, for transports that have several names.
+        """Return the capabilities under a given name, for transports that have several names.
 
         Args:
             backend: Name of the backend, such as "gloo".
@@ -165,9 +165,9 @@ class Transport(ABC):
 
     @classmethod
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-        """Return the proven parts of a group within which `connect` works: the whole group, unless limited to one host.
+        """Return the parts of a group within which `connect` is proven to work: the whole group, or the ranks per host.
 
-        Collective, over the control plane; the ranks have joined the group there.
+        Collective over the control plane, where the ranks must have joined the group.
 
         Args:
             group, control: As for `connect`.
@@ -182,25 +182,26 @@ class Transport(ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks of the group."""
+        """Number of ranks in the group."""
         return self.group.size
 
     @abstractmethod
     def post(self, batch: Sequence[Message]) -> Work:
-        """Start sends and receives in one call. No message of the batch waits for another.
+        """Start sends and receives in one call. No message in the batch waits for another.
 
         Args:
-            batch: Messages of one-dimensional contiguous tensors, which belong to the work until it ends.
+            batch: Messages with one-dimensional contiguous tensors, which belong to the returned work until it
+                completes.
 
         Returns:
-            A work that completes when every message has been sent or received.
+            A `Work` that completes when every message has been sent or received.
         """
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """Return whether a message from `peer` with this tag has arrived that matches no posted receive. Never blocks.
 
-        Also progresses messages in flight on transports where only waits do. With `any_source`, called by one thread at
-        a time.
+        Also makes progress on messages in flight, on transports where otherwise only waits do. With `any_source`, only
+        one thread at a time may call this.
 
         Args:
             peer: A rank of the group.
@@ -215,16 +216,16 @@ class Transport(ABC):
     def split(self, group: Group) -> Transport:
         """Return the transport of a subgroup; only the members of the subgroup call this.
 
-        The two transports' messages are separate, and may be in flight at the same time.
+        The two transports' messages are kept apart, and may be in flight at the same time.
 
         Args:
             group: The subgroup; its `members` are ranks in the job's first group, and a subset of this transport's.
         """
 
     def mailbox(self, group: Group) -> Mailbox | None:
-        """Return a mailbox for messages without posted receives between the members of `group`, which all call this.
+        """Return a mailbox for messages between the members of `group` without posted receives. All members call this.
 
-        None, on all ranks, if the transport has nothing faster than messages posted on a `split`.
+        Return None, on all ranks, if the transport has nothing faster than posting messages on a `split`.
 
         Args:
             group: All or some of this transport's ranks.
@@ -232,17 +233,17 @@ class Transport(ABC):
         return None
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return a transport of this kind for a group that replaces this one, which may be broken.
+        """Return a transport of the same kind for a group that replaces this one. This transport may be broken.
 
         Args:
-            group: Live ranks of this group, which call this, and newcomers, which call `connect`.
+            group: The live ranks of this group, all of which call this, and newcomers, which call `connect`.
         """
         return self.split(group)
 
     def leave(self) -> None:
-        """Notify the ranks that wait for this one, if possible, that it makes no more calls.
+        """If possible, notify ranks that wait for this one that it will make no more calls.
 
-        Sent messages still arrive.
+        Messages already sent still arrive.
         """
 
     @abstractmethod
@@ -287,7 +288,7 @@ class Transport(ABC):
 
     # -- collectives ---------------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
-        """Return whether the transport has a native collective for this call. The same answer on every rank.
+        """Return whether the transport has a native collective for this call. The answer is the same on every rank.
 
         Args:
             call: The call, with this rank's tensors, before its algorithm is chosen.
@@ -295,9 +296,9 @@ class Transport(ABC):
         return call.name in self.native and not call.lengths
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return when the call may write to memory, immediately by default. On every rank, `run` follows.
+        """Return once the call may write to memory; by default, immediately. On every rank, `run` follows.
 
-        A transport that `checks` waits here, or in `run`, until all ranks are known to make the same call.
+        A transport with `checks` set waits here, or in `run`, until all ranks are known to make the same call.
 
         Args:
             call: This rank's call.
@@ -309,14 +310,14 @@ class Transport(ABC):
         """
 
     def plain(self) -> Transport | None:
-        """Return the transport that runs native calls on the caller's own tensors, for `PlainCalls`, if any.
+        """Return the transport that runs native calls directly on the caller's tensors, for `PlainCalls`, if any.
 
-        It is this transport, or the one inside a wrapper that only compares calls.
+        It is this transport, or the one wrapped by a wrapper that only compares calls.
         """
         return None
 
     def starts(self, call: Call) -> bool:
-        """Return whether `compare` and `run` only start a native call, so that an asynchronous one needs no thread.
+        """Return whether `compare` and `run` only start a native call, so that an asynchronous call needs no thread.
 
         Args:
             call: The call.
@@ -324,28 +325,28 @@ class Transport(ABC):
         return self.overlaps
 
     def settle(self) -> None:
-        """Return when all calls so far have been compared, including calls that are compared while they run."""
+        """Return once all calls so far have been compared, including calls that are compared while they run."""
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        """Start a collective. This default performs it with messages, in the thread that waits.
+        """Start a collective. By default, it is performed with messages, in the thread that waits.
 
         Args:
-            call: The call, whose tensors belong to the work until it ends. Without `steps`, it is a call that
-                `supports` accepts.
-            over: Transport that posts the messages: the outermost wrapper of this one, if it has any.
+            call: The call, whose tensors belong to the returned work until it completes. Without `steps`, it must be a
+                call that `supports` accepts.
+            over: Transport that posts the messages: the outermost wrapper around this one, if there is one.
 
         Returns:
-            A work that completes when this rank's outputs hold the result.
+            A `Work` that completes when this rank's outputs hold the result.
         """
         if call.steps is None:
             raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
         return Deferred(partial(call.steps, over or self, call), call.timeout)
 
     def returned(self, work: Work) -> Work:
-        """Return the work for the caller of an asynchronous call: a recording's wrapper, or the work itself.
+        """Return the `Work` to hand to the caller of an asynchronous call: a recording's wrapper, or the work itself.
 
         Args:
-            work: Work of the call.
+            work: The call's `Work`.
 
         Example:
             >>> def program(comm):
@@ -372,7 +373,7 @@ Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 
 
 def share_capabilities(transport: Transport, other: Transport, *names: str) -> None:
-    """Copy the declared capabilities of the transport through which another one sends.
+    """Copy the declared capabilities of the transport through which another transport sends.
 
     Args:
         transport, other: The two transports.
@@ -382,14 +383,14 @@ def share_capabilities(transport: Transport, other: Transport, *names: str) -> N
 
 
 def renewed(transport: Transport, group: Group) -> Transport:
-    """Return a transport for a group that replaces a transport's own, from its `reconnect` or else `reconfigure`."""
+    """Return a transport for a group that replaces a transport's group, using `reconnect` or else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 
 class FastPath(Protocol):
-    """Blocking calls on the caller's own tensors, with one native call each.
+    """Blocking calls directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not agree on the path. They compare calls
+    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. They compare calls
     themselves.
     """
 
@@ -405,19 +406,19 @@ class FastPath(Protocol):
     ) -> Status:
         """Make the call.
 
-        Return `UNSUPPORTED`, without effect, if it needs the general path; `MISMATCH` if ranks' calls differ.
+        Return `UNSUPPORTED`, without effect, if the call needs the general path; `MISMATCH` if ranks' calls differ.
 
         Args:
             what: Name of the collective.
-            output: Output as the caller passed it: a tensor, or one per rank; None if there is none.
-            input: Input, if it is separate.
+            output: Output as the caller passed it: a tensor, or one tensor per rank; None if there is none.
+            input: Input, if it is separate from the output.
             op, root, algorithm: Arguments as the caller passed them, if any.
             deadline: Deadline on the library's clock.
         """
         ...
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """Raise the `MismatchError` that quotes each rank's fingerprint. All ranks call it."""
+        """Raise a `MismatchError` that quotes each rank's fingerprint. All ranks call this."""
         ...
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
@@ -425,7 +426,7 @@ class FastPath(Protocol):
         ...
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, without effect, for the general path."""
+        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, without effect, if it can't do that."""
         ...
 
 
@@ -435,7 +436,7 @@ class Envelope(NamedTuple):
     Attributes:
         peer: Rank of the sender.
         head: Bytes of the message.
-        bodies: One-dimensional uint8 tensors sent with it, in new memory.
+        bodies: One-dimensional uint8 tensors sent with it, in newly allocated memory.
     """
 
     peer: int
@@ -446,13 +447,13 @@ class Envelope(NamedTuple):
 class Mailbox(ABC):
     """A rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
 
-    Unlike a transport, it has no posted receives, and does not fail as a whole: a lost rank is `mark_lost`d, and the
-    others continue. Any thread may send; one thread at a time may `poll`; only the permanent service thread may `wait`.
-    A thread that is about to poll itself calls `mute_wakeups`, so that the waiting thread remains asleep.
+    Unlike a transport, it has no posted receives, and does not fail as a whole: a lost rank is marked with `mark_lost`,
+    and the others continue. Any thread may send; one thread at a time may `poll`; only the permanent service thread may
+    `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting thread remains asleep.
 
     Attributes:
-        group: Group of the ranks.
-        eager: Whether a thread that waits for a message should first poll for it for a while.
+        group: The ranks' group.
+        eager: Whether a thread that waits for a message should poll for a while first.
         lost: Lost ranks, each with the error that reports it.
         on_stall: Called in the sending thread when a send has to wait for the receiver to make room.
     """
@@ -477,8 +478,8 @@ class Mailbox(ABC):
             timeout: Seconds for the receiver to make room.
 
         Raises:
-            PeerLostError: The peer has gone.
-            CommTimeoutError: The peer does not receive. It then counts as lost.
+            PeerLostError: The peer is gone.
+            CommTimeoutError: The peer isn't receiving. It now counts as lost.
         """
 
     @abstractmethod
@@ -497,7 +498,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """End a `wait`. Callable from any thread and from finalizers, because it takes no lock."""
+        """End a `wait`. Can be called from any thread, and from finalizers because it takes no lock."""
 
     def mark_lost(self, peer: int, error: BaseException) -> None:
         """Mark a rank as lost: sends to it fail, including those in progress."""
@@ -505,7 +506,7 @@ class Mailbox(ABC):
         self.wake()
 
     def abort_message(self, peer: int, error: BaseException) -> None:
-        """Handle an aborted or interrupted send: part of the message was sent, so no message can follow."""
+        """Handle an aborted or interrupted send: only part of the message was sent, so no message can follow."""
         if not isinstance(error, CommError):
             error = PeerLostError(f"a message to rank {peer} was aborted by {type(error).__name__}", peer=peer)
         self.mark_lost(peer, error)
@@ -523,7 +524,7 @@ class Mailbox(ABC):
         self._closers.append(closer)
 
     def check(self, peer: int) -> None:
-        """Raise an error if nothing can be sent to this rank."""
+        """Raise an error if this rank can no longer be sent to."""
         if peer in self.lost:
             error = self.lost[peer]
             raise PeerLostError(str(error), peer=peer) from error

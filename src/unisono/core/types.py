@@ -37,7 +37,7 @@ Timeout = float | timedelta
 
 
 class Blocking(TypedDict, total=False):
-    """Keywords of a collective that returns when it is done.
+    """Keyword arguments of a collective that returns when it is done.
 
     Attributes:
         algorithm, async_op, timeout: As for `Communicator.all_reduce`.
@@ -53,7 +53,7 @@ class Blocking(TypedDict, total=False):
 
 
 class NonBlocking(TypedDict, total=False):
-    """Keywords of a collective that returns a `Work` immediately.
+    """Keyword arguments of a collective that returns a `Work` immediately.
 
     Attributes:
         algorithm, async_op, timeout: As for `Communicator.all_reduce`.
@@ -69,7 +69,7 @@ class NonBlocking(TypedDict, total=False):
 
 
 class ReduceOp(StrEnum):
-    """Reduce operation that combines contributions. Its name as a plain string is also accepted.
+    """Reduce operation that combines contributions. Its name is also accepted as a plain string.
 
     Example:
         >>> ReduceOp("sum") is ReduceOp.SUM
@@ -111,8 +111,8 @@ class Recv:
     """A message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Tensor or buffer to write to, of the send's dtype and length. A transport gets it as a one-dimensional
-            contiguous tensor.
+        tensor: Tensor or buffer to write to, with the same dtype and length as the sent one. A transport gets it as a
+            one-dimensional contiguous tensor.
         peer: Rank that sends it.
         tag: As for `Communicator.recv`.
 
@@ -151,7 +151,7 @@ class Work(ABC):
             timeout: Seconds, or a `timedelta`; the group's default if None.
 
         Raises:
-            CommTimeoutError: It was not done in time. The wait may be repeated.
+            CommTimeoutError: It did not finish in time. You may wait again.
         """
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
@@ -164,24 +164,24 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Return whether the work has ended, with or without an error. Never blocks."""
+        """Return whether the work has finished, with or without an error. Never blocks."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """Return the error of the work if it has failed; None otherwise."""
+        """Return the work's error if it has failed; None otherwise."""
 
     @abstractmethod
     def get_future(self) -> torch.futures.Future[None]:
-        """Return a future that completes with the work, without further calls from the caller."""
+        """Return a future that completes when the work does, without further calls from the caller."""
 
     def source_rank(self) -> int:
-        """Return the sender of the received message; -1 while unknown, and for other works."""
+        """Return the sender of the received message; -1 while it is unknown, and for works other than receives."""
         return -1
 
     def cancel(self) -> bool:
-        """Cancel the operation if possible; by default it never is.
+        """Cancel the operation if possible; by default, it isn't.
 
-        Returns: Whether it was possible.
+        Returns: Whether the operation was cancelled.
         """
         return False
 
@@ -189,8 +189,8 @@ class Work(ABC):
 class PointToPoint(Protocol):
     """Interface that a schedule needs.
 
-    Messages with one tag from one rank to another arrive in posting order. Nothing else is guaranteed: a send may wait
-    until it is received.
+    Messages with the same tag from one rank to another arrive in posting order. Nothing else is guaranteed: a send may
+    block until it is received.
     """
 
     @property
@@ -200,5 +200,5 @@ class PointToPoint(Protocol):
     def size(self) -> int: ...
 
     def post(self, batch: Sequence[Message]) -> Work:
-        """Start all of these messages in one call. No message of the batch waits for another."""
+        """Start all of these messages in one call. No message in the batch waits for another."""
         ...

@@ -48,7 +48,7 @@ class Completion(Work):
 
     Args:
         timeout_s: Default timeout of `wait`.
-        messages: Awaited messages, for the text of a timeout.
+        messages: Awaited messages, for the text of a timeout error.
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
@@ -64,13 +64,13 @@ class Completion(Work):
 
     @classmethod
     def ended(cls, error: BaseException | None = None) -> Completion:
-        """Return a work that has ended, with an error if one is passed."""
+        """Return a work that has already ended, with an error if one is passed."""
         work = Completion(0.0)
         work.complete(error)
         return work
 
     def complete(self, error: BaseException | None = None) -> bool:
-        """End the work; return False if it had ended before (the first outcome remains)."""
+        """End the work; return False if it had already ended (the first outcome stands)."""
         with self._lock:
             if self._done.is_set():
                 return False
@@ -126,7 +126,7 @@ class Completion(Work):
 
 
 class CountdownWork(Completion):
-    """Work for the messages of one `post`: complete when each has `arrived`, or with the first error."""
+    """Work for the messages of one `post`: complete when each has `arrived`, or failed with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)
@@ -134,7 +134,7 @@ class CountdownWork(Completion):
             self.complete()
 
     def arrived(self, message: Message) -> None:
-        """Record that a message is done; call once for each."""
+        """Record that a message is done; call once per message."""
         with self._lock:
             if not self._done.is_set():
                 self._left[message] -= 1
@@ -145,7 +145,7 @@ class CountdownWork(Completion):
 
 
 def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
-    """Return a wait's timeout in seconds: the given one, or the default if None.
+    """Return a wait's timeout in seconds: the given timeout, or the default if None.
 
     Raises:
         TypeError: It is neither a number of seconds nor a timedelta.
@@ -171,11 +171,11 @@ def seconds_left(deadline: float) -> float:
 
 
 def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
-    """Return the timeout in seconds, as `resolve_timeout`; raise `ValueError` also if it is 0.
+    """Return the timeout in seconds, like `resolve_timeout`, but also raise `ValueError` if it is 0.
 
     Args:
         timeout: Seconds, or a timedelta.
-        name: Name of the argument, for the error.
+        name: Name of the argument, for the error message.
 
     Example:
         >>> positive_timeout(timedelta(seconds=0))
@@ -190,7 +190,7 @@ def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
 
 
 def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
-    """Return the timeout error of a wait for these messages."""
+    """Return the error for a wait for these messages that has timed out."""
     if not messages:
         return CommTimeoutError(f"waited {waited_s:.1f} s", waited_s=waited_s)
     first = messages[0]
@@ -203,14 +203,14 @@ def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutEr
 
 
 def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
-    """Return the error of a wait for ranks that has timed out."""
+    """Return the error for a wait for ranks that has timed out."""
     if not ranks:
         return timeout_error((), waited_s)
     return CommTimeoutError(waited_for(ranks, waited_s), peer=ranks[0], waited_s=waited_s)
 
 
 def describe(messages: Sequence[Message]) -> str:
-    """Return the awaited messages as text: "for 4.0 MiB from rank 1"."""
+    """Describe the awaited messages: "for 4.0 MiB from rank 1"."""
     parts = [
         f"for {format_bytes(m.tensor.nbytes)} from rank {m.peer}"
         if isinstance(m, Recv)
@@ -221,7 +221,7 @@ def describe(messages: Sequence[Message]) -> str:
 
 
 def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
-    """Return the error for a send and receive that match but differ; `sent` and `expected` are as from `elements`."""
+    """Return the error for a send and its receive that differ in content; `sent` and `expected` are from `elements`."""
     return MismatchError(
         f"rank {sender} sent {sent}, but the receive on rank {receiver} expects {expected} (tag {tag})", peer=peer
     )
@@ -255,10 +255,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
-    """Wait for the first work to end, and return its index.
+    """Wait until one of the works ends, and return its index.
 
-    Needs only a work's `get_future`. Raises `CommTimeoutError` after `timeout`, and `ValueError` for an empty list. It
-    does not raise the work's error: call the work's `wait` for that.
+    Only uses `get_future` of each work. Raises `CommTimeoutError` after `timeout`, and `ValueError` for an empty list.
+    It does not raise the work's error: call the work's `wait` for that.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
@@ -287,10 +287,10 @@ _threads = DaemonThreadPool("unisono deferred work")
 
 
 class Deferred(Work):
-    """Work that the first `wait` runs in its own thread.
+    """Work that runs in the thread of the first `wait`.
 
     Args:
-        run: Function that does the work, until a deadline on the library's clock.
+        run: Function that does the work, with a deadline on the library's clock.
         timeout_s: Default timeout of `wait`.
         ready: Function that returns whether `run` would return, or raise, immediately; None if unknown. A `wait` with a
             timeout starts `run` only when it is ready, so that the wait can be repeated.
@@ -322,7 +322,7 @@ class Deferred(Work):
             raise self._error
 
     def _look(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Return when the work is ready; until then, another thread may be in `run`."""
+        """Return once the work is ready; until then, another thread may be in `run`."""
         started = clock.now()
         while not ready():
             waited = clock.now() - started
@@ -361,11 +361,11 @@ T = TypeVar("T")
 
 
 class ChainedWork(Work):
-    """A work with a continuation for success, and a translation of its errors.
+    """A work with a continuation that runs on success, and a translation of errors.
 
     Args:
         inner: The work to continue.
-        after: Called once, in the first thread that sees `inner` succeed; its error becomes the work's.
+        after: Called once, in the first thread that sees `inner` succeed; an error that it raises becomes the work's.
         translate: Converts an error of `inner` to the error to raise.
     """
 
@@ -451,7 +451,7 @@ class ResultWork(ChainedWork, Generic[T]):
         self._read = read
 
     def result(self, timeout: Timeout | None = None) -> T:
-        """Return the result when the work is done; raise its error.
+        """Return the result once the work is done; raise its error if it failed.
 
         Args:
             timeout: As for `wait`.
@@ -461,13 +461,13 @@ class ResultWork(ChainedWork, Generic[T]):
 
 
 class WorkGroup(Work):
-    """Several works as one: complete when all of them are, or with the first error.
+    """Several works as one: complete when all of them are, or failed with the first error.
 
     Args:
         works: The works, in the order in which `wait` waits for them.
-        timeout_s: Default timeout of a `wait` for all works together; if None, each work's default applies.
-        poll_s: Seconds between polls of the later works during the wait for an earlier one, because some works advance
-            only when polled; if None, only the work that is waited for is polled.
+        timeout_s: Default timeout of a `wait` for all works together; if None, each work's own default applies.
+        poll_s: Seconds between polls of the later works while waiting for an earlier one, because some works progress
+            only when polled; if None, only the work that is currently waited for is polled.
     """
 
     def __init__(self, works: Sequence[Work], timeout_s: float | None = None, poll_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Transports by name, from a file here, an entry point `unisono.transports`, or `TRANSPORTS.register`."""
+"""Transports by name: from a file here, from entry points in `unisono.transports`, or from `TRANSPORTS.register`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collective algorithms by name, each a file of pure integers: `algorithms/<collective>/<algorithm>.py`."""
+"""Collective algorithms by name, each a file that only computes with integers: `<collective>/<algorithm>.py`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
         options: Options of this algorithm, as listed in its file; they take precedence over those in the name.
 
     Raises:
-        ValueError: No such collective, algorithm or option, or an option's value is not an integer; lists the known
-            ones.
+        ValueError: There is no such collective, algorithm or option (the message lists the known ones), or an option's
+            value is not an integer.
 
     Example:
         >>> find("all_reduce", "ring").chunks(size=5)
@@ -64,7 +64,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
 
 def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
-    """Return the algorithm given as a name, a file or an algorithm; raise for a size that it cannot serve."""
+    """Return the algorithm specified by a name, a file or an algorithm; raise if it cannot serve this size."""
     if isinstance(algorithm, str):
         algorithm = find(collective, algorithm)
     elif not isinstance(algorithm, Algorithm):

@@ -1,4 +1,4 @@
-"""An algorithm of a collective: the functions of its file, with its options bound."""
+"""An algorithm for a collective: the functions in its file, with its options bound."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = [
 
 
 class AlgorithmFile(Protocol):
-    """Interface of a file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
+    """Interface of a file in `algorithms/<collective>/`. Rooted collectives are written for root 0.
 
     The interpreter renumbers ranks for other roots. A file may also define:
 
-    - `chunks(size)`: the number of chunks of a message. Only all_reduce, reduce and broadcast may choose it; by default
+    - `chunks(size)`: the number of chunks in a message. Only all_reduce, reduce and broadcast may choose it; by default
       it is 2p for all_to_all, where each rank sends chunks 0 to p-1 and receives chunks p to 2p-1 (chunks from 2p on
       are scratch), 1 for a barrier, and p for all other collectives.
     - `unsupported(size)`: the reason why it cannot serve this number of ranks; an empty string if it can.
     - `SAME_BITS = False`, if ranks may end with differently rounded sums. Such an algorithm serves exact dtypes only.
     - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of ranks.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.
-    - `OPTIONS`: a dict of keyword arguments, with defaults, of all its functions (`{"segments": 1}`).
+    - `OPTIONS`: a dict of keyword arguments, with defaults, that all its functions take (`{"segments": 1}`).
 
     Example:
         >>> from unisono.collectives.algorithms.all_gather import ring
@@ -58,21 +58,21 @@ class AlgorithmFile(Protocol):
 
         Args:
             size: Number of ranks, from 2.
-            numel: Elements of the message: of all chunks of one rank's input or output, whichever is longer. Chunks are
-                almost equal; the first ones are longer.
+            numel: Number of elements in the message, that is, in all chunks of one rank's input or output, whichever is
+                longer. Chunks are nearly equal in length; if they differ, the first ones are longer.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Algorithm of a collective, with its options bound.
+    """Algorithm for a collective, with its options bound.
 
     Args:
         collective: Its collective.
         name: Its name.
         file: Its functions.
-        options: Keyword arguments of these functions that differ from the defaults.
+        options: Keyword arguments for these functions that differ from the defaults.
 
     Example:
         >>> ring = un.algorithms.find("all_reduce", "ring")
@@ -94,7 +94,7 @@ class Algorithm:
 
     @property
     def same_bits(self) -> bool:
-        """True if all ranks end with the same bits, even if sums are rounded."""
+        """True if all ranks end up with the same bits, even if sums are rounded."""
         return bool(getattr(self.file, "SAME_BITS", True))
 
     @property
@@ -117,13 +117,13 @@ class Algorithm:
         return ":".join((self.name, *values))
 
     def parse_options(self, pairs: Iterable[str]) -> dict[str, Any]:
-        """Return the options given as texts such as "segments=8" and "levels=8x128".
+        """Parse options given as strings such as "segments=8" and "levels=8x128".
 
         Args:
-            pairs: One text for each option.
+            pairs: One string per option.
 
         Raises:
-            ValueError: A text is not an option of this algorithm.
+            ValueError: A string is not an option of this algorithm.
 
         Example:
             >>> un.algorithms.find("all_reduce", "hierarchical").parse_options(["levels=8x128"])
@@ -142,10 +142,10 @@ class Algorithm:
         return found
 
     def with_options(self, **options: Any) -> Algorithm:
-        """Return this algorithm with other options.
+        """Return this algorithm with different options.
 
         Args:
-            options: New values of the file's options, by name; others keep their values.
+            options: New values for the file's options, by name; other options keep their values.
 
         Example:
             >>> un.algorithms.find("all_reduce", "ring").with_options().name
@@ -154,7 +154,7 @@ class Algorithm:
         return replace(self, options={**self.options, **options})
 
     def unsupported(self, size: int) -> str:
-        """Return why the algorithm cannot serve a number of ranks; an empty string if it can.
+        """Return the reason why the algorithm cannot serve a number of ranks; an empty string if it can.
 
         Args:
             size: Number of ranks, from 1.
@@ -184,7 +184,7 @@ class Algorithm:
         return exact and not self.unsupported(size)
 
     def chunks(self, size: int) -> int:
-        """Return the number of chunks of a message.
+        """Return the number of chunks in a message.
 
         Args:
             size: Number of ranks, from 1.
@@ -197,7 +197,7 @@ class Algorithm:
         return chunks(size, **self.options) if chunks else default_chunks(self.collective, size)
 
     def parts(self, size: int) -> int:
-        """Return the number of parts of a message: its chunks, except in an all_to_all, which has one for each rank.
+        """Return the number of parts in a message: its chunks, except in an all_to_all, which has one part per rank.
 
         Args:
             size: Number of ranks.
@@ -210,12 +210,12 @@ class Algorithm:
         return size if self.collective == "all_to_all" else self.chunks(size)
 
     def offsets(self, size: int, nbytes: int, itemsize: int = 1) -> list[int]:
-        """Return for each chunk the bytes of all chunks before it, followed by the total.
+        """Return, for each chunk, the total size in bytes of the chunks before it; the last entry is the total.
 
         Args:
             size: Number of ranks.
-            nbytes: Bytes of the message.
-            itemsize: Bytes of an element; chunks have whole elements.
+            nbytes: Size of the message in bytes.
+            itemsize: Size of an element in bytes; chunks contain whole elements.
 
         Example:
             >>> ring = un.algorithms.find("all_reduce", "ring")
@@ -227,7 +227,7 @@ class Algorithm:
         return [0, *accumulate(lengths[chunk % parts] for chunk in range(self.chunks(size)))]
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """Return the steps of a rank; none if it is alone.
+        """Return a rank's steps; none if it is alone.
 
         Args:
             rank: A rank of the group; the root is rank 0.
@@ -240,7 +240,7 @@ class Algorithm:
         return self.file.steps(rank, size, **self.options) if size > 1 else iter(())
 
     def cost(self, size: int, numel: int) -> Cost:
-        """Return the exact cost of a message.
+        """Return the exact cost for a message.
 
         Args:
             size: Number of ranks, from 1.
@@ -262,7 +262,7 @@ FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions in this rank's chunk before the first step; 0 if there are none.
+    """Return the contributions in this rank's chunk before the first step, as a bit mask; 0 if there are none.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -279,7 +279,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions that this rank's chunk must have at the end; 0 if anything is allowed.
+    """Return the contributions that this rank's chunk must contain at the end, as a bit mask; 0 if anything is allowed.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -297,7 +297,7 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def default_chunks(collective: str, size: int) -> int:
-    """Return the default number of chunks of a collective.
+    """Return the default number of chunks for a collective.
 
     Except in the collectives of `FREE_CHUNKS`, a chunk is one rank's contribution or result.
 
@@ -310,10 +310,10 @@ def default_chunks(collective: str, size: int) -> int:
 
 
 def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
-    """Reduce parts in a balanced binary tree, whose first half is the longer one.
+    """Reduce parts in a balanced binary tree. If the halves differ, the first one is longer.
 
     Args:
-        parts: Parts to reduce, at least one.
+        parts: Parts to reduce; at least one.
         plus: Function that reduces two parts, the earlier one first.
 
     Example:

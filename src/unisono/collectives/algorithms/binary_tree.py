@@ -1,6 +1,6 @@
 """In-order binary tree with any number of places, the basis of double binary trees.
 
-All subtrees to the left are complete, so that odd places are leaves. Source: Sanders, Speck and Träff, "Two-tree
+All left subtrees are complete, so that odd places are leaves. Source: Sanders, Speck and Träff, "Two-tree
 algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 2.
 """
 
@@ -28,7 +28,7 @@ def path(place: int, size: int) -> list[int]:
 
 
 def children(place: int, size: int) -> list[int]:
-    """Return the places below a place: in the middle of the complete tree on the left, and of the rest on the right.
+    """Return the places below a place: the root of the complete tree on the left, and of the rest on the right.
 
     Example:
         >>> children(4, 6), children(6, 6), children(5, 6)

@@ -1,7 +1,7 @@
-"""Butterflies among a power of two of ranks: in each step every rank exchanges data with one peer.
+"""Butterflies for powers of two: in each step, every rank exchanges data with one peer.
 
-Chunks are placed so that every message of a reduction is one run: whatever the peers are, the ranks still reachable
-after a step own adjacent places.
+Chunks are placed so that every message of a reduction is one run: whatever the peers, the ranks that are still
+reachable after a step own adjacent places.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Peer = Callable[[int, int, int], int]
 
 
 def doubling(rank: int, step: int, size: int) -> int:
-    """Return the peer at distance 1, 2, 4, ..., whose number differs in one bit."""
+    """Return the peer at distance 1, 2, 4, ..., whose rank differs in one bit."""
     return rank ^ 1 << step
 
 
@@ -44,7 +44,7 @@ def swinging(rank: int, step: int, size: int) -> int:
 
 
 def needs_power_of_two(size: int) -> str:
-    """Return why an algorithm cannot serve a number of ranks; empty if that is a power of two."""
+    """Return the reason why an algorithm cannot serve a number of ranks; empty if it is a power of two."""
     return f"needs a power of two, not {size} ranks" if size & (size - 1) else ""
 
 
@@ -74,8 +74,7 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
     Args:
         rank, size: As for the algorithm.
         peer: Peer in each step.
-        move: Function that returns the message to or from a peer with the places from the first up to, but excluding,
-            the last.
+        move: Function that returns the message to or from a peer, given the first place and the one after the last.
     """
     place = places(peer, size)[rank]
     for step in range(size.bit_length() - 1):
@@ -87,13 +86,13 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
 
 
 def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int:
-    """Return the elements that the busiest rank sends in halvings of a message, and in the same steps backwards.
+    """Return how many elements the busiest rank sends in halvings of a message, and in the same steps in reverse.
 
-    It sends all chunks except its own; then, beginning with these, the ones that it received. The rank with the first
-    chunks, which are longer, sends most.
+    It sends all chunks except its own, and in reverse all chunks except those it received. The rank with the first
+    chunks, which are longer, sends the most.
 
     Args:
-        numel: Elements of the message.
+        numel: Number of elements in the message.
         chunks: Number of chunks.
         runs: Number of chunks that it receives in each halving.
         own: Number of its own chunks.
@@ -102,7 +101,7 @@ def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int
 
 
 def exchanges(rank: int, size: int, peer: Peer) -> Iterator[Step]:
-    """Return the steps in which ranks exchange all that they have reduced so far, as one chunk."""
+    """Return the steps in which ranks exchange everything that they have reduced so far, as one chunk."""
     for step in range(size.bit_length() - 1):
         move = (Move(peer(rank, step, size), 0, 1),)
         yield Step(move, move, reduce=True)

@@ -1,4 +1,4 @@
-"""Fold of any number of ranks to a power of two: pairs of adjacent ranks are reduced first, and share the result.
+"""Folds any number of ranks to a power of two: pairs of adjacent ranks are reduced first, and share the result.
 
 The pairs are the deepest leaves of the balanced binary tree over all ranks, so an algorithm that reduces its nodes in a
 balanced tree does so for any number of ranks.
@@ -47,7 +47,7 @@ def folded(
 
     Args:
         rank, size: As for the algorithm.
-        chunks: Number of chunks of the message.
+        chunks: Number of chunks in the message.
         among: Function that returns the steps of a node, given its number and the number of nodes.
         scattered: Whether each rank's result is only the chunk with its number.
     """

@@ -1,8 +1,8 @@
 """Steps of a collective algorithm, in integers: no tensors, no waiting, no torch.
 
-A message is cut into *chunks*, numbered from 0. An algorithm lists for one rank, step by step, the runs of chunks to
-send and to receive, and their peers. All messages of a step are in flight at the same time; the step ends when all have
-arrived. Matching steps of two peers may have different numbers.
+A message is cut into *chunks*, numbered from 0. An algorithm lists, for one rank, step by step, the runs of chunks to
+send and to receive, and the peers. All messages of a step are in flight at the same time; the step ends when all have
+arrived. Matching steps on two peers may have different numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "others", 
 
 
 class Move(NamedTuple):
-    """Message of one or more runs of chunks to or from another rank.
+    """Message to or from another rank, with one or more runs of chunks.
 
     Attributes:
         peer: The rank that receives or sends it.
         start, stop: The first run: its first chunk, and the chunk after its last.
-        further: Further runs, as pairs of start and stop, sent in this order in the same message.
+        further: Further runs, as (start, stop) pairs, sent in this order in the same message.
 
     Example:
         >>> Move(peer=1, start=0, stop=2).runs
@@ -43,11 +43,11 @@ class Move(NamedTuple):
 
 
 def move_of(peer: int, chunks: Iterable[int]) -> Move:
-    """Return the message of the given chunks, in ascending order, as the fewest runs.
+    """Return a message with the given chunks in ascending order, in as few runs as possible.
 
     Args:
         peer: The rank that receives or sends it.
-        chunks: Distinct chunk numbers, at least one.
+        chunks: Distinct chunk numbers; at least one.
 
     Example:
         >>> move_of(3, {4, 0, 1})
@@ -69,8 +69,8 @@ def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
     Args:
         peer: The rank that receives or sends it.
         start: The first chunk; taken modulo `chunks`.
-        count: Number of chunks, from 1.
-        chunks: Number of all chunks.
+        count: Number of chunks, at least 1.
+        chunks: Total number of chunks.
 
     Example:
         >>> wrapped(3, start=4, count=3, chunks=6)
@@ -85,7 +85,7 @@ def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
 def others(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return all other ranks in the order in which a rank sends to them, and in the order in which it receives.
 
-    Each order begins with a neighbour, so that several ranks never send to the same one at once.
+    Each order begins with a neighbour, so that no two ranks send to the same rank at once.
 
     Args:
         rank: The rank that sends and receives.
@@ -104,11 +104,11 @@ class Step(NamedTuple):
     Attributes:
         send: Messages to send. They are read before any received data of this step is written.
         recv: Messages to receive. The n-th message from a peer in a step is the n-th that the peer sends to this
-            rank in its matching step. Runs that are overwritten overlap neither a run that is sent in this step nor
+            rank in its matching step. Runs that are overwritten must not overlap a run that is sent in this step, or
             another received run.
-        reduce: Whether received data is reduced into the existing data, or overwrites it. Contributions to one chunk,
-            including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order (the
-            first half is the longer one), so every rank that reduces the same contributions gets the same bits.
+        reduce: Whether received data is reduced into the existing data rather than overwriting it. Contributions to one
+            chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order
+            (the first half is the longer one), so every rank that reduces the same contributions gets the same bits.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
@@ -121,7 +121,7 @@ class Step(NamedTuple):
     reduce: bool = False
 
     def renumbered(self, peer: Callable[[int], int], chunk: int = 0) -> Step:
-        """Return this step of an algorithm among some of the ranks, as a step among all ranks.
+        """Convert a step among some of the ranks to a step among all ranks.
 
         Args:
             peer: Function that returns a rank's number among all ranks.
@@ -142,7 +142,7 @@ class Step(NamedTuple):
 def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
     """Return steps in reverse, with sends and receives exchanged.
 
-    Turns a reduce into a broadcast and a reduce_scatter into an all_gather, or, with `reduce`, the other way round.
+    Turns a reduce into a broadcast and a reduce_scatter into an all_gather, or, with `reduce`, vice versa.
 
     Args:
         steps: Steps of one rank, in which each chunk travels along a tree.
@@ -159,9 +159,9 @@ class Cost(NamedTuple):
     """Exact cost of an algorithm for a group and message size, as declared by its file and counted by the prover.
 
     Attributes:
-        rounds: Steps on the longest chain of messages that wait for each other.
-        messages: Messages sent by the rank that sends most of them.
-        sent: Elements sent by the rank that sends most of them.
+        rounds: Number of steps on the longest chain of messages that depend on each other.
+        messages: Messages sent by the rank that sends the most of them.
+        sent: Elements sent by the rank that sends the most of them.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
@@ -175,11 +175,11 @@ class Cost(NamedTuple):
 
 
 def elements(numel: int, chunks: int, start: int = 0, stop: int = 1) -> int:
-    """Return the number of elements in a run of almost equal chunks, of which the first ones are longer.
+    """Return the number of elements in a run of nearly equal chunks. If they differ, the first ones are longer.
 
     Args:
-        numel: Elements of the whole message.
-        chunks: Number of chunks of the message.
+        numel: Number of elements in the whole message.
+        chunks: Number of chunks in the message.
         start, stop: The run; the first chunk by default.
 
     Example:

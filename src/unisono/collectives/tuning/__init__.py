@@ -1,1 +1,1 @@
-"""Choice of an algorithm by prediction: constants of the machine, their fit to measured calls, and predicted times."""
+"""Chooses algorithms by prediction: the machine's constants, fitted to measured calls, and predicted times."""

@@ -43,15 +43,15 @@ class LinkCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Constants of a machine: the cost of a message inside a host and between hosts, and of a rank's processor.
+    """A machine's constants: the cost of messages inside a host and between hosts, and of a rank's CPU time.
 
     Args:
-        inside: Messages between ranks of one host.
-        between: Messages between hosts.
+        inside: Cost of messages between ranks on one host.
+        between: Cost of messages between hosts.
         gamma: Seconds to reduce one received byte.
-        overhead: Processor time for each message, in seconds.
-        measured: False for the built-in constants of a transport.
-        cores: Processors shared by a host's ranks, if fewer than its ranks; 0 if each rank has its own.
+        overhead: CPU time per message in seconds.
+        measured: False for a transport's built-in constants.
+        cores: Number of cores that a host's ranks share, if fewer than its ranks; 0 if each rank has its own.
         overrides: Pairs of a collective and the algorithm that "auto" uses, regardless of predictions.
 
     Example:
@@ -75,7 +75,7 @@ class CostTable:
 
     @classmethod
     def builtin(cls, latency_s: float, second_per_byte: float) -> CostTable:
-        """Return the table of a transport's built-in constants, the same inside a host and between hosts.
+        """Return the table with a transport's built-in constants, which are the same inside a host and between hosts.
 
         Args:
             latency_s, second_per_byte: As for `Transport`.
@@ -89,7 +89,7 @@ class CostTable:
         return hashlib.sha256(json.dumps(self._constants(), sort_keys=True).encode()).hexdigest()[:12]
 
     def with_overrides(self, overrides: Mapping[str, str]) -> CostTable:
-        """Return this table with further overrides, which replace its own.
+        """Return this table with additional overrides, which take precedence over its own.
 
         Args:
             overrides: An algorithm for each collective.
@@ -112,13 +112,13 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> CostTable:
-        """Return the table that `to_json` has written.
+        """Return the table from JSON written by `to_json`.
 
         Args:
             text: JSON.
 
         Raises:
-            ValueError: It is not such a table, has another format, or its constants do not match its hash.
+            ValueError: It is not such a table, has a different format, or its constants do not match its hash.
         """
         try:
             found = json.loads(text)
@@ -139,7 +139,7 @@ class CostTable:
 
 
 def parse_overrides(text: str) -> dict[str, str]:
-    """Return the overrides in a text such as "all_reduce=ring,broadcast=binomial".
+    """Parse overrides from a string such as "all_reduce=ring,broadcast=binomial".
 
     Args:
         text: Pairs of a collective and an algorithm, separated by commas.
@@ -156,7 +156,7 @@ def parse_overrides(text: str) -> dict[str, str]:
 
 
 def _checked(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the overrides; raise ValueError if a collective or algorithm does not exist."""
+    """Return the overrides; raise `ValueError` if a collective or algorithm does not exist."""
     for collective, algorithm in overrides.items():
         if collective not in ALGORITHMS:
             raise ValueError(
@@ -175,7 +175,7 @@ class TableFile:
 
     Args:
         backend: Name of the backend.
-        ranks: Number of ranks of each host.
+        ranks: Number of ranks on each host.
     """
 
     def __init__(self, backend: str, ranks: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class TableFile:
         )
 
     def load(self) -> CostTable | None:
-        """Return the table; None if there is no file, or if it is damaged or foreign, which is logged."""
+        """Return the table; None if there is no file, or if it is damaged or not ours, which is logged."""
         try:
             text = self.path.read_text(encoding="utf-8")
             table = CostTable.from_json(text)
@@ -202,7 +202,7 @@ class TableFile:
         return table
 
     def store(self, table: CostTable) -> None:
-        """Replace the file, or log why that is impossible."""
+        """Replace the file, or log why that failed."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # The temporary file is created with mode 0600.

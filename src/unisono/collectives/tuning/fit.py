@@ -1,4 +1,4 @@
-"""Fits a machine's constants to measured calls, with least squares of relative errors."""
+"""Fits a machine's constants to measured calls, minimizing the squares of relative errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cell(NamedTuple):
     Attributes:
         collective, algorithm: The algorithm, with its options.
         size: Number of ranks.
-        nbytes: Bytes of the message.
+        nbytes: Size of the message in bytes.
         seconds: Measured time.
     """
 
@@ -41,7 +41,7 @@ class Fit(NamedTuple):
     Attributes:
         link: Latency, and seconds per byte.
         gamma: Seconds to reduce one received byte.
-        overhead: Processor seconds for each message.
+        overhead: CPU seconds per message.
     """
 
     link: LinkCost
@@ -53,8 +53,8 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
     """Return the non-negative constants that best predict measured calls.
 
     Args:
-        cells: Calls with several sizes and algorithms, some of which send several messages in a round.
-        cores: Processors that the ranks shared, if they were fewer than the ranks; 0 otherwise.
+        cells: Calls with several sizes and algorithms, including some that send several messages per round.
+        cores: Number of cores that the ranks shared, if fewer than the ranks; 0 otherwise.
 
     Example:
         >>> fit([Cell("broadcast", "binomial", 2, n, 1e-5 + n * 1e-9) for n in (8, 65536, 1048576)]).link.beta < 1.01e-9
@@ -68,7 +68,7 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
 
 
 def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[float, ...]:
-    """Return the non-negative constants for which each row's sum is nearest to the measured seconds."""
+    """Return the non-negative constants with which the rows' sums come closest to the measured seconds."""
     weighted = torch.tensor(rows, dtype=torch.float64)
     weighted /= torch.tensor([[cell.seconds] for cell in cells], dtype=torch.float64)
     kept = [column for column in range(4) if weighted[:, column].any()]
@@ -87,7 +87,7 @@ def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[flo
 def _coefficients(cell: Cell, constants: Sequence[float], cores: int) -> list[float]:
     """Return the derivatives of a predicted time by alpha, beta, gamma and the overhead, at these constants.
 
-    A predicted time is piecewise linear, so near these constants it is the sum of the products.
+    A predicted time is piecewise linear, so near these constants it is the sum of derivatives times constants.
     """
     algorithm = find(cell.collective, cell.algorithm)
 

@@ -17,11 +17,11 @@ _SEGMENTS = (1, 2, 4, 8, 16, 32)
 
 
 class Machine(NamedTuple):
-    """Constants and hosts, on which a choice depends besides the call.
+    """Constants and hosts, on which a choice depends in addition to the call.
 
     Attributes:
         table: Constants, equal on all ranks.
-        per_host: Ranks of each host, if all hosts have equally many consecutive ranks; 0 otherwise.
+        per_host: Ranks per host, if all hosts have the same number of consecutive ranks; 0 otherwise.
     """
 
     table: CostTable
@@ -35,11 +35,11 @@ class Choice:
     Attributes:
         collective: The collective.
         size: Number of ranks.
-        nbytes: Bytes of the message, rounded up to a power of two.
+        nbytes: Size of the message in bytes, rounded up to a power of two.
         algorithm: Name of the chosen algorithm, with its options.
         options: The options by name.
-        predicted_s: Predicted seconds.
-        others: Predicted seconds of other algorithms, by name.
+        predicted_s: Predicted time in seconds.
+        others: Predicted times of the other algorithms in seconds, by name.
         why: Reason, as a sentence.
     """
 
@@ -53,7 +53,7 @@ class Choice:
     why: str = ""
 
     def rows(self) -> dict[str, str]:
-        """Return the predicted time of each algorithm as text, the chosen one first."""
+        """Return the predicted time of each algorithm as text, with the chosen algorithm first."""
         others = sorted((seconds, name) for name, seconds in self.others.items())
         named = {name: f"{seconds * 1e6:.1f} us" for seconds, name in others}
         return {self.algorithm: f"{self.predicted_s * 1e6:.1f} us", **named}
@@ -67,7 +67,7 @@ class Choice:
 
 
 def size_class(nbytes: int) -> int:
-    """Return the number of bytes rounded up to a power of two; all calls of a class choose alike.
+    """Return the number of bytes rounded up to a power of two; all calls in a class use the same choice.
 
     Args:
         nbytes: Bytes of the message.
@@ -92,14 +92,14 @@ class _StepTraffic(NamedTuple):
 
 
 def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) -> float:
-    """Return the predicted seconds of a collective.
+    """Return the predicted time of a collective in seconds.
 
-    Each round costs a latency; a step's bytes move at the speed of the link, which a host's ranks share between hosts;
+    Each round costs one latency; a step's bytes move at link speed (between hosts, a host's ranks share a link);
     received data is reduced while further messages of the round arrive; and each message costs the overhead. The steps
-    are those of rank 0, or, on several hosts, of the first host's ranks. If the longest chain of messages has more
-    rounds than these ranks' steps, each round moves at least the smallest of their messages. Ranks that share fewer
-    cores take at least their total work divided by the cores (Brent, 1974): inside a host, the latency of waking a
-    waiting rank counts as work, as do copies.
+    are those of rank 0, or, with several hosts, those of the first host's ranks. If the longest chain of messages has
+    more rounds than these ranks' steps, each round moves at least their smallest message. Ranks that share
+    fewer cores take at least their total work divided by the cores (Brent, 1974): inside a host, the latency of waking
+    a waiting rank counts as work, as do copies.
 
     Args:
         algorithm: The algorithm.
@@ -145,7 +145,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
 def _traffic(
     algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int
 ) -> Iterator[_StepTraffic]:
-    """Yield a rank's traffic in each step, without empty messages. Without hosts, all ranks are near."""
+    """Yield a rank's traffic in each step, without empty messages. Without hosts, all ranks count as near."""
     host = rank // per_host if per_host else 0
 
     def side(step: Step, receives: bool) -> tuple[int, int, int, int]:
@@ -182,15 +182,15 @@ def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]
 def compare(
     collective: str, names: Sequence[str], size: int, nbytes: int, machine: Machine, *, why: str = ""
 ) -> Choice:
-    """Return the fastest of some algorithms; of equally fast ones, the one with fewer messages.
+    """Return the fastest of several algorithms; ties go to the one with fewer messages.
 
     Args:
         collective: The collective.
-        names: Names of algorithms, at least one; options in a name are kept.
+        names: Names of algorithms; at least one. Options in a name are kept.
         size: Number of ranks.
         nbytes: Bytes of the message.
         machine: Constants and hosts.
-        why: Reason for the choice; by default that it is the fastest.
+        why: Reason for the choice; by default, that it is the fastest.
 
     Example:
         >>> machine = Machine(CostTable.builtin(latency_s=10e-6, second_per_byte=1e-9), per_host=64)

@@ -22,12 +22,12 @@ __all__ = ["AlgorithmError", "ModelChecker", "Proof", "verify"]
 
 
 class Proof(NamedTuple):
-    """Result of a proof for one number of ranks.
+    """Result of a proof for a given number of ranks.
 
     Attributes:
-        cost: Counted cost of a message with one element a chunk.
-        scratch: Chunks of memory beyond the caller's that the busiest rank needs.
-        same_bits: Whether all ranks end with the same reduction trees, and so with the same bits.
+        cost: Counted cost of a message with one element per chunk.
+        scratch: Number of chunks of memory, beyond the caller's, that the rank with the highest need uses.
+        same_bits: Whether all ranks end up with the same reduction trees, and so with the same bits.
         balanced: Whether each result is reduced in the balanced binary tree over all ranks, in ascending order.
 
     Example:
@@ -42,26 +42,26 @@ class Proof(NamedTuple):
 
 
 def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int) -> Proof:
-    """Run an algorithm among `size` ranks on sets of contributions instead of numbers.
+    """Run an algorithm on `size` ranks, with sets of contributions instead of numbers.
 
     Proves for this size that every contribution to a result enters it exactly once (in a barrier, at least once); that
-    all ranks of an all_reduce end with the same bits, unless the file declares otherwise; that no rank deadlocks, even
-    if no send is ever buffered, or messages are cut into segments; that no step sends data that it overwrites; and that
-    the declared cost equals the counted one, whether or not the chunks divide the message.
+    all ranks of an all_reduce end up with the same bits, unless the file declares otherwise; that no rank deadlocks,
+    even if no send is ever buffered, or messages are cut into segments; that no step sends data that it overwrites; and
+    that the declared cost equals the counted one, whether or not the message divides evenly into chunks.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.
-        algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
+        algorithm: A name, a file in `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks, from 1.
 
     Returns:
         The counted cost and other findings.
 
     Raises:
-        AlgorithmError: The algorithm is wrong; names the rank, step and chunk.
-        ValueError: No such collective or algorithm, or the algorithm does not serve this number of ranks.
+        AlgorithmError: The algorithm is wrong; the message names the rank, step and chunk.
+        ValueError: There is no such collective or algorithm, or the algorithm does not serve this number of ranks.
 
-    Cost: about 10 us a message, so some 0.1 s for a ring of 64 ranks.
+    Cost: about 10 us per message, so about 0.1 s for a ring of 64 ranks.
 
     Example:
         >>> un.algorithms.verify("all_reduce", "ring", size=4).cost
@@ -119,7 +119,7 @@ def _contributors(model: RankModel, members: int) -> str:
 
 
 def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
-    """Return whether all ranks' results have the same trees, and whether those are balanced."""
+    """Return whether all ranks' results have the same trees, and whether these are balanced."""
     if not family_of(checker.collective).reduces:
         return True, True
     leaves = [checker.trees.leaf(rank) for rank in range(checker.size)]
@@ -170,7 +170,7 @@ _Key = tuple[int, int]
 
 
 class ModelChecker:
-    """Simulation of every rank of an algorithm, from the initial state of the collective to the last step.
+    """Simulation of all ranks running an algorithm, from the collective's initial state to the last step.
 
     Args:
         algorithm: The algorithm.
@@ -178,8 +178,8 @@ class ModelChecker:
 
     Attributes:
         models: The ranks, in order.
-        chunks: Number of chunks of each.
-        trees: The reduction trees of their chunks.
+        chunks: Number of chunks on each rank.
+        trees: The reduction trees of the chunks.
 
     Example:
         >>> from unisono.collectives.algorithms import find
@@ -212,7 +212,7 @@ class ModelChecker:
             raise self._deadlock_error()
 
     def _sweep(self) -> bool:
-        """Execute every step that is now possible; return whether there was one."""
+        """Execute every step that is possible now; return whether there was any."""
         happened = False
         seen = set[int]()
         for model in self.models:
@@ -225,7 +225,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
-        """Return the models, by rank, whose current step is only possible together with this one's."""
+        """Return the models, by rank, whose current steps are only possible together with this model's."""
         group = {model.rank: model}
         queue = [model]
         for member in queue:
@@ -265,7 +265,7 @@ class ModelChecker:
         return [source.chunks[chunk] for chunk in send.chunks]
 
     def _deadlock_error(self) -> AlgorithmError:
-        """Return an error that names each waiting rank and the peer that it waits for."""
+        """Return an error that names each waiting rank and the peer it is waiting for."""
         waiting = [(model, *unmatched) for model in self.models for unmatched in self._unmatched(model)]
         for model, verb, move in waiting:
             partner = self.models[move.peer]

@@ -1,4 +1,4 @@
-"""Model of one rank in an algorithm: the contents of its chunks, its current step, and checks of that step."""
+"""Model of one rank in an algorithm: the contents of its chunks, its current step, and checks on that step."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class RankModel:
     Attributes:
         chunks: The contributions in each chunk.
         once: Whether a contribution may enter a result only once.
-        written: For each received chunk, step and peer of its last message.
+        written: For each received chunk, the step and peer of its last message.
         step: The current step; None after the last.
         number: Number of the step, from 1.
         sends, recvs: Its moves, by peer and by position among those to or from that peer.
-        rounds: Steps on the longest chain of messages up to here.
+        rounds: Number of steps on the longest chain of messages so far.
         messages: Number of messages sent so far.
         sent: For each chunk, how many times it was sent.
-        landing: Largest number of chunks that arrived in one step to be reduced, and so need separate memory.
+        landing: Largest number of chunks that arrived in one step to be reduced, and so needed separate memory.
     """
 
     rank: int
@@ -117,7 +117,7 @@ class RankModel:
             self.landing = max(self.landing, sum(len(move.chunks) for move, _ in arrived))
 
     def _reduced(self, chunk: int, arrived: list[tuple[int, ChunkState]]) -> ChunkState:
-        """Combine a chunk's contents with those that arrived for it, in rank order."""
+        """Combine a chunk's contents with the contributions that arrived for it, in rank order."""
         seen = self.chunks[chunk].members
         for peer, held in arrived:
             if self.once and seen & held.members:
@@ -197,7 +197,7 @@ def ranks_text(members: int) -> str:
 class ReductionTrees:
     """Trees by number. Equal trees have equal numbers, and give equal bits.
 
-    The order of operands counts, because the sum of two NaNs has the bits of the first.
+    The order of operands matters, because the sum of two NaNs has the bits of the first.
 
     Example:
         >>> trees = ReductionTrees()
@@ -210,11 +210,11 @@ class ReductionTrees:
         self._nodes: list[tuple[int, int]] = []
 
     def leaf(self, contribution: int) -> int:
-        """Return the number of the tree of a single contribution."""
+        """Return the number of the tree that consists of a single contribution."""
         return self._number((-1, contribution))
 
     def plus(self, some: int, other: int) -> int:
-        """Return the number of the sum of two trees, in this order."""
+        """Return the number of the tree that adds two trees, in this order."""
         return self._number((some, other))
 
     def _number(self, node: tuple[int, int]) -> int:

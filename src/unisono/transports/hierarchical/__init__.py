@@ -1,4 +1,4 @@
-"""Transports made of two others: one within each host, one between hosts."""
+"""Transports made up of two others: one within each host, and one between hosts."""
 
 from __future__ import annotations
 

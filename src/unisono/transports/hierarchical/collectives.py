@@ -1,8 +1,9 @@
-"""Long collectives over several hosts: data crosses the network between hosts once.
+"""Collectives on long messages across several hosts: data crosses the network between hosts once.
 
 An all_reduce of S bytes is a reduce-scatter inside each host, an all-reduce of each share with the peers on the other
-hosts, and an all-gather inside (Mikami et al., arXiv:1811.05233, do so on a torus of GPUs). Each of N hosts sends
-2(N-1)/N S over its link, where a ring over all p ranks sends 2(p-1)/p S: with two hosts of two, that is two thirds.
+hosts, and an all-gather inside each host (as Mikami et al., arXiv:1811.05233, do on a torus of GPUs). Each of N hosts
+sends 2(N-1)/N S over its link, where a ring over all p ranks sends 2(p-1)/p S: with two hosts of two, that is two
+thirds.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _threads = DaemonThreadPool("unisono between hosts")
 
 
 class HierarchicalCollectives:
-    """Long collectives of one group. All ranks have agreed on each call before they run it here.
+    """One group's collectives on long messages. All ranks have agreed on each call before they run it here.
 
-    reduce_scatter and all_gather need equal numbers of ranks per host; the others support any.
+    reduce_scatter and all_gather need the same number of ranks on every host; the others support any numbers.
 
-    Each host has as many carriers, which move data between hosts, as the smallest host has ranks. The peers of a host's
-    n-th rank are the n-th ranks of the other hosts. Other ranks use their host's carriers.
+    Carriers are the ranks that move data between hosts. Each host has as many of them as the smallest host has ranks.
+    The peers of a host's n-th rank are the n-th ranks of the other hosts. Other ranks use their host's carriers.
 
     Args:
-        outer: All ranks.
-        inside: Runs calls among the ranks of this host; None if this rank is the only one.
+        outer: Runs calls among all ranks.
+        inside: Runs calls among the ranks on this host; None if this rank is the only one.
         rail: This rank and its peers on the other hosts; None if it is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Largest message of a schedule.
@@ -74,7 +75,7 @@ class HierarchicalCollectives:
 
     # -- all_reduce ----------------------------------------------------------------------------
     def all_reduce(self, call: Call, deadline: float) -> None:
-        """Reduce tile by tile: while one is in flight between hosts, the next one is reduced inside a host."""
+        """Reduce tile by tile: while one tile is in flight between hosts, the next is reduced inside the host."""
         tensor = call.outputs[0]
         usual = self._carriers * self._chunk_bytes // tensor.element_size()
         tiles = tensor.split(_tiles(tensor.numel(), max(1, usual)))
@@ -126,7 +127,7 @@ class HierarchicalCollectives:
 
     # -- the other collectives -----------------------------------------------------------------
     def broadcast(self, call: Call, deadline: float) -> None:
-        """Broadcast to one rank of each host, and from there to the others."""
+        """Broadcast to one rank on each host, and from there to the others."""
         root = _root(call)
         one = self._one_each(root)
         if self._outer.rank in one:
@@ -136,7 +137,7 @@ class HierarchicalCollectives:
             self._inside(_moved(call, source, source == self._local_rank), deadline)
 
     def reduce(self, call: Call, deadline: float) -> None:
-        """Reduce to one rank of each host, and from these to the root."""
+        """Reduce to one rank on each host, and from these ranks to the root."""
         root = _root(call)
         tensor = call.inputs[0]
         one = self._one_each(root)
@@ -150,7 +151,7 @@ class HierarchicalCollectives:
             self._between(one)(inner, deadline)
 
     def _one_each(self, root: int) -> tuple[int, ...]:
-        """Return a rank for each host: the root on its own host, the first rank on the others."""
+        """Return one rank per host: the root on its own host, the first rank on the others."""
         return tuple(root if root in ranks else ranks[0] for ranks in self._hosts)
 
     def _between(self, ranks: tuple[int, ...]) -> SubsetCollectives:
@@ -183,7 +184,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Number of elements of each tile: few at both ends, where nothing overlaps them, and many in between.
+    """Number of elements in each tile: few at both ends, where nothing overlaps with them, and many in between.
 
     Example:
         >>> _tiles(100, 16)
@@ -206,7 +207,7 @@ def _root(call: Call) -> int:
 
 
 def _moved(call: Call, root: int, here: bool) -> Call:
-    """Return the same broadcast among other ranks."""
+    """Return the same broadcast among a different set of ranks."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 

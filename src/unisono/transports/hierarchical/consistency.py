@@ -1,6 +1,6 @@
-"""Agreement of ranks on several hosts before data moves: within a host, between hosts, and back.
+"""Agreement between ranks on several hosts before data moves: within a host, between hosts, and back.
 
-A host's first rank represents it. A short reduction is part of the agreement: its result is ready when all agree.
+A host's first rank represents it. A short reduction is part of the agreement: its result is ready once all ranks agree.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _QUOTE_S = 10.0
 
 
 class HostAgreement:
-    """Agreement of one group. Every rank calls the same methods in the same order.
+    """One group's agreement. Every rank calls the same methods in the same order.
 
     Args:
         group: All ranks.
         control: This rank's handle.
         hosts: Number of hosts.
-        inside: Runs calls among the ranks of this host; None if this rank is the only one.
-        links: Links to the other hosts, on each host's first rank.
+        inside: Runs calls among the ranks on this host; None if this rank is the only one.
+        links: Links to the other hosts; only on each host's first rank.
         here: The number of this host.
-        short_bytes: Largest reduction that is part of the agreement with one other host; less with several.
-        timeout_s: Timeout for the exchange of differences.
+        short_bytes: Maximum size of a reduction that is part of the agreement with one other host; smaller with
+            several.
+        timeout_s: Timeout for exchanging differences.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class HostAgreement:
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
     def reduce(self, call: Call, deadline: float) -> None:
-        """Do the same for an all_reduce of at most `short_bytes`, which is complete when this returns."""
+        """Like `compare`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._host_rounds[self._own].like(target)
@@ -95,7 +96,7 @@ class HostAgreement:
         target.copy_(self._host_rounds[0].like(target))
 
     def find_missing_rank(self, error: CommTimeoutError, timeout: float) -> BaseException:
-        """Return the error of a wait that timed out, naming a rank that has not arrived, if one can be found.
+        """Return the error for a wait that timed out, naming a rank that has not arrived, if one can be found.
 
         A rank that waits for a host cannot know which of that host's ranks is late, so all waiting ranks call this.
         """
@@ -113,7 +114,7 @@ class HostAgreement:
 
     # -- within this host ----------------------------------------------------------------------
     def _alike(self, mine: Fingerprint, deadline: float) -> bool:
-        """Return whether all ranks of this host make the same call."""
+        """Return whether all ranks on this host make the same call."""
         if self._inside is None:
             return True
         transport = self._inside.transport
@@ -127,7 +128,7 @@ class HostAgreement:
         return True
 
     def _summed(self, partly: Call, deadline: float) -> bool:
-        """Reduce the tensors of this host's ranks if they make the same call; return whether they do."""
+        """Reduce the tensors of this host's ranks if these make the same call; return whether they do."""
         if self._inside is None:
             return True
         checks = self._inside.transport.checks
@@ -184,7 +185,7 @@ class HostAgreement:
         return links.swap(packet, theirs, deadline) and alike
 
     def _combine(self, partly: Call | None) -> None:
-        """Combine in host order on every host, so that the bits agree."""
+        """Combine in host order on every host, so that the bits match."""
         if partly is not None:
             shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
             combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
@@ -242,5 +243,5 @@ def _digest(mine: Fingerprint) -> bytes:
 
 
 def _between_hosts(transport: PointToPoint, call: Call, deadline: float) -> None:
-    """Placeholder, in a host's part of a call, for the steps between hosts."""
+    """Placeholder for the steps between hosts, in a host's part of a call."""
     raise NotImplementedError("the transport of all hosts carries this call out")

@@ -1,7 +1,7 @@
-"""Links between hosts: plain sockets between one rank of each host, for short packets.
+"""Links between hosts: plain sockets between one rank on each host, for short packets.
 
-They carry agreements between hosts and short data. Unlike libraries for bulk data, the waiting thread itself reads a
-packet, a packet carries its length, and a wait ends immediately when the group fails.
+They carry agreements between hosts and short data. Unlike in libraries for bulk data, the waiting thread reads packets
+itself, packets carry their length, and a wait ends immediately when the group fails.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class HostLinks:
 
     Args:
         peers: Connected sockets, by the number of the host.
-        ranks: For each host, the rank at the other end, for messages.
-        where: For each host, its address, for messages.
+        ranks: For each host, the rank at the other end, for error messages.
+        where: For each host, its address, for error messages.
     """
 
     def __init__(self, peers: dict[int, socket.socket], ranks: Sequence[int], where: Sequence[str]) -> None:
@@ -57,15 +57,15 @@ class HostLinks:
     def swap(self, mine: Packet, theirs: dict[int, memoryview], deadline: float) -> bool:
         """Send a packet to every other host and receive one from each. Return whether all digests are the same.
 
-        Content of a host with a different digest is not received; after that no more packets can be swapped.
+        The content from a host with a different digest is not received; after that, no more packets can be swapped.
 
         Args:
             mine: The packet sent to all.
-            theirs: By host number, the buffer for its content, of the same length as the content of `mine`.
+            theirs: For each host number, the buffer for its content, of the same length as the content of `mine`.
             deadline: On the library's clock.
 
         Raises:
-            CommTimeoutError: A host has not sent its packet in time; names its rank.
+            CommTimeoutError: A host has not sent its packet in time; the message names its rank.
             PeerLostError: A connection has ended.
         """
         self._round += 1
@@ -145,7 +145,7 @@ class _Exchange:
         self._received = 0
 
     def move(self, head: bytes) -> bool:
-        """Return whether both directions are complete. Raises OSError if the connection has ended."""
+        """Return whether both directions are complete. Raises `OSError` if the connection has ended."""
         if self.rest:
             self._send()
         return self._receive(head) and not self.rest
@@ -189,20 +189,21 @@ _REACH_WITHIN_S = 10.0
 def meet(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> HostLinks | None:
-    """Return this host's links to the others on its first rank; None on its other ranks. Collective.
+    """On a host's first rank, return its links to the other hosts; on other ranks, None. Collective.
 
     The host with the lower number listens at its own address; the others connect, and prove that they know a secret
-    that the first rank has published over the control plane.
+    that the first rank has published through the control plane.
 
     Args:
         group: The ranks that meet; joined here.
         control: This rank's handle.
         hosts: For each host, its ranks in the group.
         address: This host's address, for the others.
-        timeout: Seconds for the others to join. An address that does not answer is abandoned after 10 s.
+        timeout: Seconds for the others to join. An address that does not respond is abandoned after 10 s.
 
     Raises:
-        CommError: On every rank: which rank could not reach which other, at which address, and what to set.
+        CommError: On every rank; the message says which rank could not reach which other rank, at which address, and
+            what to set.
     """
     control.join(group)
     firsts = [ranks[0] for ranks in hosts]
@@ -228,7 +229,7 @@ def meet(
 def check_reachability(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> None:
-    """Check that all hosts connect. Raises as `meet`, and keeps no connection."""
+    """Check that all hosts can connect. Raises the same errors as `meet`, and keeps no connections."""
     links = meet(group, control, hosts, address, timeout)
     if links is not None:
         links.close()

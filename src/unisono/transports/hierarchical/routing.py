@@ -22,7 +22,7 @@ _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
 class RankMappedTransport(Wrapper):
-    """Transport whose errors report ranks by their numbers in a larger group.
+    """Transport whose errors refer to ranks by their numbers in a larger group.
 
     Args:
         inner: The transport.
@@ -82,9 +82,9 @@ class Routes:
     """Routing of a rank's messages.
 
     Args:
-        inner: Transport of this host's ranks, or None if this rank is the only one.
-        outer: Transport of all ranks, numbered as in the whole group.
-        here: The ranks of this host, in the order of `inner`.
+        inner: Transport among this host's ranks, or None if this rank is the only one.
+        outer: Transport among all ranks, numbered as in the whole group.
+        here: The ranks on this host, in the order of `inner`.
         timeout_s: Default timeout of a wait.
     """
 
@@ -113,7 +113,7 @@ class Routes:
 
 
 class SubsetTransport(Transport):
-    """Some ranks of another transport, renumbered, for schedules. Supports only messages.
+    """A subset of another transport's ranks, renumbered, for schedules. Supports only messages.
 
     Args:
         base: The other transport.
@@ -147,8 +147,8 @@ class SubsetCollectives:
     """Runs calls, one at a time, directly on their memory.
 
     Args:
-        transport: Transport of the ranks that take part.
-        chunk_bytes: Largest message of a schedule.
+        transport: Transport among the participating ranks.
+        chunk_bytes: Maximum size of a schedule's messages.
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
@@ -161,7 +161,7 @@ class SubsetCollectives:
         Args:
             call: The call, without steps.
             deadline: On the library's clock.
-            agrees: Whether ranks first compare their calls.
+            agrees: Whether ranks compare their calls first.
         """
         _, steps = self._selection.choose(call)
         chosen = call._replace(steps=steps, timeout=seconds_left(deadline))

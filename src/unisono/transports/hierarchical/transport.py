@@ -1,4 +1,4 @@
-"""Transports for several hosts, made of one within each host and one between hosts, and such pairs by name."""
+"""Transports for several hosts, made up of one within each host and one between hosts, and such pairs by name."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _IF_EVEN = frozenset({"all_gather", "reduce_scatter"})
 class Hierarchical(Transport):
     """Transport that reaches this host's ranks over the inner transport, and all others over the outer one.
 
-    Collectives combine both transports, or are composed of messages. Before each collective, all ranks compare their
-    calls over dedicated links; an all_reduce of up to 128 KiB (less with more than two hosts) travels in the same
-    packets. There are several hosts, and at least one has several ranks; otherwise one of the two transports suffices,
-    and `over` returns that one.
+    Collectives combine both transports, or consist of messages. Before each collective, all ranks compare their calls
+    over dedicated links; an all_reduce of up to 128 KiB (less with more than two hosts) travels in the same packets.
+    There are several hosts, and at least one has several ranks; otherwise one of the two transports suffices, and
+    `over` returns that one.
 
     Args:
         group: All ranks.
@@ -53,7 +53,8 @@ class Hierarchical(Transport):
         hosts: For each host, its ranks in the group.
         inner: Transport of this host's ranks, if there are several.
         outer: Transport of all ranks.
-        reconnect: Function that makes a transport of the same kinds for other ranks, without reusing this one.
+        reconnect: Function that makes a transport of the same kinds for a different set of ranks, without reusing this
+            one.
     """
 
     checks = True
@@ -172,7 +173,7 @@ class Hierarchical(Transport):
 
     # -- parts ---------------------------------------------------------------------------------
     def split(self, group: Group) -> Transport:
-        """Return a transport of the same two kinds, or of one of them if the other is not needed."""
+        """Return a transport of the same two kinds, or only one of them if the other is not needed."""
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
@@ -233,14 +234,14 @@ def over(
     outer: Callable[[Group], Transport],
     reconnect: Callable[[Group], Transport],
 ) -> Transport:
-    """Return the transport for these hosts: of both kinds, or of one of them if that suffices.
+    """Return the transport for these hosts: of both kinds, or only one of them if that suffices.
 
     Args:
         group: All ranks, which all call this.
-        control, options: Those of this rank.
+        control, options: This rank's.
         hosts: For each host, its ranks in the group.
-        inner: Function that makes the transport of one host's ranks.
-        outer: Function that makes the transport of ranks on several hosts.
+        inner: Function that makes the transport among one host's ranks.
+        outer: Function that makes the transport among ranks on several hosts.
         reconnect: Function that makes a transport of the same kinds for ranks on unknown hosts.
     """
     if len(hosts) in (1, group.size):
@@ -261,7 +262,7 @@ def _bare(inner: Transport) -> Transport:
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
-    """Return the device types that both support in the same way: directly, or staged in CPU memory."""
+    """Return the device types that both transports support in the same way: directly, or staged in CPU memory."""
     both = {
         kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
     }
@@ -298,12 +299,12 @@ class TransportPair:
 
     @property
     def launcher(self) -> str:
-        """The launcher that starts the ranks, as needed by either transport."""
+        """The launcher that starts the ranks, as required by either transport."""
         launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
         return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
 
     def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
-        """Connect as `Transport.connect`. Hosts are detected unless the options contain them."""
+        """Connect like `Transport.connect`. Hosts are detected unless the options specify them."""
         hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
         return over(
             group,
@@ -321,10 +322,10 @@ Connectable = type[Transport] | TransportPair
 
 
 def transport_named(name: str) -> Connectable:
-    """Return a transport of the registry, or a pair of them.
+    """Return a transport from the registry, or a pair of transports.
 
     Raises:
-        ValueError: No such transport; lists the known ones.
+        ValueError: There is no such transport; the message lists the known ones.
 
     Example:
         >>> transport_named("shm+gloo")
@@ -349,7 +350,7 @@ def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -
 
 
 def _within(hosts: Hosts, size: int) -> Hosts:
-    """Return the hosts if they consist of these ranks."""
+    """Return the hosts if they consist of exactly these ranks."""
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
     return tuple(tuple(ranks) for ranks in hosts)

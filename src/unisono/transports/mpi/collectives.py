@@ -1,8 +1,8 @@
 """MPI's collectives on tensors: the supported calls, and their implementation.
 
-MPI needs one piece of memory, so each rank decides for itself how to pass its lists of tensors: lists within 2 GiB of
-addresses are described to MPI in place, others are copied once. Everything else depends only on the call, so that all
-ranks make the same MPI call.
+MPI needs a single piece of memory, so each rank decides for itself how to pass its lists of tensors: lists that lie
+within 2 GiB of addresses are described to MPI in place; others are copied once. Everything else depends only on the
+call, so that all ranks make the same MPI call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: Call, size: int) -> bool:
-    """Return whether MPI gives the right result. The same answer on every rank."""
+    """Return whether MPI gives the right result. The answer is the same on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):
@@ -44,21 +44,21 @@ def carries(call: Call, size: int) -> bool:
 
 
 def in_one_call(nbytes: int) -> bool:
-    """Return whether MPI can count so many bytes."""
+    """Return whether MPI can count this many bytes."""
     return nbytes <= MOST_BYTES
 
 
 def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
-    """Return whether a rank sends or receives more in an all_to_all than MPI can count; other ranks may have less."""
+    """Return whether a rank sends or receives more in an all_to_all than MPI can count; other ranks may send less."""
     return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > MOST_BYTES
 
 
 class MpiCollectives:
-    """Runner of MPI collectives. Each call returns when this rank's part is done.
+    """Runs MPI collectives. Each call returns once this rank's part is done.
 
     Args:
-        comms: The communicators of the ranks that take part.
-        watch: Watchdog for each call's deadline, because MPI has none.
+        comms: The communicators of the participating ranks.
+        watch: Watchdog for each call's deadline, because MPI has no deadlines.
     """
 
     def __init__(self, comms: MpiCommunicators, watch: Watchdog) -> None:
@@ -182,7 +182,7 @@ class MpiCollectives:
 
 
 class _VectorBuffer:
-    """Tensors, one per rank, as one piece of memory with an offset for each."""
+    """Tensors, one per rank, as one piece of memory with an offset for each tensor."""
 
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
         self._comms = comms
@@ -205,13 +205,13 @@ class _VectorBuffer:
         return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._offsets, mpi.BYTE]
 
     def copy_in(self, only: int | None = None) -> None:
-        """Copy the inputs in before the call, unless the memory is the tensors' own."""
+        """Before the call, copy the inputs in, unless the memory is the tensors' own."""
         for rank, part in self._parts():
             if only in (None, rank):
                 part.copy_(self._tensors[rank].view(torch.uint8))
 
     def copy_out(self) -> None:
-        """Copy the outputs out after the call, unless the memory is the tensors' own."""
+        """After the call, copy the outputs out, unless the memory is the tensors' own."""
         for rank, part in self._parts():
             self._tensors[rank].view(torch.uint8).copy_(part)
 

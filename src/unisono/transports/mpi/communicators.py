@@ -1,4 +1,4 @@
-"""MPI communicators of one group, one for users' messages and one for collectives, and translation of MPI's errors."""
+"""One group's MPI communicators, one for users' messages and one for collectives, and translation of MPI's errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CommHandle:
     parent.
 
     Args:
-        comm: Freed after all communicators created from it.
+        comm: Communicator, freed after all communicators created from it.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -42,7 +42,7 @@ class CommHandle:
 
     @classmethod
     def dup(cls, comm: Any, deadline: float) -> CommHandle:
-        """Duplicate a communicator; all its ranks call this. `CommTimeoutError` if not all do in time."""
+        """Duplicate a communicator; all its ranks call this. Raises `CommTimeoutError` if not all do so in time."""
         made, request = comm.Idup()
         if not clock.poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
@@ -53,7 +53,7 @@ class CommHandle:
 
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
-        """Create a communicator of some ranks of another one. All of these ranks call this."""
+        """Create a communicator from some ranks of another communicator. All of these ranks call this."""
         return cls(*_created(comm, ranks, tag))
 
     def failed(self) -> set[int]:
@@ -82,7 +82,7 @@ class MpiCommunicators:
         users: For users' messages.
         own: For collectives, and their messages.
         turn: Lock to hold during MPI calls.
-        broken: The first cause of a failure, after which no call is made.
+        broken: The first cause of a failure, after which no more calls are made.
         deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`.
         largest_tag: Largest tag that users may pass; each message takes two of MPI's.
     """
@@ -114,12 +114,12 @@ class MpiCommunicators:
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
-        """Do the same as `create`, if other ranks of the base may have died.
+        """Like `create`, but other ranks of the base may have died.
 
         Args:
             ranks: The surviving ranks.
             name: Name of their group.
-            union: Function that returns the ranks known to any of these ranks, given those known to this one.
+            union: Function that returns the ranks known to any of these ranks, given the ranks known to this one.
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
@@ -131,7 +131,7 @@ class MpiCommunicators:
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Release the communicators soon. No call is in progress any more. Callable from any thread, at any moment."""
+        """Release the communicators soon, once no call is in progress. Callable from any thread, at any time."""
         # The next constructor call frees these: the interrupted thread may be using MPI.
         ours = self._ours
         self._ours = []
@@ -145,7 +145,7 @@ class MpiCommunicators:
                 comm.Revoke()
 
     def error_of(self, error: Any, peer: int | None = None) -> CommError:
-        """Translate an exception of mpi4py.
+        """Translate an exception from mpi4py.
 
         Args:
             error: The exception.
@@ -169,7 +169,7 @@ class MpiCommunicators:
 
 
 def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
-    """Create a communicator of some ranks of another one for each tag. All of these ranks call this."""
+    """For each tag, create a communicator from some ranks of another one. All of these ranks call this."""
     mpi_group = comm.Get_group()
     members = mpi_group.Incl(list(ranks))
     made = [comm.Create_group(members, tag) for tag in tags]

@@ -1,4 +1,4 @@
-"""Checks with one small reduction, before a collective moves data, that all ranks have reached the same call."""
+"""Before a collective moves data, checks with one small reduction that all ranks have reached the same call."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class MpiAgreement:
     each other rank, sums counts sent with one sign and counts expected with the other, each pair with its own odd
     factor: it is 0 if all match. The third counts ranks.
 
-    Each rank polls for the sum, so its wait ends at a deadline, with an abort, or when a rank is lost, even if others
+    Each rank polls for the sum, so its wait ends at a deadline, on an abort, or when a rank is lost, even if others
     never arrive.
 
     Args:
         comms: The communicators of the ranks that agree.
-        look: Called during long waits, with all other ranks; may raise.
+        look: Called during long waits, with all other ranks as its argument; may raise.
         spins: Number of MPI polls before yielding.
 
     Attributes:
-        number: Number of agreements tried; the same on all ranks.
+        number: Number of agreements attempted; the same on all ranks.
         counted: Number of ranks that counted in the last agreement.
     """
 
@@ -58,7 +58,7 @@ class MpiAgreement:
         self.counted: int = 0
 
     def check(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
-        """Return whether all ranks are at this call, and their rows match.
+        """Return whether all ranks are at this call and their rows match.
 
         Args:
             word: 64 bits that identify this rank's call.
@@ -118,7 +118,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return 64 bits that identify a call, without its number, which calls on the fast path lack."""
+    """Return 64 bits that identify a call, ignoring its number, which calls on the fast path lack."""
     return hash_of(fingerprint.compared()[1:])
 
 

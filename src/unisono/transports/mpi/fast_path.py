@@ -1,4 +1,4 @@
-"""Blocking collectives on the caller's own tensors, one MPI call each."""
+"""Blocking collectives directly on the caller's tensors, one MPI call each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp if op is not Reduce
 
 
 class MpiFastPath:
-    """The fast path of one group: calls with one output tensor that MPI accepts unchanged.
+    """One group's fast path: calls with one output tensor that MPI accepts unchanged.
 
     Lists of tensors, averages, and reductions that MPI cannot do in place take the general path, which makes the same
     MPI calls.
 
     Args:
-        agreement: Comparison of all ranks' calls.
-        run: Function that runs a call that all ranks have reached, until a deadline.
+        agreement: Compares all ranks' calls.
+        run: Function that runs a call that all ranks have reached, with a deadline.
         rank, size: This rank, and the number of ranks.
         mismatch: Function that raises the error for ranks with different calls.
     """
@@ -154,5 +154,5 @@ class MpiFastPath:
 
 
 def _parts(tensor: torch.Tensor, many: bool, size: int) -> list[int]:
-    """Return the number of elements of each part of a tensor."""
+    """Return the number of elements in each part of a tensor."""
     return [tensor.numel() // size] * size if many else [tensor.numel()]

@@ -1,4 +1,4 @@
-"""Messages with MPI's sends and receives, on the tensors' memory; a user's long message is announced first.
+"""Messages through MPI's sends and receives, directly on the tensors' memory; a user's long message is announced first.
 
 In MPI a message longer than its receive is an error, and Open MPI 5 then writes past the end of the receive. So no
 message is received before its length is known.
@@ -39,12 +39,12 @@ _sweeping = threading.Lock()
 
 
 class MpiMessages:
-    """Posts messages, and keeps those in flight alive.
+    """Posts messages, and keeps messages in flight alive.
 
     A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. A longer
-    body follows separately, once the receiver has checked that it fits. The messages of collectives have lengths
-    that both ends know; they are sent unchanged, with tags that encode the length, so that messages of different
-    lengths never match. Messages longer than 1 GiB are split.
+    body follows separately, once the receiver has checked that it fits. The lengths of collectives' messages are known
+    at both ends; they are sent unchanged, with tags that encode the length, so that messages of different lengths never
+    match. Messages longer than 1 GiB are split.
 
     Args:
         comms: The communicators to send on.
@@ -90,7 +90,7 @@ class MpiMessages:
         return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Return whether MPI has the envelope of a user's message with this tag, and no receive for it."""
+        """Return whether MPI has the envelope of a user's message with this tag that has no receive."""
         comms = self.comms
         try:
             with comms.turn:
@@ -99,7 +99,7 @@ class MpiMessages:
             raise comms.error_of(error, peer) from error
 
     def spins_for(self, nbytes: int) -> int:
-        """Number of polls before yielding, enough to transfer this many bytes, because polling makes progress."""
+        """Number of polls before yielding: enough to transfer this many bytes, because polling makes progress."""
         return self.spins * (1 + nbytes // _BYTES_A_ROUND)
 
     def end(self, cause: BaseException) -> None:
@@ -108,7 +108,7 @@ class MpiMessages:
             work.give_up(cause)
 
     def move(self) -> None:
-        """Make progress on all messages in flight. Must be called in every long wait, whatever it waits for.
+        """Make progress on all messages in flight. Must be called in every long wait, whatever the wait is for.
 
         A long message arrives in two steps, and the second is posted here: its sender may be waiting for this rank.
         """
@@ -123,7 +123,7 @@ class MpiMessages:
 
 
 class Posted(CountdownWork):
-    """The messages of one batch; a caller that waits for them or polls them makes their progress."""
+    """The messages of one batch; they make progress when a caller waits for them or polls them."""
 
     def __init__(self, messages: MpiMessages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
@@ -169,7 +169,7 @@ class Posted(CountdownWork):
         keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:
-        """Complete the work with an error, whatever has arrived."""
+        """Complete the work with an error, no matter what has arrived."""
         self.complete(cause)
         with self._moving, self._all.comms.turn:
             self.keep()

@@ -1,4 +1,4 @@
-"""MPI types and operations that reduce a tensor correctly, and substitutes for those that MPI lacks."""
+"""MPI types and operations that reduce a tensor correctly, and substitutes for the ones that MPI lacks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether MPI's result is right, and the same bits on all ranks."""
+    """Return whether MPI's result is right, with the same bits on all ranks."""
     if dtype not in _TYPES:
         return False
     if dtype.is_complex:
@@ -81,10 +81,10 @@ def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
 class Reductions:
     """Prepares tensors for a reduction by MPI.
 
-    Sums and products of float16 and bfloat16, which MPI lacks, use an operation of this module that MPI calls back:
-    nothing is converted, and two bytes per element are sent. So do sums and products of 8- and 16-bit integers, because
-    Open MPI 5 saturates sums where torch wraps. The minimum and maximum of floats use integers of the same order,
-    because MPI loses NaN, and keeps either zero; NaN precedes all numbers.
+    Sums and products of float16 and bfloat16, which MPI lacks, use an operation defined in this module, which MPI calls
+    back: nothing is converted, and two bytes per element are sent. So do sums and products of 8- and 16-bit integers,
+    because Open MPI 5 saturates sums where torch wraps. The minimum and maximum of floats use integers in the same
+    order, because MPI loses NaNs, and keeps either of two zeros; NaN takes precedence over all numbers.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -107,7 +107,7 @@ class Reductions:
         return tensor, kind, self._op(dtype, op)
 
     def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
-        """Convert MPI's output to the result, if `prepare` has changed the elements."""
+        """Convert MPI's output to the result if `prepare` has changed the elements."""
         if prepares(result.dtype, op):
             _swap(result.view(_INTEGER_OF_SIZE[result.itemsize]))
 
@@ -123,7 +123,7 @@ def _may_have_nan(tensor: torch.Tensor) -> bool:
 
 
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Convert floats in place to integers of the same order, with NaN as the extreme integer."""
+    """Convert floats in place to integers in the same order, with NaN as the extreme integer."""
     bits = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
     info = torch.iinfo(bits.dtype)
     lost = tensor.isnan() if _may_have_nan(tensor) else None
@@ -133,7 +133,7 @@ def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _swap(bits: torch.Tensor) -> None:
-    """Convert floats' bits to integers of the same order, and back, by inverting the magnitude of negative ones."""
+    """Convert floats' bits to integers in the same order, and back, by inverting the magnitude of negative ones."""
     info = torch.iinfo(bits.dtype)
     bits ^= (bits >> (info.bits - 1)) & info.max
 

@@ -1,4 +1,4 @@
-"""MPI requests of a single message."""
+"""MPI requests for a single message."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MessageRequest(ABC):
         """Post the first requests."""
 
     def move(self) -> bool:
-        """Make progress. Return whether all requests are done. Raises as `arrived`."""
+        """Make progress. Return whether all requests are done. Raises the same errors as `arrived`."""
         while self.requests:
             if not self.requests[0].Test():
                 return False
@@ -76,7 +76,7 @@ class MessageRequest(ABC):
 
 
 class DirectMessage(MessageRequest):
-    """A message of a collective."""
+    """A message that belongs to a collective."""
 
     def __init__(self, comms: MpiCommunicators, message: Message) -> None:
         self._comms = comms

@@ -45,10 +45,10 @@ _CROWDED_SPINS = 5
 
 
 class MpiTransport(Transport):
-    """MPI's messages and collectives, on tensors' own memory.
+    """MPI's messages and collectives, directly on the tensors' memory.
 
-    Each collective begins with a sum of 24 bytes, which shows that all ranks have reached the same call, and whose wait
-    has a timeout. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
+    Each collective begins with a 24-byte sum that shows that all ranks have reached the same call; waiting for it can
+    time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
 
     Args:
         group: As for every transport.
@@ -200,11 +200,11 @@ class MpiTransport(Transport):
                 raise left_error(peer)
 
     def _left(self, rank: int | None = None) -> str:
-        """Return the key that is set when a rank has left; without a rank, when any has."""
+        """Return the key that is set when a rank has left, or, if no rank is given, when any rank has left."""
         return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
 
     def _give_up(self) -> None:
-        """Give up a collective that has begun on all ranks and does not end."""
+        """Give up on a collective that has begun on all ranks but does not end."""
         text = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
         # Done here, because this rank's own thread may never return.
         hang = hang_report(self._control, self.group)
@@ -251,10 +251,10 @@ TRANSPORT = MpiTransport
 def adopt(
     comm: Any, timeout_s: float, chunk_bytes: int
 ) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
-    """Return the transport, control handle and options of this rank, and a function to call at the end.
+    """Return this rank's transport, control handle and options, and a function to call at the end.
 
-    Messages use private communicators of the same ranks, so that they never match the owner's. Rank 0 hosts the control
-    plane, and broadcasts its address and secret over `comm`.
+    Messages use private communicators over the same ranks, so that they never match the owner's messages. Rank 0 hosts
+    the control plane, and broadcasts its address and secret over `comm`.
 
     Raises:
         TypeError: `comm` is not an mpi4py communicator.

@@ -1,4 +1,4 @@
-"""Watchdog for MPI collectives in progress: if a rank stops in the middle, only ending the job ends them."""
+"""Watchdog for MPI collectives in progress: if a rank stops in the middle of one, only aborting the job ends it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _lock = threading.Lock()
 class Watchdog:
     """Watchdog for blocking MPI calls. The caller sets its communicators' `deadline`, and clears it afterwards.
 
-    A daemon thread of the process checks ten times a second. A late call is given up, like after an abort; if MPI can
+    A daemon thread of the process checks ten times a second. An overdue call is given up, as after an abort; if MPI can
     revoke a communicator, that ends the call. If the call has not ended 3 s after the communicator broke, the job is
-    ended, or only this rank if the others continue without it.
+    aborted, or only this rank if the others continue without it.
 
     Args:
         mpi: The module.
@@ -92,7 +92,7 @@ def _enrol(watch: Watchdog) -> None:
 
 
 def _loop() -> None:
-    """Run the daemon thread while there is anything to watch."""
+    """Run the daemon thread as long as there is anything to watch."""
     while True:
         time.sleep(_EVERY_S)
         with _lock:

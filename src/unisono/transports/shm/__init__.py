@@ -1,4 +1,4 @@
-"""Transport between processes of one host, over shared memory."""
+"""Transport between processes on one host, over shared memory."""
 
 from __future__ import annotations
 

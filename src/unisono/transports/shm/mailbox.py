@@ -43,7 +43,7 @@ class _RingReader(NamedTuple):
 
 
 def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
-    """Append the messages of a peer as they arrive; yield while there is nothing to read."""
+    """Append a peer's messages as they arrive; yield while there is nothing to read."""
     while True:
         while not (available := ring.peek()):
             yield None
@@ -74,13 +74,13 @@ def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
 
 
 class ShmMailbox(Mailbox):
-    """Mailbox between ranks of one host: two copies of each byte, and no helper thread.
+    """Mailbox between ranks on one host: each byte is copied twice, and there is no helper thread.
 
-    The sender writes into the ring and, if the receiver sleeps, wakes it with a futex. Each rank has a flag that is set
-    while it sleeps, and reads the rings again after setting it. A lock taken between the two keeps the processor from
-    reordering them, here and at the sender.
+    The sender writes into the ring and, if the receiver is asleep, wakes it with a futex. Each rank has a flag that is
+    set while it sleeps, and reads the rings again after setting it. A lock taken between the two keeps the processor
+    from reordering them, here and at the sender.
 
-    Memory of p ranks: 512 KiB for each ordered pair, allocated on first touch.
+    Memory for p ranks: 512 KiB per ordered pair, allocated on first touch.
     """
 
     eager = True
@@ -130,7 +130,7 @@ class ShmMailbox(Mailbox):
             self._wake_rank(peer)
 
     def _put(self, ring: Ring, peer: int, part: memoryview, deadline: float) -> None:
-        """Write a part of a message. The receiver can start to read a long one while the rest is written."""
+        """Write a part of a message. The receiver can start reading a long part while the rest is being written."""
         while (step := ring.write(part)) < len(part):
             part = part[step:]
             if not step:
@@ -168,7 +168,7 @@ class ShmMailbox(Mailbox):
         return envelopes
 
     def _mark_invalid(self, incoming: _RingReader, error: Exception) -> None:
-        """Mark the sender as lost after an invalid message, after which its ring is not read any more."""
+        """Mark the sender as lost because of an invalid message; its ring is not read any more."""
         self._in = [other for other in self._in if other is not incoming]
         self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
 

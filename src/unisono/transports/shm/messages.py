@@ -21,11 +21,11 @@ _SLICE_S = 0.02
 
 
 class ShmMessages(TaggedMessages):
-    """Messages in rings, one for each direction of each pair. Waiting threads move them; there is no helper thread.
+    """Messages in rings, one per direction of each pair. Waiting threads move them; there is no helper thread.
 
     Args:
         rank: This rank.
-        core: The native core, which holds the rings, and waits.
+        core: The native core, which holds the rings and does the waiting.
     """
 
     def __init__(self, rank: int, core: Core) -> None:

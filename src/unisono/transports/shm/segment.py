@@ -1,4 +1,4 @@
-"""Memory shared by the ranks of one host: anonymous files, opened through /proc, freed with their last user."""
+"""Memory shared by the ranks on one host: anonymous files, opened through /proc, freed with their last user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def map_shared(
         group, control, timeout: The ranks that share the memory, their control plane, and the time limit.
         name: Name of the memory; the same on every rank.
         nbytes: Size; the same on every rank.
-        map_file: Function of a descriptor, which is closed afterwards, and its size in bytes, that maps the file.
+        map_file: Function that maps the file, given a descriptor, which is closed afterwards, and its size in bytes.
 
     Raises:
         MismatchError: Not all ranks request the same size; on every rank.
@@ -64,7 +64,7 @@ def map_shared(
 
 
 def _attempt(group: Group, action: Callable[[], T]) -> tuple[T | None, _Failure]:
-    """Return the result of `action`, or the reason of its failure, to be sent to all ranks."""
+    """Return the result of `action`, or the reason for its failure, to be sent to all ranks."""
     try:
         return action(), None
     except UnavailableError as error:

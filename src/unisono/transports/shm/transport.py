@@ -33,7 +33,7 @@ __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 
 
 class ShmTransport(NativeTransport):
-    """Transport in shared memory of one group: counters, two staging buffers per rank, and rings for messages.
+    """One group's transport in shared memory: counters, two staging buffers per rank, and rings for messages.
 
     Collectives are the native core's; reductions for which it has no kernel are composed of messages. Memory of p
     ranks: 2 MiB for each rank and 256 KiB for each ordered pair, allocated on first touch and freed with the last

@@ -1,6 +1,6 @@
 """PAT (parallel aggregated trees): each chunk travels along its own binomial tree, the longest hops first.
 
-All trees move in the same rounds. Few chunks go far, many go to a near rank: half of all to the next one.
+All trees advance in the same rounds. Few chunks travel far, and many go to a nearby rank: half of them to the next one.
 Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Jeaugey, "PAT: a new
 algorithm for all-gather and reduce-scatter operations at scale", 2025, section 3.
 """

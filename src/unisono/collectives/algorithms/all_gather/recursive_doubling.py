@@ -1,4 +1,4 @@
-"""Recursive doubling: ranks exchange all that they have with a peer at a distance that doubles every round.
+"""Recursive doubling: ranks exchange everything they have with a peer at a distance that doubles every round.
 
 Cost: log2(p) rounds, (p-1)/p of the message; powers of two only. Source: Thakur, Rabenseifner and Gropp, "Optimization
 of collective communication operations in MPICH", IJHPCA 19(1), 2005, section 4.1.

@@ -1,7 +1,8 @@
-"""Bidirectional ring all-reduce: one half of the message goes round the ring one way, the other half the other way.
+"""Bidirectional ring all-reduce: half of the message goes around the ring one way, and half the other way.
 
 Cost: 2(p-1) rounds of 2 messages each, 2(p-1)/p of the message, the least possible, half of it in each direction. Best
-for long messages on full-duplex links to two neighbours. Source: two of the rings of Patarasu and Yuan, "Bandwidth
+    for long messages over full-duplex links to two neighbours. Source: two of the rings of Patarasu and Yuan,
+    "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009, in opposite directions.
 """
 

@@ -1,8 +1,9 @@
-"""Bine all-reduce: halvings in the butterfly of negabinary numbers, nearest peers first; then the same backwards.
+"""Bine all-reduce: halvings along the butterfly of negabinary numbers, nearest peers first; then the same in reverse.
 
-Peers are those of Swing. Chunks are in the order in which the butterfly reaches their owners instead of rank order, so
-that each message is one run. For powers of two. Cost: 2 log2(p) rounds, 2(p-1)/p of the message, the least possible.
-Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing communication locality", SC 2025.
+Peers are the same as in Swing. Chunks are in the order in which the butterfly reaches their owners instead of rank
+order, so that each message is one contiguous run. For powers of two. Cost: 2 log2(p) rounds, 2(p-1)/p of the message,
+the least possible. Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing communication
+locality", SC 2025.
 """
 
 from __future__ import annotations

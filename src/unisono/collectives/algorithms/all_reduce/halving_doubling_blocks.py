@@ -1,9 +1,9 @@
-"""Halving and doubling in binary blocks: blocks of ranks, each a power of two and smaller than the one before.
+"""Halving and doubling in binary blocks: blocks of ranks, each a power of two and smaller than the previous one.
 
-Every block halves by itself; the smallest then adds its ranks' chunks to the next larger block, which continues
-likewise. Results return the same way. Cost: 2 log2(q) rounds, where q is the largest block, and 2 more if there are
-several. Unlike in the fold to a power of two, no rank sends its whole message to another.
-Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 4.
+Every block does its halving separately; the smallest then adds its ranks' chunks to the next larger block, which does
+the same. Results return the same way. Cost: 2 log2(q) rounds, where q is the largest block, and 2 more if there are
+several. Unlike in the fold to a power of two, no rank sends its whole message to another. Source: Rabenseifner,
+"Optimization of collective reduction operations", ICCS 2004, section 4.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Cost: 2(p-1) rounds, 2(p-1)/p of the message, which is the least possible. Best for long messages.
 Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-JPDC 69(2), 2009; made known to deep learning by Baidu in 2017.
+JPDC 69(2), 2009; popularized in deep learning by Baidu in 2017.
 """
 
 from __future__ import annotations

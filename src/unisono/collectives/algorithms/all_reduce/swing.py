@@ -1,9 +1,9 @@
-"""Swing all-reduce: Swing's reduce_scatter, then the same messages backwards.
+"""Swing all-reduce: Swing's reduce_scatter, then the same messages in reverse.
 
-Each chunk is owned by the rank of its number, so messages consist of several runs. For powers of two. Cost: 2 log2(p)
-rounds, 2(p-1)/p of the message, the least possible; if chunks do not divide it, a rank's share depends on how many of
-the longer ones meet in its messages. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth
-allreduce", NSDI 2024, section 3.
+Each chunk is owned by the rank with the same number, so messages consist of several runs. For powers of two. Cost: 2
+log2(p) rounds, 2(p-1)/p of the message, the least possible; if the message does not divide evenly into chunks, a rank's
+share depends on how many of the longer chunks its messages contain. Source: De Sensi et al., "Swing: short-cutting
+rings for higher bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two-shot all-reduce: each rank receives one chunk from every other rank, then sends the result to all.
 
 Cost: 2 rounds, 2(p-1)/p of the message, the least possible; every rank receives p - 1 messages at the same time. Best
-if all ranks reach each other equally well, as on one host.
+    if all ranks are equally well connected, as on one host.
 """
 
 from __future__ import annotations

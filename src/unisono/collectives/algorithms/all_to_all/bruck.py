@@ -1,4 +1,4 @@
-"""Bruck all-to-all: in round k, parts whose distance has bit k set move 2^k ranks further, all in one message.
+"""Bruck all-to-all: in round k, parts whose distance has bit k set move 2^k ranks ahead, all in one message.
 
 Each part travels along the binary digits of its distance. Cost: log2(p) rounds, rounded up; about log2(p)/2 times the
 message. Best for short messages among many ranks. Only for parts of equal length. Source: Bruck, Ho, Kipnis, Upfal and

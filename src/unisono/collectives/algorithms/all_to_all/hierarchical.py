@@ -1,7 +1,7 @@
 """Hierarchical all-to-all: first within groups of consecutive ranks, then between them.
 
 A rank collects from its group everything for ranks at its own position in other groups; then ranks at the same position
-exchange that, in one message for each other group instead of one for each rank. Cost: 2 rounds; q - 1 + p/q - 1
+exchange that, with one message per group instead of one per rank. Cost: 2 rounds; q - 1 + p/q - 1
 messages among groups of q; up to twice the message. Only for parts of equal length. Source: Träff and Rougier, "MPI
 collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014.
 """
@@ -60,7 +60,7 @@ def _group(size: int) -> int:
 
 
 def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
-    """Return where a rank keeps, between the rounds, the part from position `source` in its group to group `other`."""
+    """Return where a rank keeps, between rounds, the part from position `source` in its group to group `other`."""
     mine, place = divmod(rank, group)
     if other == mine:
         return size + mine * group + source

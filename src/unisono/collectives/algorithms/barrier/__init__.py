@@ -1,1 +1,1 @@
-"""Barrier algorithms, one per file: no rank ends before every rank has begun."""
+"""Barrier algorithms, one per file: no rank leaves before every rank has entered."""

@@ -1,4 +1,4 @@
-"""Binomial broadcast: in each round every rank that has the message sends it half as far as before.
+"""Binomial broadcast: in each round, every rank that has the message sends it half as far as in the previous round.
 
 Cost: log2(p) rounds, rounded up; rank 0 sends as many messages. Best for short messages. Source:
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",

@@ -1,7 +1,7 @@
 """Double tree broadcast: each half of the message is pipelined down its own binary tree.
 
 A rank that forwards messages in one tree is a leaf of the other, so all ranks send about as much as they receive.
-Cost: k segments of each half take k + log2(p) rounds or fewer, rounded up; a rank sends the message once. Best for
+Cost: k segments of each half take at most k + log2(p) rounds, rounded up; a rank sends the message once. Best for
 messages of medium length among many ranks. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
 broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 3.
 """

@@ -1,6 +1,6 @@
 """Scatter and all-gather: rank 0 scatters the chunks along a tree, then a ring all-gathers them.
 
-Cost: log2(p), rounded up, + p - 1 rounds; rank 0 sends 2(p-1)/p of the message. Best for long messages.
+Cost: log2(p) (rounded up) + p - 1 rounds; rank 0 sends 2(p-1)/p of the message. Best for long messages.
 Source: Barnett, Shuler, van de Geijn, Gupta, Payne and Watts, "Interprocessor collective
 communication library (InterCom)", SHPCC 1994.
 """

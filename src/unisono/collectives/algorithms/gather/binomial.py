@@ -1,7 +1,7 @@
 """Binomial gather: ranks pair up, and one of each pair continues with the chunks of both, up to rank 0.
 
-Cost: log2(p) rounds, rounded up; for a power of two, half of the message from the rank that sends
-most. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+Cost: log2(p) rounds, rounded up; for a power of two, the rank that sends the most sends half of the message. Source:
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH", IJHPCA 19(1), 2005.
 """
 

@@ -1,6 +1,6 @@
-"""Bruck reduce-scatter: partial sums are passed on to ranks at distances that halve, each towards its owner.
+"""Bruck reduce-scatter: partial sums move towards their owners, over distances that halve every round.
 
-This is Bruck's all_gather backwards, and generalises halving from powers of two to any number of ranks.
+This is Bruck's all_gather in reverse, and generalises halving from powers of two to any number of ranks.
 Cost: log2(p) rounds, rounded up, and (p-1)/p of the message: both the least possible.
 Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE
 TPDS 8(11), 1997, section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of
@@ -17,7 +17,7 @@ __all__ = ["cost", "runs", "steps"]
 
 
 def runs(size: int) -> list[tuple[int, int]]:
-    """Return for each round the distance, and the number of chunks that are at least that far ahead."""
+    """Return, for each round, the distance, and the number of chunks that are at least that far ahead."""
     distances = [1 << bit for bit in reversed(range((size - 1).bit_length()))]
     return [(distance, min(distance, size - distance)) for distance in distances]
 

@@ -1,4 +1,4 @@
-"""Direct reduce-scatter: every rank sends each owner its chunk in one step.
+"""Direct reduce-scatter: every rank sends each chunk to its owner in one step.
 
 Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time.
 """

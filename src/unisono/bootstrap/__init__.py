@@ -1,13 +1,13 @@
 """Start-up: this rank's number, the number of ranks, and the rendezvous.
 
-One module for each way to find them. Its function `find(request)` returns a `Rendezvous`. A scheme, which users name in
-an `init_method`, needs no more than that and its name in `_SCHEMES`. A launcher, which is recognised by its environment
-variables, has its name in `_LAUNCHERS`, and also defines:
+There is one module for each way to find them. Its function `find(request)` returns a `Rendezvous`. A scheme, which
+users name in an `init_method`, needs only that, and its name in `_SCHEMES`. A launcher, which is recognised by its
+environment variables, has its name in `_LAUNCHERS`, and also defines:
 
-- `VARIABLES`: those that give a process its place, and `PREFIXES` of all that it sets for its ranks;
-- `START`: a command line that starts ranks with it, for messages;
-- `launched()`: the `Launched` that they describe, with None for what makes no sense, or None if none is set;
-- `detected(request)`: whether `find` of this module is the one to call;
+- `VARIABLES`: the variables that give a process its place, and `PREFIXES` of all that it sets for its ranks;
+- `START`: a command line that starts ranks with it, for error messages;
+- `launched()`: the `Launched` that they describe, with None for invalid values, or None if none is set;
+- `detected(request)`: whether this module's `find` is the one to call;
 - `check(request)`, which raises the `ValueError` that `find` would raise before it contacts anybody.
 """
 
@@ -52,8 +52,8 @@ def find(
         secret: Secret shared by all ranks; see `unisono.control.sockets.find_secret`.
 
     Raises:
-        ValueError: The arguments or the environment are inconsistent; or the variables belong to a rank that has
-            started this process, and would make it join the other job.
+        ValueError: The arguments or the environment are inconsistent; or the variables belong to a rank that started
+            this process, which would then join that rank's job.
         CommTimeoutError: Ranks are missing (named), or rank 0 cannot be reached.
         MismatchError: Two processes claim the same rank, or ranks disagree on the number of ranks.
         CommError: Rank 0 cannot listen on the address, or the secrets differ.

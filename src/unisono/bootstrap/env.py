@@ -1,4 +1,4 @@
-"""env://: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and most launchers set them."""
+"""env://: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as set by torchrun and most launchers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(request: InitRequest) -> tuple[str, int]:
     """Return the rendezvous address, after setting rank and size in the request.
 
     Raises:
-        ValueError: The environment is inconsistent; says what to set.
+        ValueError: The environment is inconsistent; the message says what to set.
     """
     request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")

@@ -1,6 +1,6 @@
-"""Rendezvous under mpirun: rank, size and local rank are from MPI, and rank 0 sends its address and a secret over MPI.
+"""Rendezvous under mpirun: rank, size and local rank come from MPI, and rank 0 sends its address and a secret over MPI.
 
-So every backend works there. A rank that ends too early ends the job; see `job_end`.
+So every backend works there. A rank that exits too early ends the job; see `job_end`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
 
 
 class _HelloExchange:
-    """Short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
+    """Exchanges short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
 
     def __init__(self, comm: Any, claim: RankClaim) -> None:
         self._comm = comm
@@ -215,7 +215,7 @@ def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
 
 
 class MpiAbortGuard:
-    """Replacement of `sys.excepthook` and `sys.exit`.
+    """Replacement for `sys.excepthook` and `sys.exit`.
 
     Args:
         mpi: The module.
@@ -241,7 +241,7 @@ class MpiAbortGuard:
         rendezvous.release = close
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report as `sys.excepthook` does, then end the job."""
+        """Report the error as `sys.excepthook` does, then end the job."""
         if self._over():
             self._excepthook(kind, error, trace)
             return

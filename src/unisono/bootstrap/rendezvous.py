@@ -46,7 +46,7 @@ _OPEN = "open"
 
 @dataclass(slots=True)
 class InitRequest:
-    """Arguments of the caller of `init`.
+    """Arguments from the caller of `init`.
 
     Attributes:
         init_method: As passed.
@@ -99,7 +99,7 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Place of this process in the world. Its group is already joined; join again to be notified of failures.
+    """This process's place in the world. Its group is already joined; join again to be notified of failures.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -108,7 +108,7 @@ class Rendezvous:
         server: The control plane itself, if this process hosts it.
         address: This host's address that the other ranks can reach.
         name: The name of the world's group, different for each `init` of a job.
-        source: The decision and its reason, as one line for the log.
+        source: How the place was found, and why, as one line for the log.
         network: Backend that "auto" uses between hosts; "" if it depends on the hosts.
     """
 
@@ -138,7 +138,7 @@ LINGER_S = 5.0
 
 @dataclass(slots=True)
 class Lease:
-    """Right to use a server of this process, shared by all callers that requested the same key.
+    """Right to use one of this process's servers, shared by all callers that requested the same key.
 
     Attributes:
         server: The server.
@@ -153,7 +153,7 @@ class Lease:
     withdraw: Callable[[], None]
 
     def release(self) -> None:
-        """Release this use. After the last one, the server ends when its clients have, in the background."""
+        """Release this use. After the last one, the server shuts down in the background once its clients have left."""
         with _lock:
             self.users -= 1
             if not self.users:
@@ -184,7 +184,7 @@ def acquire(
     The next `init` of a job finds the previous one's server, even if that is about to end.
 
     Raises:
-        ValueError: It is running with another secret.
+        ValueError: The server is running with a different secret.
         CommError: A new one cannot listen there.
     """
     with _lock:
@@ -220,7 +220,7 @@ def _close_servers() -> None:
 
 # -- joining ---------------------------------------------------------------------------------------
 class MovedError(CommError):
-    """The ranks meet at another address than expected."""
+    """The ranks meet at a different address than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class RankClaim:
         rank, size, local_rank: As in `Rendezvous`.
         deadline: On the library's clock.
         source: As in `Rendezvous`.
-        job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at one address.
+        job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at the same address.
         restarts: Whether a process that is killed while ranks gather may be restarted: then the others wait for it
             until their deadline, instead of raising an error.
     """
@@ -246,7 +246,7 @@ class RankClaim:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline, not below 0."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self.deadline - clock.now())
 
 

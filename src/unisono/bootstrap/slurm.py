@@ -1,4 +1,4 @@
-"""Slurm: a task of a job step is a rank; the ranks meet on the step's first node.
+"""Slurm: each task of a job step is a rank; the ranks meet on the step's first node.
 
 Uses slurmstepd's variables for the step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST,
 SLURM_JOB_ID and SLURM_STEP_ID. Nothing is guessed from the job's name. Outside a step, in a shell of `salloc` or the
@@ -55,7 +55,7 @@ class SlurmStep:
 
     Attributes:
         rank, size, local_rank: The task's number, the step's number of tasks, the task's number on its node.
-        job, number: Numbers of the job and of the step.
+        job, number: Numbers of the job and the step.
         nodes: The step's nodes; empty if Slurm does not list them.
     """
 
@@ -269,7 +269,7 @@ class _HostlistParser:
         return match
 
     def _bound(self, count: int) -> None:
-        """Check the number before names are made, so that a short text cannot fill the memory."""
+        """Check the number of names before creating them, so that a short text cannot exhaust memory."""
         if count > MAX_HOSTS:
             raise ValueError(f"{self._text!r} stands for {count} hosts or more; at most {MAX_HOSTS} are allowed")
 

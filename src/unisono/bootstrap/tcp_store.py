@@ -1,7 +1,7 @@
 """Rendezvous through torch's `TCPStore` at MASTER_PORT, in which rank 0 publishes its own address.
 
-Under torchrun, the store is its agent's. Otherwise rank 0 opens it, or uses the one that torch's env:// has opened in
-its process, and closes it before any rank leaves, because torch may open its own there next.
+Under torchrun, the store belongs to its agent. Otherwise rank 0 opens it, or uses the one that torch's env:// has
+opened in its process, and closes it before any rank leaves, because torch may open its own store there next.
 
 The store does not authenticate, but the peer at the published address still has to know the secret.
 """
@@ -63,7 +63,7 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
         claim: This process's claim.
         host, port: MASTER_ADDR and MASTER_PORT.
         secret: As for `find`.
-        agent: Whether the store belongs to torchrun's agent.
+        agent: Whether torchrun's agent owns the store.
     """
     host = plain_host(host)
     known = find_secret(secret)

@@ -1,1 +1,1 @@
-"""Facts about this machine: its network, processors and MPI library."""
+"""Facts about this host: its network, processors and MPI library."""

@@ -43,8 +43,8 @@ def source(*extras: str) -> str | None:
 def install_command(*extras: str) -> str:
     """Return the command that adds optional dependencies, such as the extra "mpi", to this installation.
 
-    It names the folder, wheel or URL that unisono was installed from. Without one, it names the packages themselves: an
-    index may have another package of unisono's name.
+    It names the folder, wheel or URL that unisono was installed from. If there is none, it names the packages
+    themselves: an index may contain a different package named unisono.
 
     Args:
         extras: Names of extras in unisono's metadata.

@@ -1,4 +1,4 @@
-"""Place of this process in its job, according to its launcher's environment variables."""
+"""This process's place in its job, according to its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Launched:
     """Place of this process in its job.
 
     Attributes:
-        by: Name of the launcher, for messages.
+        by: Name of the launcher, for error messages.
         rank, size: This process's rank and the number of ranks; None if unset or invalid.
         local_rank, local_size: The same within this host.
     """

@@ -137,7 +137,7 @@ def name_of(mpi: Any) -> str:
 
 
 def check_world(mpi: Any, size: int) -> None:
-    """Raise `UnavailableError`, with the fix, if MPI's world has one process though there should be more.
+    """Raise `UnavailableError`, with the fix, if MPI's world has only one process when there should be more.
 
     Args:
         mpi: The module that `library` returned.
@@ -161,7 +161,7 @@ def _mpiexec_beside() -> str | None:
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun beside this interpreter, where pip installs it, or else the one on the path."""
+    """Return the mpirun next to this interpreter, where pip installs it, or else the one on the path."""
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec")
     return next(filter(None, (shutil.which(name, path=path) for path in (beside, None) for name in names)), None)

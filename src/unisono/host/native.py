@@ -40,7 +40,7 @@ class NativeCore(Protocol):
         """Return the number of bytes that the rings between `size` ranks take."""
 
     def rings(self, memory: object, rank: int, size: int, ring_bytes: int, /) -> tuple[list[Ring], list[Ring]]:
-        """Return the rings from a rank to each rank, and from each rank to it."""
+        """Return a rank's outgoing rings, one per rank, and its incoming rings, one per rank."""
 
     def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
         """Copy memory, given destination addresses, source addresses, and lengths in bytes."""
@@ -65,7 +65,7 @@ def native() -> NativeCore | None:
 
 
 def core_build() -> str:
-    """Return an identifier of the native core's build; "" without one."""
+    """Return an identifier of the native core's build; "" if there is no core."""
     module = native()
     return "" if module is None else module.BUILD
 

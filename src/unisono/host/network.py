@@ -1,4 +1,4 @@
-"""Identity of this host, and the address at which other hosts reach it."""
+"""This host's identity, and the address at which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def why_no_shm() -> str | None:
 
 @cache
 def host_identity() -> str:
-    """Return the kernel's boot id and the network namespace, or the host name where these do not exist."""
+    """Return the kernel's boot ID and the network namespace, or the host name if these do not exist."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"

@@ -1,4 +1,4 @@
-"""Identity of processes, whose numbers are valid on one host and reused later; and options of the interpreter."""
+"""Identity of processes, since process IDs are valid only on one host and reused later; and interpreter options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def interpreter_flags() -> list[str]:
 
 @cache
 def process_space() -> bytes:
-    """Return an identifier of the scope of process numbers: the boot of this host, and the pid namespace.
+    """Return an identifier of the scope of process IDs: this host's current boot, and the PID namespace.
 
     Zeros if unknown.
     """
@@ -37,7 +37,7 @@ def started(pid: int) -> int:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit status of an ended process, or the negated number of the signal that ended it.
+    """Return a process's exit status, or the negated number of the signal that killed it.
 
     None while it runs; 0 if unknown, because its parent has collected the status or the platform is not Linux.
     """

@@ -1,6 +1,6 @@
 """Processors of this host: how many its ranks share, waits for them, NUMA nodes, and the placement of ranks.
 
-Containers often have fewer than the machine.
+Containers often have fewer processors than the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cores() -> int:
 
 
 def core_wait_s() -> float | None:
-    """Return how long this thread was runnable but waited for a processor; None if the system does not count it.
+    """Return how long this thread was runnable but waited for a processor; None if the system does not record this.
 
     Example:
         >>> (core_wait_s() or 0.0) >= 0.0

@@ -102,10 +102,10 @@ class Bytes(Protocol):
 
     @property
     def available(self) -> int:
-        """Return a lower bound of the bytes that can be read now."""
+        """Return a lower bound on the number of bytes that can be read now."""
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """Send as much of a part as fits; return the number of bytes.
+        """Send as much of a part as fits; return the number of bytes sent.
 
         Args:
             content: The rest of the part.
@@ -123,7 +123,7 @@ class Bytes(Protocol):
 
 
 class Outgoing:
-    """Sends to one peer, in order; the first one is being written.
+    """Sends to one peer, in order. The first one is being written.
 
     Attributes:
         pending: Number of unfinished sends.
@@ -228,7 +228,7 @@ class Incoming:
     def _begin(self) -> bool:
         """Read a header, and choose the message's destination.
 
-        Return False if it is incomplete, or the probed one, which remains in the ring.
+        Return False if it is incomplete, or belongs to the probed message, which remains in the ring.
         """
         coming = self._next_tag()
         if coming is None or (not self._posted and coming == self.probed):
@@ -416,10 +416,10 @@ class TaggedMessages(ABC):
 
     @abstractmethod
     def end_of(self, peer: int) -> CommError | None:
-        """Return the error of waiting for a peer, if nothing more can arrive from it."""
+        """Return the error for waiting for a peer, if nothing more can arrive from it."""
 
     def open(self, peer: int) -> None:
-        """Make the carrier of a peer's bytes, if that is made on demand."""
+        """Create the carrier of a peer's bytes, if it is created on demand."""
 
     def wake(self, peer: int) -> None:
-        """Wake a peer that may be sleeping until there are bytes, or room for bytes."""
+        """Wake a peer that may be sleeping until there are bytes to read, or room to write."""

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: real computation, no processes, and sends that never buffer."""
+"""Ranks as threads of this process: real computation without processes, and sends that are never buffered."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MessageQueue:
     def offer(
         self, group: str, rank: int, batch: Sequence[Message], work: CountdownWork
     ) -> list[tuple[Message, Message, CountdownWork]]:
-        """Queue a rank's messages, and return those with a waiting other end, together with that.
+        """Queue a rank's messages, and return those whose other end is waiting, paired with it.
 
         Call with the lock held.
         """
@@ -156,8 +156,8 @@ class InFlightMessage:
 class ThreadTransport(Transport):
     """Transport between threads; a message is one copy from the sender's tensor into the receiver's.
 
-    A send completes only when it is received, so a program that is safe here needs no buffering anywhere. Cost: about
-    20 us per message, plus the copy.
+    A send completes only when it is received, so a program that is safe here does not depend on buffering anywhere.
+    Cost: about 20 us per message, plus the copy.
     """
 
     in_process = True

@@ -1,4 +1,4 @@
-"""Base class of all wrappers: a transport that forwards every call to another one."""
+"""Base class of all wrappers: a transport that forwards every call to another transport."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["Wrapper"]
 class Wrapper(Transport):
     """Forwards every call except native collectives, which would bypass a wrapper that intercepts `post`.
 
-    A wrapper that handles these sets `native` to the inner transport's. A subclass overrides the methods that it
-    changes, and `wrap_child`, which applies it to subgroups.
+    A wrapper that handles native collectives sets `native` to the inner transport's value. A subclass overrides the
+    methods that it changes, and `wrap_child`, which applies it to subgroups.
 
     Args:
         inner: The transport to wrap.

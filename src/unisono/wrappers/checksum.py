@@ -1,4 +1,4 @@
-"""Checksum header of every message: detects corruption, loss and duplication, and names the sender."""
+"""Adds a checksum header to every message: detects corruption, loss and duplication, and names the sender."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _HEADER_BYTES = _HEADER.size + _HEADER_HASH.size
 
 
 class Checksummed(Wrapper):
-    """Prefixes every message with a header: its number, its length and a hash (XXH3, 64 bits) of its bytes.
+    """Prefixes every message with a header: its number, its length and a 64-bit XXH3 hash of its bytes.
 
     The receiver checks it: for a flipped bit, or a lost, duplicated or reordered message, the wait raises
     `CorruptedError`, which names the sender (`peer`), the tag and the message's number, before the data is used. Either
-    all ranks use this wrapper or none does. It protects against accidents, not against attackers: there is no key.
-    Native collectives are hidden, so that collectives are also sent as messages.
+    all ranks must use this wrapper, or none. It protects against accidents, not against attackers: there is no key.
+    Native collectives are hidden, so that collectives are sent as messages as well.
 
     A receive whose length or dtype differs from the send's still raises `MismatchError`, in terms of bytes.
 
     Args:
         inner: The transport to check.
 
-    Cost: 40 more bytes per message; a copy and a hash of its bytes on each side (about 0.2 ns per byte; GPU data is
+    Cost: 40 extra bytes per message; a copy and a hash of its bytes on each side (about 0.2 ns per byte; GPU data is
     copied to the CPU for the hash). A change goes undetected with probability 2**-64.
 
     Example:

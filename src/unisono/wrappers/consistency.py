@@ -37,7 +37,7 @@ class Comparer(Protocol):
     """Compares the calls of a group's ranks."""
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
-        """Return when all ranks are known to make the same call; raise `MismatchError` on all of them otherwise."""
+        """Return once all ranks are known to make the same call; otherwise, raise `MismatchError` on all of them."""
 
     def leave(self) -> None:
         """Notify ranks that wait for this one."""
@@ -56,8 +56,8 @@ Connect = Callable[[Group, ControlPlane, Options], Comparer]
 class Checked(Wrapper):
     """Starts every collective with an exchange of fingerprints: `MismatchError` on all ranks if they differ.
 
-    If the transport `compares_later`, only some calls wait for that exchange: the first one, barriers, calls made of
-    messages, and calls whose result the library itself reads. A thread compares all others while they run.
+    If the transport `compares_later`, only some calls wait for that exchange: the first one, barriers, calls that
+    consist of messages, and calls whose result the library itself reads. A thread compares all others while they run.
 
     Cost: about 25 us per collective on one host, for log2 p short messages over connections made in the first
     collective, or a round trip to the control plane if these cannot be made; nothing per message. `full` also compares
@@ -69,9 +69,9 @@ class Checked(Wrapper):
         inner: The transport to check.
         control: Handle to the control plane.
         options: Options, for the timeout and the address of this host.
-        connect: Makes the connections over which a group's calls are compared; if None, the control plane is used.
+        connect: Opens the connections over which a group's calls are compared; if None, the control plane is used.
         full: Whether to compare contents as well.
-        report: Reports the error of a comparison that runs beside its call. If None, all calls wait.
+        report: Reports an error from a comparison that runs alongside its call. If None, all calls wait.
     """
 
     def __init__(

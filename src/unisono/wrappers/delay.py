@@ -1,4 +1,4 @@
-"""Simulation of slower links: a delay for each message, and a bandwidth limit."""
+"""Simulates slower links: a delay for each message, and a bandwidth limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Delayed", "LinkModel"]
 
 
 class LinkModel:
-    """Send times of messages over slow links, after the postal model of a network.
+    """Send times of messages over slow links, following the postal model of a network.
 
     Args:
         latency_s: Delay of each message, in seconds.
@@ -39,9 +39,9 @@ class LinkModel:
 
 
 class Delayed(Wrapper):
-    """Delays each message that this rank sends, and limits its bandwidth. No message is lost or reordered.
+    """Delays each message that this rank sends, and limits the bandwidth. No message is lost or reordered.
 
-    Use it to test a program on a slower network, or with one slow rank. Native collectives are hidden, so that
+    Use this to test a program on a slower network, or with one slow rank. Native collectives are hidden, so that
     collectives consist of messages, which are delayed. On simulated ranks, time is virtual.
 
     Args:
@@ -49,7 +49,7 @@ class Delayed(Wrapper):
         latency_s: Delay of each message, in seconds.
         bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
         jitter: Maximum random increase of each latency, as a fraction of it.
-        seed: Seed of the jitter.
+        seed: Seed for the jitter.
 
     Raises:
         ValueError: `latency_s` or `jitter` is negative, or `bytes_per_s` not positive.

@@ -28,7 +28,7 @@ _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class KilledError(Exception):
-    """Raised in a rank that `Faulty` has killed, if ranks are threads; a process would be gone.
+    """Raised in a rank that `Faulty` has killed, if ranks are threads; a process would simply be gone.
 
     Example:
         >>> def program(comm):
@@ -72,19 +72,19 @@ class Faulty(Wrapper):
     """Injects faults: damages messages at random, and kills, freezes or slows ranks, reproducibly from a seed.
 
     A message's fault depends only on the seed, the group, both ranks, the tag, and the message's number among these, so
-    a run can be repeated whatever its timing. Native collectives are hidden, so that faults reach collectives through
-    their messages. Only sends are affected; to detect the damage, wrap it in `Checksummed`.
+    a run can be repeated regardless of timing. Native collectives are hidden, so that faults reach collectives through
+    their messages. Only sends are affected; to detect the damage, wrap this in `Checksummed`.
 
     Args:
         inner: The transport to inject faults into.
-        seed: Seed of all random choices.
+        seed: Seed for all random choices.
         drop: Probability that a message is lost. Its sender sees success.
         delay: Probability that a message is sent late. Later messages with its tag to its rank queue behind it.
         duplicate: Probability that a message arrives twice.
         reorder: Probability that the next message with its tag to its rank overtakes it, if sent within `delay_s`.
         corrupt: Probability that one bit of a message changes in flight.
         delay_s: Delay of late messages, in seconds.
-        on_ranks: Ranks that are killed, freeze or are slow.
+        on_ranks: Ranks that are killed, freeze or run slowly.
 
     Raises:
         ValueError: A probability is outside 0 to 1, or the duration is negative.

@@ -10,19 +10,19 @@ __all__ = ["RankFaults"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFaults:
-    """Setting of `Faulty`: ranks that are killed, freeze or are slow.
+    """Setting for `Faulty`: ranks that are killed, freeze or run slowly.
 
     Args:
         kill_at: Number of the `post`, counted from 1 in each group, at which the rank is killed: with SIGKILL, or
             `KilledError` if ranks are threads. Never if None.
-        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, while it still
-            answers the control plane. Never if None.
-        freeze_s: Duration of the freeze, in seconds; until its group has failed or is closed, if None.
+        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, while still
+            answering the control plane. Never if None.
+        freeze_s: Duration of the freeze in seconds; if None, until its group has failed or is closed.
         slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
         ranks: Ranks affected, by their numbers in the job's first group; all if None.
 
     Raises:
-        ValueError: A negative duration, a number of a post below 1, or a bandwidth that is not positive.
+        ValueError: A duration is negative, a post number is below 1, or a bandwidth is not positive.
         TypeError: An argument is not a number, or `ranks` not a sequence of ranks.
 
     Example:

@@ -1,4 +1,4 @@
-"""Recording of a transport's collectives and messages as events."""
+"""Records a transport's collectives and messages as events."""
 
 from __future__ import annotations
 

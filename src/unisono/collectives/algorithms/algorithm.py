@@ -117,7 +117,7 @@ class Algorithm:
         return ":".join((self.name, *values))
 
     def parse_options(self, pairs: Iterable[str]) -> dict[str, Any]:
-        """Parse options given as strings such as "segments=8" and "levels=8x128".
+        """Return the options parsed from strings such as "segments=8" and "levels=8x128".
 
         Args:
             pairs: One string per option.
@@ -210,7 +210,7 @@ class Algorithm:
         return size if self.collective == "all_to_all" else self.chunks(size)
 
     def offsets(self, size: int, nbytes: int, itemsize: int = 1) -> list[int]:
-        """Return, for each chunk, the total size in bytes of the chunks before it; the last entry is the total.
+        """Return the number of bytes before each chunk, followed by the total.
 
         Args:
             size: Number of ranks.

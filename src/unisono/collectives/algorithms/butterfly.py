@@ -88,8 +88,8 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
 def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int:
     """Return how many elements the busiest rank sends in halvings of a message, and in the same steps in reverse.
 
-    It sends all chunks except its own, and in reverse all chunks except those it received. The rank with the first
-    chunks, which are longer, sends the most.
+    In the halvings, it sends all chunks except its own; in reverse, it sends back those that it received. The rank with
+    the first chunks, which are longer, sends the most.
 
     Args:
         numel: Number of elements in the message.

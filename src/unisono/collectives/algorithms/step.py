@@ -121,7 +121,7 @@ class Step(NamedTuple):
     reduce: bool = False
 
     def renumbered(self, peer: Callable[[int], int], chunk: int = 0) -> Step:
-        """Convert a step among some of the ranks to a step among all ranks.
+        """Return this step, which is among some of the ranks, as a step among all ranks.
 
         Args:
             peer: Function that returns a rank's number among all ranks.

@@ -43,11 +43,11 @@ class HierarchicalCollectives:
     The peers of a host's n-th rank are the n-th ranks of the other hosts. Other ranks use their host's carriers.
 
     Args:
-        outer: Runs calls among all ranks.
+        outer: Transport among all ranks.
         inside: Runs calls among the ranks on this host; None if this rank is the only one.
         rail: This rank and its peers on the other hosts; None if it is not a carrier.
         hosts: For each host, its ranks.
-        chunk_bytes: Largest message of a schedule.
+        chunk_bytes: Maximum size of a schedule's messages.
         timeout_s: Longest wait beyond a call's deadline.
     """
 

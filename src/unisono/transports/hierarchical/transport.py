@@ -51,8 +51,8 @@ class Hierarchical(Transport):
         control: This rank's handle.
         options: As passed to `connect`.
         hosts: For each host, its ranks in the group.
-        inner: Transport of this host's ranks, if there are several.
-        outer: Transport of all ranks.
+        inner: Transport among this host's ranks, if there are several.
+        outer: Transport among all ranks.
         reconnect: Function that makes a transport of the same kinds for a different set of ranks, without reusing this
             one.
     """

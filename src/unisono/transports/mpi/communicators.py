@@ -79,8 +79,8 @@ class MpiCommunicators:
 
     Attributes:
         mpi: The module.
-        users: For users' messages.
-        own: For collectives, and their messages.
+        users: Communicator for users' messages.
+        own: Communicator for collectives, and their messages.
         turn: Lock to hold during MPI calls.
         broken: The first cause of a failure, after which no more calls are made.
         deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`.
@@ -131,7 +131,7 @@ class MpiCommunicators:
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Release the communicators soon, once no call is in progress. Callable from any thread, at any time."""
+        """Release the communicators soon; no call may be in progress. Callable from any thread, at any time."""
         # The next constructor call frees these: the interrupted thread may be using MPI.
         ours = self._ours
         self._ours = []

@@ -33,7 +33,7 @@ class MpiAgreement:
 
     Args:
         comms: The communicators of the ranks that agree.
-        look: Called during long waits, with all other ranks as its argument; may raise.
+        look: Called during long waits, with all other ranks as the argument; may raise.
         spins: Number of MPI polls before yielding.
 
     Attributes:

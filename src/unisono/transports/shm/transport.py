@@ -35,8 +35,8 @@ __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 class ShmTransport(NativeTransport):
     """One group's transport in shared memory: counters, two staging buffers per rank, and rings for messages.
 
-    Collectives are the native core's; reductions for which it has no kernel are composed of messages. Memory of p
-    ranks: 2 MiB for each rank and 256 KiB for each ordered pair, allocated on first touch and freed with the last
+    Collectives run in the native core; reductions for which it has no kernel consist of messages. Memory for p
+    ranks: 2 MiB per rank and 256 KiB per ordered pair, allocated on first touch and freed with the last
     process; messages of any length pass through it. The waiting thread itself completes a call.
 
     Args:
@@ -148,7 +148,7 @@ def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def _remove(memory: weakref.ref[SymmetricMemory], number: int) -> None:
-    """Remove a segment after its last tensor, which may outlive the group, but must not keep it alive."""
+    """Remove a segment after its last tensor is gone. Tensors may outlive the group, but must not keep it alive."""
     found = memory()
     if found is not None:
         found._core.remove_segment(number)
@@ -158,7 +158,7 @@ class SymmetricMemory:
     """Memory of one group that its ranks can reduce in place.
 
     Each call of `empty` creates its own anonymous file, with one equal slice per rank; tensors at the same offset of
-    every slice are reduced together. It is unmapped when the last tensor in it is freed.
+    every slice are reduced together. The file is unmapped when the last tensor in it is freed.
 
     Args:
         group, control, timeout_s: The ranks that share the memory, their control plane, and their time limit.
@@ -194,13 +194,13 @@ class SymmetricMemory:
 
 
 class ShmFastPath(NativeCalls):
-    """Native calls of one group in shared memory.
+    """One group's native calls in shared memory.
 
     Args:
         core: The native core.
         rank, size: This rank, and the number of ranks.
         programs: The steps of algorithms.
-        mismatch: Raises the error of ranks with different calls.
+        mismatch: Raises the error for ranks that make different calls.
     """
 
     core: Core
@@ -213,7 +213,7 @@ class ShmFastPath(NativeCalls):
         self._mismatch = mismatch
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As of `FastPath`."""
+        """As in `FastPath`."""
         self._mismatch(fingerprint)
 
     def _cause(self) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""Ranks in virtual time: one runs at a time, chosen by a seed, and a network model determines message times."""
+"""Ranks in virtual time: one rank runs at a time, chosen by a seed, and a network model determines message timing."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class _SimWork(CountdownWork):
 class SimTransport(ThreadTransport):
     """Ranks in one process that take turns, for `un.simulate` or `un.launch(fn, nprocs, "sim")`.
 
-    As with threads, a send completes only when it has been received. The message is sent when both ends have been
-    posted, and read from the sender's tensor when it arrives, which exposes a buffer that is changed too early. Cost in
-    real time: a few thread switches per message.
+    As with threads, a send completes only once it has been received. The message is sent when both ends have been
+    posted, and is read from the sender's tensor only when it arrives, which exposes buffers that are modified too
+    early. Cost in real time: a few thread switches per message.
     """
 
     simulated = True
@@ -176,13 +176,13 @@ TRANSPORT = SimTransport
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks. A message of n bytes takes latency_s + n * second_per_byte.
+    """One direction of the link between two ranks. A message of n bytes takes latency_s + n * second_per_byte.
 
-    Messages follow each other, so a busy link transfers 1 / second_per_byte bytes per second; latencies overlap. This
+    Messages are pipelined, so a busy link transfers 1 / second_per_byte bytes per second; latencies overlap. This
     is Hockney's postal (alpha-beta) model.
 
     Attributes:
-        latency_s: From the first byte sent to the first byte received, in seconds.
+        latency_s: Time from the first byte sent to the first byte received, in seconds.
         second_per_byte: The inverse of its bandwidth.
     """
 
@@ -199,10 +199,10 @@ class SimNetwork:
     """Links between all ranks.
 
     Attributes:
-        link: Link of all pairs not in `links`.
-        links: Links by (source, destination), ranks of the whole simulation.
+        link: Link for all pairs not in `links`.
+        links: Links by (source, destination), as ranks in the whole simulation.
         jitter: Largest fraction by which a message's latency is extended, depending on the seed.
-        request_s: Response time of the control plane.
+        request_s: Response time of the control plane in seconds.
         notice_s: Delay until the other ranks are notified of a rank's death.
 
     Example:

@@ -1,4 +1,4 @@
-"""Collectives over connections in the native core, one call for each, with the steps of any algorithm."""
+"""Collectives over connections in the native core, one native call each, with the steps of any algorithm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FAR_SLICE_BYTES = 64 << 20
 class TcpCollectives(NativeCalls):
     """Native collectives of one group. Every rank makes the same number of calls, in the same order.
 
-    Ranks compare number, operation, dtype, root, algorithm and lengths of their calls, as a hash in each frame.
+    Ranks compare their calls' numbers, operations, dtypes, roots, algorithms and lengths, as a hash in each frame.
 
     Args:
         group, control, timeout_s: The ranks, their control plane, and their time limit.
@@ -98,7 +98,7 @@ class TcpCollectives(NativeCalls):
         raise_mismatch(self._control, self._group, topic, fingerprint, self._timeout_s)
 
     def leave(self) -> None:
-        """Notify ranks that wait for this one. A connection that ends without this notice counts as a lost rank."""
+        """Notify ranks that wait for this one. If a connection ends without this notice, the rank counts as lost."""
         for connection in self._connections if self.broken is None else ():
             # The other end may already be gone.
             with contextlib.suppress(OSError):

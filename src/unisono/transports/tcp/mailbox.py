@@ -83,7 +83,7 @@ class EnvelopeReader:
 
 
 class TcpMailbox(Mailbox):
-    """Mailbox over one connection per pair of ranks, made once both have proved that they know the job's secret.
+    """Mailbox over one connection per pair of ranks, set up once both have proved that they know the job's secret.
 
     Function names and sizes are authenticated in each message (as on the control plane), but not the bytes of long
     tensors. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are connected.

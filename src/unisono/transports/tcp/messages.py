@@ -1,4 +1,4 @@
-"""Tagged messages over connections: one to each other rank, and one from this rank to itself."""
+"""Tagged messages over connections: one connection to each other rank, and one from this rank to itself."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class TcpMessages(TaggedMessages):
         self._ring()
 
     def leave(self) -> None:
-        """Notify ranks that wait for this one. Sent messages still arrive."""
+        """Notify ranks that wait for this one. Messages already sent still arrive."""
         for peer, connection in self._connections.items():
             # The other end may already be gone.
             with contextlib.suppress(OSError):

@@ -21,12 +21,12 @@ __all__ = ["TRANSPORT", "TcpTransport"]
 
 
 class TcpTransport(NativeTransport):
-    """Transport over two connections between each two ranks: one for collectives, one for messages.
+    """Transport over two connections per pair of ranks: one for collectives, one for messages.
 
-    They are made when the group connects, after both ends have proved that they know the job's secret. Their traffic is
-    neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core carries out each collective in one
-    call, in which ranks also compare their calls: nothing is written before all agree. It also moves blocking messages,
-    while no others are in flight. Reductions for which it has no kernel are composed of messages. Cost: p - 1
+    They are set up when the group connects, after both ends have proved that they know the job's secret. Their traffic
+    is neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core carries out each collective in
+    one call, in which ranks also compare their calls: nothing is written until all agree. It also moves blocking
+    messages, as long as no others are in flight. Reductions for which it has no kernel consist of messages. Cost: p - 1
     connections of each kind on each rank; about 15 us for a short message on one host.
     """
 

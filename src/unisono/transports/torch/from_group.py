@@ -1,4 +1,4 @@
-"""A transport on a process group that the caller made and owns, with its own control plane."""
+"""A transport on a process group that the caller created and owns, with its own control plane."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RECORD_BYTES = 256
 def adopt(
     group: dist.ProcessGroup, timeout_s: float, chunk_bytes: int
 ) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
-    """Return the transport, control handle and options of this rank, and a function to call at the end.
+    """Return this rank's transport, control handle and options, and a function to call at the end.
 
     Rank 0 hosts the control plane, and sends its address and secret over the group itself. The group remains unchanged,
     and is never closed; sub-groups are created on the control plane's store.

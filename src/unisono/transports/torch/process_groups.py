@@ -26,7 +26,7 @@ _threads = DaemonThreadPool("unisono torch rendezvous")
 
 
 def gloo_options(timeout: timedelta, device: Any) -> Any:
-    """Return options of a gloo group with two threads, on a device from `ProcessGroupGloo.create_device`."""
+    """Return options for a gloo group with two threads, on a device from `ProcessGroupGloo.create_device`."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
     options._timeout = timeout
     options._devices = [device]
@@ -46,7 +46,7 @@ def backend_of(
 
     Args:
         group: The ranks that meet.
-        control: Control plane that reports ranks lost meanwhile.
+        control: Control plane that reports ranks that are lost meanwhile.
         store: Store for the rendezvous.
         options: As for every transport.
         sockets: Record of gloo's connections.

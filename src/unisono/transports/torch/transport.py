@@ -53,9 +53,9 @@ class TorchTransport(Transport):
     """A torch process group, driven directly, without a default group or names registered with torch.
 
     Collectives are torch's own. With gloo, messages, and algorithms that consist of them, use this package's
-    connections, because a gloo wait can neither be ended nor polled, and a receive that does not fit ends the process.
-    With nccl they are nccl's, and waits are stream-ordered: see `_StreamWork`. Ranks compare calls while nccl carries
-    them out, and an abort ends those that differ.
+    connections, because a gloo wait can be neither interrupted nor polled, and a receive that does not fit aborts the
+    process. With nccl, they use nccl, and waits are stream-ordered: see `_StreamWork`. Ranks compare calls while nccl
+    carries them out, and an abort ends mismatched calls.
     """
 
     native: frozenset[str] = frozenset(START)
@@ -277,7 +277,7 @@ class TorchTransport(Transport):
 
 
 class _DetachedGroup:
-    """Placeholder of a backend after an abort."""
+    """Placeholder for a backend after an abort."""
 
     def __init__(self, cause: BaseException) -> None:
         self._cause = cause
@@ -322,7 +322,7 @@ class _BackendWork(Work):
 
 
 class _StreamWork(_BackendWork):
-    """Nccl's work. A wait makes the current stream wait, and returns, like torch's own; a timeout does not limit it.
+    """NCCL's work. As in torch, `wait` makes the current stream wait, and returns; no timeout limits that.
 
     Earlier work on the stream may take any time, and torch would abort the whole group at a timeout.
     """
@@ -340,10 +340,10 @@ class _StreamWork(_BackendWork):
 
 
 class _PolledWork(_BackendWork):
-    """Gloo's work, which is waited for in slices, after each of which the wait can be ended.
+    """Gloo's work. Waits are split into slices, and can be ended after each slice.
 
     Args:
-        work, timeout_s: As of `_BackendWork`.
+        work, timeout_s: As for `_BackendWork`.
         broken: Returns why the wait has to end.
     """
 

@@ -2,7 +2,7 @@
 
 Neighbours exchange halves, and distances double, so that sums are balanced. Beyond a power of two q, pairs of adjacent
 ranks are reduced first, and the result is shared at the end. Cost: 2 log2(q) rounds, 2(q-1)/q of the message, the least
-possible; beyond a power of two, 2 more rounds and 1 more message, as long as the whole message.
+possible; beyond a power of two, 2 more rounds and 1 more message, which is a whole one.
 Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3; the fold of whole
 messages is that of Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4.5.
 """

@@ -226,7 +226,7 @@ class Watch:
         return number, signature.fingerprint, content
 
     def _introduce(self, name: str, pg: dist.ProcessGroup) -> _WatchedGroup | None:
-        """Start to watch a group; return None if that is impossible: some of its ranks are not watched, for example."""
+        """Start watching a group; return None if that is impossible, such as when some of its ranks are not watched."""
         known = pg in dist.distributed_c10d._world.pg_map and dist.get_backend(pg) not in _NOT_WATCHED
         members = dist.get_process_group_ranks(pg) if known else []
         with self._lock:

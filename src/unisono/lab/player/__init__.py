@@ -1,1 +1,1 @@
-"""Replays of algorithms and recorded runs, as HTML pages that need nothing else."""
+"""Replays of algorithms and recorded runs, as self-contained HTML pages."""

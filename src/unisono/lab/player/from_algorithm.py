@@ -1,6 +1,6 @@
 """The replay of an algorithm, in rounds or with simulated times.
 
-In rounds, each message takes one round, and begins when both of its ranks have reached its step.
+In rounds, each message takes one round, and begins once both of its ranks have reached its step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def play(
     network: Network | None = None,
     **options: Any,
 ) -> None:
-    """Write an HTML page that replays an algorithm: one file, which any browser opens without a network.
+    """Write an HTML page that replays an algorithm: a single file that any browser can open offline.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -56,11 +56,11 @@ def play(
         algorithm: Name of one of its algorithms.
         size: Number of ranks, up to 32.
         nbytes: Bytes of the message that is cut into chunks.
-        network: Network for simulated times; without one, time counts in rounds.
+        network: Network for simulated times; without one, time is counted in rounds.
         options: Options of this algorithm, as listed in its file.
 
     Raises:
-        ValueError: No such collective, algorithm or option, or too much for the page to show.
+        ValueError: There is no such collective, algorithm or option, or there is too much to show on a page.
 
     Example:
         >>> import tempfile
@@ -79,16 +79,16 @@ def play(
 
 
 def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times | None = None) -> Replay:
-    """Return the replay of an algorithm, after a proof that it is correct.
+    """Return the replay of an algorithm, after proving that the algorithm is correct.
 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
         nbytes: Bytes of the message that is cut into chunks.
-        times: Simulated times of all messages; without them, time counts in rounds.
+        times: Simulated times of all messages; without them, time is counted in rounds.
 
     Raises:
-        ValueError: The algorithm is wrong or does not serve this number of ranks, or there is too much to show.
+        ValueError: The algorithm is wrong or does not support this number of ranks, or there is too much to show.
     """
     chunks = algorithm.chunks(size)
     collective = algorithm.collective
@@ -151,7 +151,7 @@ def _sources(collective: str, members: int, size: int) -> int:
 
 
 def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
-    """Yield every message. The n-th send from one rank to another is its n-th receive from there."""
+    """Yield every message. The n-th send from one rank to another matches the latter's n-th receive from it."""
     receives: defaultdict[tuple[int, int], list[tuple[int, Move]]] = defaultdict(list)
     for rank, steps in enumerate(programs):
         for index, step in enumerate(steps):
@@ -206,7 +206,7 @@ def _changes(
     messages: Mapping[_MatchedMove, Message],
     carried: Mapping[_MatchedMove, list[int]],
 ) -> Iterator[Change]:
-    """Yield arrivals in order of time."""
+    """Yield arrivals in time order."""
     contents = [list(row) for row in first]
     for pair, message in sorted(messages.items(), key=lambda item: item[1].end_s):
         _arrive(contents[pair.receiver], pair, message, carried[pair])

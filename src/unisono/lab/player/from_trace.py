@@ -1,4 +1,4 @@
-"""The replay of a recorded run from a file of un.trace, with known messages, but unknown chunks."""
+"""The replay of a recorded run from a file of un.trace, with known messages but unknown chunks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["replay_trace"]
 
 
 def replay_trace(document: Mapping[str, Any]) -> Replay:
-    """Return the replay of a document of un.trace. Times count from the first message.
+    """Return the replay of a document from un.trace. Times are relative to the first message.
 
     Args:
         document: The file's JSON.
 
     Raises:
-        ValueError: It has no message with both ends known, or too much for a page to show.
+        ValueError: It has no message with both ends known, or too much to show on a page.
     """
     try:
         return _replay(document["traceEvents"])

@@ -1,4 +1,4 @@
-"""Everything that the player shows, as plain data, from an algorithm, a simulator or a recorded run."""
+"""Everything that the player shows, as plain data, from an algorithm, a simulation or a recorded run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_MESSAGES = 20_000
 
 
 class Change(NamedTuple):
-    """New contents of a rank's chunk, from a moment on.
+    """New contents of a rank's chunk from some time on.
 
     Attributes:
-        time_s: The moment, in the unit of the messages' times.
+        time_s: The time, in the unit of the messages' times.
         rank, chunk: The rank and its chunk.
-        members: Ranks whose contributions it holds; bit r is the rank at position r.
+        members: Ranks whose contributions the chunk holds; bit r is the rank at position r.
 
     Example:
         >>> Change(time_s=1.0, rank=0, chunk=2, members=0b101)
@@ -42,17 +42,17 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Messages among ranks, and the contents of each rank's chunks over time. Validated on construction.
+    """Messages between ranks, and the contents of each rank's chunks over time. Validated on construction.
 
     Attributes:
         title: Heading of the page.
-        about: A sentence below it; may be empty.
+        about: A sentence below the heading; may be empty.
         ranks: Name of each rank.
         chunks: Name of each chunk, the same on all ranks; empty if chunks are not known.
         messages: The messages, ordered by start.
         start: For each rank, the members of each chunk at the beginning, as in `Change`.
         changes: Further contents, ordered by time.
-        goal: For each rank, the members of each chunk at the end; 0 if any contents are allowed.
+        goal: For each rank, the members of each chunk at the end; 0 where any contents are allowed.
         unit: "round" or "s": the unit of all times.
 
     Raises:
@@ -95,7 +95,7 @@ class Replay:
 
 
 def render(replay: Replay) -> str:
-    """Return the page, which loads nothing, and works as a file.
+    """Return the page, which loads no other files and works offline.
 
     Example:
         >>> page = render(Replay("nothing moves", "", ("rank 0",)))
@@ -104,7 +104,7 @@ def render(replay: Replay) -> str:
     """
     data = {field.name: getattr(replay, field.name) for field in fields(replay)}
     data["fields"] = {"messages": Message._fields, "changes": Change._fields}
-    # Escape "<" and "&", which the browser's parser could take for markup.
+    # Escape "<" and "&", which the browser's parser could mistake for markup.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     text = re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
     parts = {"title": html.escape(replay.title), "data": text}

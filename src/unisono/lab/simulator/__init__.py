@@ -1,4 +1,4 @@
-"""Simulator of collectives on networks: alpha-beta-gamma and LogGP costs, shared links, stragglers and jitter."""
+"""Simulator for collectives on networks: alpha-beta-gamma and LogGP costs, shared links, stragglers and jitter."""
 
 from __future__ import annotations
 

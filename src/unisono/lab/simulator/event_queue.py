@@ -1,4 +1,4 @@
-"""Engine for every network, which processes events in order of time, as shared links require."""
+"""Engine for any network, which processes events in time order, as shared links require."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ __all__ = ["EventQueue", "Message"]
 
 
 class Message(NamedTuple):
-    """Message of a simulated collective, or one that the player shows.
+    """Message of a simulated collective, or one shown by the player.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
         sender, receiver: Two ranks; in a `Replay`, their positions in its `ranks`.
-        runs: Runs of chunks, as pairs of start and stop, in the sender's numbers. Empty if they are not known, as in a
-            recorded run.
+        runs: Runs of chunks, as pairs of start and stop, in the sender's numbering. Empty if unknown, as in a recorded
+            run.
         nbytes: Bytes of these runs.
-        start_s, end_s: Times at which it begins to leave the sender, and is delivered; in a `Replay`, in its unit.
-        reduce: Whether the receiver reduces it into its data, or overwrites that.
+        start_s, end_s: Times at which the message begins to leave the sender, and is delivered; in a `Replay`, in its
+            unit.
+        reduce: Whether the receiver reduces the message into its data rather than overwriting the data.
         step: Number of the sender's step, from 1.
-        call: Description of the recorded call that it belongs to; may be empty.
+        call: Description of the recorded call that the message belongs to; may be empty.
 
     Example:
         >>> un.algorithms.simulate("broadcast", "binomial", size=2, nbytes=8, record=True).record[0].runs
@@ -66,7 +67,7 @@ class _Flight:
 
 @dataclass(slots=True, eq=False)
 class _RankState:
-    """State of a rank; `ends` is the end of its current step as far as known."""
+    """State of a rank; `ends` is the end of its current step, as far as known."""
 
     program: Iterator[Step | float]
     ends: float
@@ -117,7 +118,7 @@ class EventQueue:
             self._push(time, rank, None)
 
     def run(self) -> None:
-        """Run all ranks to their ends."""
+        """Run all ranks to completion."""
         while self._events:
             _, rank, _, flight = heapq.heappop(self._events)
             if flight is None:
@@ -155,7 +156,7 @@ class EventQueue:
                 self._push(state.ends, rank, None)
 
     def _receive_early(self, rank: int, step: Step) -> None:
-        """Deliver messages that arrived before the step began, and wait for the rest."""
+        """Deliver messages that arrived before the step began, and wait for the others."""
         early = []
         for move in step.recv:
             key = rank * self.size + move.peer
@@ -196,7 +197,7 @@ class EventQueue:
             self._pass_link(flight)
 
     def _pass_link(self, flight: _Flight) -> None:
-        """Pass the next link; the wire is between the outgoing and the incoming links."""
+        """Pass through the next link; the wire is between the outgoing and the incoming links."""
         out = flight.path.out
         into = flight.path.into
         if flight.hop == len(out):

@@ -33,12 +33,12 @@ def goal(
         collective: "all_reduce", ...; roots are rank 0.
         algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
-        nbytes: Bytes of the message, as in `simulate`.
-        gamma: Seconds to reduce one received byte, written as computation in nanoseconds.
-        itemsize: Bytes of an element; chunks have whole elements.
+        nbytes: Message size in bytes, as in `simulate`.
+        gamma: Time to reduce one received byte, in seconds; written as computation in nanoseconds.
+        itemsize: Element size in bytes; chunks contain whole elements.
 
     Raises:
-        ValueError: No such collective or algorithm, or it cannot serve this number of ranks.
+        ValueError: There is no such collective or algorithm, or it does not support this number of ranks.
 
     Example:
         >>> print(un.algorithms.goal("broadcast", "binomial", size=2, nbytes=8))
@@ -91,7 +91,7 @@ def chrome_trace(simulation: Simulation) -> str:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Each message is a bar on its sender's line, with an arrow to its receiver's.
+    Each message is a bar on its sender's line, with an arrow to its receiver's line.
 
     Args:
         simulation: Result of `simulate(..., record=True)`.

@@ -19,8 +19,8 @@ class Level:
     Args:
         name: Name of a unit, such as "host".
         ranks: Number of ranks in a unit; the last unit may have fewer.
-        alpha: Latency of a message inside a unit, in seconds.
-        bandwidth: Bytes per second that a rank sends and receives inside a unit.
+        alpha: Latency of a message within a unit, in seconds.
+        bandwidth: Bytes per second that a rank sends and receives within a unit.
         uplink: Bytes per second of the unit's link to the outside, in each direction at the same time; all of its
             ranks share it. None if the link is never the bottleneck.
 
@@ -74,20 +74,20 @@ class Network:
     that it sends or receives; the next one follows `gap` + (n - 1) G later at the earliest. A message is delivered
     o + L + (n - 1) G + o after its start, and the sender does not wait for it.
 
-    **Levels**: a message between ranks of the same unit has the alpha and bandwidth of the innermost such level, others
-    have those of the network. A message to the outside also passes the link of each unit that it leaves and enters.
-    Links are full duplex, serve messages in the order of their times, and forward before a message is complete.
+    **Levels**: a message between ranks of the same unit has the alpha and bandwidth of the innermost such level, other
+    messages have those of the network. A message to the outside also passes the link of each unit that it leaves and
+    enters. Links are full duplex, serve messages in the order of their times, and forward before a message is complete.
 
     Args:
         alpha: Latency in seconds.
         bandwidth: Bytes per second that a rank sends, and receives at the same time.
         gamma: Seconds to reduce one received byte.
-        overhead: Processor time for each message in LogGP; None for alpha, beta, gamma.
-        gap: Least time between two messages of a rank in LogGP.
-        levels: Units, from the innermost level out.
-        stragglers: Slowdown factor of each slow rank, by rank.
+        overhead: Processor time per message in LogGP; None for alpha, beta, gamma.
+        gap: Minimum time between two messages of a rank in LogGP.
+        levels: Levels of units, from the innermost outwards.
+        stragglers: Slowdown factor for each slow rank, by rank.
         jitter: Mean of an exponential delay added to each message's latency, in seconds.
-        seed: Seed of the jitter.
+        seed: Seed for the jitter.
 
     Raises:
         ValueError: A time is negative or not a number, a bandwidth is not positive, or units do not nest.

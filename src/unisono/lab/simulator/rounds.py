@@ -40,13 +40,13 @@ class Rounds:
     Shared links are exact only if each is used by one rank at a time, as in a ring; other algorithms are refused.
 
     Args:
-        offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        offsets: For each chunk, the bytes of all chunks before it, followed by the total.
         network: The network.
-        start: For each rank the time of its start.
-        messages: Number of messages sent earlier by all ranks.
+        start: Start time of each rank.
+        messages: Number of messages that all ranks sent earlier.
 
     Attributes:
-        end: For each rank the time at which its latest step has ended.
+        end: For each rank, the time at which its latest step ended.
         messages: Number of messages sent.
     """
 
@@ -64,13 +64,13 @@ class Rounds:
         self._costs: dict[int, tuple[_Array, _Array, _Array]] = {}
 
     def run(self, steps: Iterator[Step]) -> None:
-        """Run all ranks to their ends.
+        """Run all ranks to completion.
 
         Args:
             steps: Steps of the symbolic rank.
 
         Raises:
-            TypeError: The steps depend on the rank other than by rotation.
+            TypeError: The steps depend on the rank in some way other than rotation.
         """
         for step in steps:
             sends = [_ShiftedSend(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
@@ -85,7 +85,7 @@ class Rounds:
             self.messages += self.size * len(sends)
 
     def _check_links(self, sends: list[_ShiftedSend]) -> None:
-        """Refuse steps in which a link may have two messages: all must send a single one to the same neighbour."""
+        """Refuse steps in which a link may have two messages: all ranks must send one message to the same neighbour."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
             raise TypeError("ranks may use a shared link at the same time")
@@ -138,7 +138,7 @@ class Rounds:
         return self._costs[shift]
 
     def _slices(self, shift: int) -> list[tuple[slice, slice]]:
-        """Return where rank + shift is found, as slices of ranks and of these."""
+        """Return where rank + shift is found, as slices of the ranks and of the shifted ranks."""
         cut = self.size - shift
         return [(slice(0, cut), slice(shift, None)), *([(slice(cut, None), slice(0, shift))] if shift else [])]
 
@@ -191,8 +191,8 @@ def _run(start: object, stop: object) -> _ChunkRun:
 class Rotation:
     """Any rank r of a group, or a number computed from it: (r + shift) mod size, times scale, plus offset.
 
-    Sums with integers, products with positive integers, and remainders by size times scale are such numbers again.
-    Everything else, such as a comparison, raises TypeError, because the steps then depend on the rank otherwise.
+    Sums with integers, products with positive integers, and remainders modulo size times scale are again such numbers.
+    Anything else, such as a comparison, raises TypeError, because the steps then depend on the rank in another way.
 
     Args:
         size: Number of ranks.

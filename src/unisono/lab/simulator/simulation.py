@@ -26,10 +26,10 @@ class Simulation:
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        ends: For each rank the time of its end.
+        ends: For each rank, the time at which it finishes.
         messages: Number of messages.
         engine: "rounds" (numpy), "worklist" or "events".
-        record: All messages, in order of their ends, if they were recorded.
+        record: All messages, ordered by their ends, if they were recorded.
 
     Example:
         >>> result = un.algorithms.simulate("broadcast", "binomial", size=4, nbytes=1000, record=True)
@@ -88,23 +88,23 @@ def simulate(
         collective: "all_reduce", ...; roots are rank 0.
         algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
-        nbytes: Bytes of the message: of all chunks of one rank's input or output, whichever is longer.
+        nbytes: Message size in bytes: all chunks of one rank's input or output, whichever is longer.
         network: Model of the network; `Network()` by default.
         start: Time at which each rank makes the call, in seconds; 0 by default.
-        itemsize: Bytes of an element; chunks have whole elements.
+        itemsize: Element size in bytes; chunks contain whole elements.
         record: Whether to keep all messages, with their times.
-        engine: "rounds" computes all ranks of a round at once, if all behave alike up to rotation; "worklist" advances
-            each rank in turn, if ranks share no links; "events" supports everything. All give the same results. By
-            default the first that supports the algorithm and the network.
+        engine: "rounds" computes all ranks of a round at once, if all behave identically up to rotation; "worklist"
+            advances each rank in turn, if ranks share no links; "events" supports everything. All give the same
+            results. By default the first that supports the algorithm and the network.
 
     Returns:
         The times, and the messages if they are recorded.
 
     Raises:
-        ValueError: No such collective or algorithm, an argument is out of range, the engine cannot serve the call, or
-            the algorithm deadlocks.
+        ValueError: There is no such collective or algorithm, an argument is out of range, the engine does not support
+        the call, or the algorithm deadlocks.
 
-    Cost: about 1 to 3 us for each message; 1 to 5 ns in the engine "rounds".
+    Cost: about 1 to 3 us per message; 1 to 5 ns with the engine "rounds".
 
     Example:
         >>> round(un.algorithms.simulate("all_reduce", "ring", size=1000, nbytes=1 << 20).makespan, 6)
@@ -147,7 +147,7 @@ def run_calls(
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")
-    # The garbage collector would scan the state of all ranks repeatedly, although engines make no cycles.
+    # The garbage collector would scan the state of all ranks repeatedly, although engines create no cycles.
     with no_collection():
         if engines[0] == "worklist":
             return _by_worklist(calls, size, network, times, itemsize)
@@ -214,7 +214,7 @@ def _by_events(
 
 
 def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
-    """Steps of all calls, with consecutive chunk numbers, and the earliest times of calls."""
+    """Return the steps of all calls, with consecutive chunk numbers, and the earliest times of calls."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready

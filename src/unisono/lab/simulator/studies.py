@@ -23,10 +23,10 @@ class ScalingPoint(NamedTuple):
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        algorithm: Its name.
+        algorithm: The algorithm's name.
         size: Number of ranks.
         nbytes: Bytes of the message.
-        seconds: Time until the last rank ends; None if the algorithm does not serve this number of ranks.
+        seconds: Time until the last rank finishes; None if the algorithm does not support this number of ranks.
 
     Example:
         >>> un.algorithms.scaling("barrier", ["dissemination"], sizes=[2], nbytes=[0])
@@ -61,7 +61,7 @@ def scaling(
         A point for each message size, number of ranks and algorithm, in this order.
 
     Raises:
-        ValueError: No such collective or algorithm, or an argument is out of range.
+        ValueError: There is no such collective or algorithm, or an argument is out of range.
 
     Example:
         >>> ring, doubling = un.algorithms.scaling("all_reduce", ["ring", "recursive_doubling"], [64], [1024])
@@ -86,13 +86,13 @@ def scaling(
 
 
 def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
-    """Draw scaling curves to a file: time by number of ranks, with one diagram for each message size.
+    """Draw scaling curves to a file: time over number of ranks, with one plot per message size.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         points: Result of `scaling`.
-        path: The file; its suffix sets the format: .png, .svg, .pdf.
+        path: The file; its suffix determines the format: .png, .svg, .pdf.
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -131,9 +131,9 @@ class Overlap:
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        end: Time from the beginning of the pass until the last rank has all reduced buckets.
-        exposed: Communication that computation does not hide: `end` minus the time of the last bucket.
-        serial: Time of the communication alone, if all buckets were ready at the beginning.
+        end: Time from the beginning of the pass until the last rank has all its reduced buckets.
+        exposed: Communication that is not hidden by computation: `end` minus the time of the last bucket.
+        serial: Time that the communication alone would take if all buckets were ready at the beginning.
 
     Example:
         >>> overlap = un.algorithms.simulate_backward("ring", size=4, buckets=[(0.1, 1000), (0.2, 1000)])
@@ -166,7 +166,7 @@ def simulate_backward(
         The end, and how much communication is hidden.
 
     Raises:
-        ValueError: There is no bucket, no such algorithm, or it cannot serve this number of ranks.
+        ValueError: There is no bucket or no such algorithm, or it does not support this number of ranks.
 
     Example:
         >>> un.algorithms.simulate_backward("ring", size=4, buckets=[(0.01, 10**6), (0.02, 10**6)]).exposed < 0.0016

@@ -1,7 +1,7 @@
-"""Engine for networks without shared links, which advances rank after rank, without an event queue.
+"""Engine for networks without shared links, which advances one rank after another, without an event queue.
 
-The end of a step is a maximum of sums of times that are known when its messages are, in whatever order ranks are
-processed. So ranks are advanced as far as messages allow, which is exact, and needs no heap.
+The end of a step is a maximum of sums of times, all known once the step's messages are known, whatever the order in
+which ranks are processed. So each rank is advanced as far as messages allow, which is exact and needs no heap.
 """
 
 # A call of max would take longer than the rest of its line.
@@ -24,14 +24,14 @@ class Worklist:
 
     Args:
         programs: The steps of each rank.
-        offsets: For each chunk the bytes of all chunks before it, followed by the total.
+        offsets: For each chunk, the bytes of all chunks before it, followed by the total.
         costs: Alpha, beta and gamma.
         start: Start time of each rank.
 
     Attributes:
-        end: For each rank the time at which its latest step has ended.
+        end: For each rank, the time at which its latest step ended.
         messages: Number of messages sent.
-        ended: Number of ranks that have taken all their steps.
+        ended: Number of ranks that have completed all their steps.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Worklist:
         self._missing = [0] * self.size
 
     def run(self) -> None:
-        """Run all ranks to their ends. Exchanges between two ranks, the common case, are computed here."""
+        """Run all ranks to completion. Exchanges between two ranks, the common case, are computed here."""
         alpha, beta, gamma = self.costs
         programs = self.programs
         offsets = self.offsets

@@ -1,4 +1,4 @@
-"""Measuring ranks of this host, one thread each."""
+"""Ranks on this host that measure, with one thread each."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _TIMEOUT_S = 120.0
 
 
 def run(settings: Settings, *, shown: bool = False) -> list[Result]:
-    """Measure on ranks of this host, one thread each.
+    """Measure on ranks of this host, with one thread each.
 
     Args:
         settings: What to measure.
-        shown: Whether to print the table, each line as soon as it is known.
+        shown: Whether to print the table, each line as soon as it is available.
 
     Returns:
-        A result for each size.
+        One result per size.
 
     Example:
         >>> results = run(Settings(backend="thread", sizes=(1024,), seconds=0.01))
@@ -68,8 +68,8 @@ def on_ranks(
         program: As for `unisono.launch`.
         ranks, backend: As for `unisono.launch`.
         args: As for `unisono.launch`. An empty folder visible to all ranks is appended; it is removed afterwards.
-        under_mpirun: Whether mpirun starts the ranks, whatever the backend, so that MPI works in them.
-        timeout: Seconds that an operation may take.
+        under_mpirun: Whether mpirun starts the ranks, whatever the backend, so that they can use MPI.
+        timeout: Maximum duration of an operation, in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, _one_thread():
         given = (*args, Path(name))
@@ -113,8 +113,8 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
     Args:
         comm: The ranks, as many as the settings say.
         settings: What to measure.
-        folder: Empty, and seen by all ranks.
-        report: Called with each result as soon as it is known.
+        folder: An empty folder, visible to all ranks.
+        report: Called with each result as soon as it is available.
     """
     with ExitStack() as stack:
         candidates: dict[str, Peer] = {_OWN: UnisonoPeer(comm, folder, settings.algorithm)}
@@ -131,7 +131,7 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
 
 
 class _Measurement:
-    """All candidates at one workload."""
+    """All candidates on one workload."""
 
     def __init__(self, comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> None:
         self._comm = comm
@@ -190,7 +190,7 @@ class _Measurement:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return the call, prepared once: a slot does not change during this case."""
+        """Return the call, prepared only once, because a slot does not change during this case."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

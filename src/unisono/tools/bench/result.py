@@ -1,4 +1,4 @@
-"""Results of one workload, unisono's figures and its peers', as tables and beside their bounds.
+"""Results for one workload: figures of unisono and its peers, as tables and compared with bounds.
 
 Tables have the columns of nccl-tests, and for each peer its time and how many times as fast unisono was.
 """
@@ -30,12 +30,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A peer in the same run.
+    """Figures of a peer in the same run.
 
     Attributes:
         time_us: Median time of a call.
-        ratio: Its time over unisono's in neighbouring samples: how many times as fast unisono was.
-        wrong: Elements of its results, over all ranks and calls, that were wrong.
+        ratio: The peer's time divided by unisono's in adjacent samples: how many times as fast unisono was.
+        wrong: Number of wrong elements in the peer's results, over all ranks and calls.
     """
 
     time_us: float
@@ -45,16 +45,16 @@ class Against:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One size of a collective.
+    """Result for one size of a collective.
 
     Attributes:
-        nbytes: Bytes of a rank's input or output, whichever is larger, over all parts.
-        count: Elements of the whole tensor where the collective is in place, else of one rank's part.
+        nbytes: Size in bytes of a rank's input or output, whichever is larger, over all parts.
+        count: Number of elements of the whole tensor if the collective is in place, else of one rank's part.
         algorithm: "native", or a schedule's name.
-        time: Microseconds for a call, on the rank that took longest.
-        wrong: Elements of the results, over all ranks and calls, that were wrong.
+        time: Time of a call in microseconds, on the slowest rank.
+        wrong: Number of wrong elements in the results, over all ranks and calls.
         samples: Number of samples of each candidate.
-        against: Figures by peer.
+        against: Figures per peer.
     """
 
     collective: str
@@ -76,12 +76,12 @@ class Result:
 
     @property
     def algbw_gb_s(self) -> float:
-        """Bytes of the message over time, in GB/s (10^9 bytes)."""
+        """Message size divided by time, in GB/s (10^9 bytes)."""
         return self.nbytes / self.time_us / 1e3
 
     @property
     def busbw_gb_s(self) -> float:
-        """`algbw_gb_s` times the factor by which nccl-tests make it comparable between numbers of ranks."""
+        """`algbw_gb_s` times the factor with which nccl-tests make it comparable between numbers of ranks."""
         return self.algbw_gb_s * bus_factor(self.collective, self.ranks)
 
     def plain(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ _PEER_COLUMNS = (("{}", "(us)", 10), ("{}/own", "", 8), ("quartiles", "", 15))
 
 
 def heading(settings: Settings) -> str:
-    """Return the title and the column names; every line is a comment, as in nccl-tests."""
+    """Return the title and the column names; each line is a comment, as in nccl-tests."""
     memory = "registered" if settings.registered else "ordinary"
     caches = "cold" if settings.cold else "warm"
     ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")
@@ -124,7 +124,7 @@ def heading(settings: Settings) -> str:
 
 
 def line(result: Result) -> str:
-    """Return the line of one result."""
+    """Return the line for one result."""
     cells = [
         str(result.nbytes),
         str(result.count),
@@ -149,7 +149,7 @@ def _peer(peer: Against) -> list[str]:
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table as markdown.
+    """Return a table as Markdown.
 
     Example:
         >>> print(markdown(("size", "ratio"), [("8 B", "1.02")]))
@@ -178,12 +178,12 @@ def summary(results: list[Result]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BoundCheck:
-    """A figure beside its bound.
+    """A figure compared with its bound.
 
     Attributes:
         what: Description of the figure.
         found: The figure and its quartiles; a single figure has none.
-        bound: Minimum of the median.
+        bound: Minimum for the median.
         most: Whether the bound is the maximum instead.
 
     Example:
@@ -211,7 +211,7 @@ class BoundCheck:
 
 
 def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare the geometric mean of a peer's ratios over some sizes with a bound; no finding without a size."""
+    """Compare the geometric mean of a peer's ratios over some sizes with a bound; no finding if there are no sizes."""
     ratios = [result.against[peer].ratio for result in results]
     if not ratios:
         return []
@@ -220,7 +220,7 @@ def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) ->
 
 
 def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare a peer's smallest ratio over some sizes with a bound; no finding without a size."""
+    """Compare a peer's smallest ratio over some sizes with a bound; no finding if there are no sizes."""
     if not results:
         return []
     least = min(results, key=lambda result: result.against[peer].ratio.median)

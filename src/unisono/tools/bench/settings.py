@@ -1,4 +1,4 @@
-"""Settings of a measurement, checked before the first rank starts, and sizes of messages as text."""
+"""Settings of a measurement, validated before the first rank starts, and message sizes as text."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Settings:
 
     Attributes:
         collective: One of `unisono.tools.bench.COLLECTIVES`.
-        backend: Backend of unisono; "auto" is shared memory, or gloo where there is none.
+        backend: Unisono's backend; "auto" is shared memory, or gloo if that is not available.
         ranks: Number of ranks, all on this host.
-        sizes: Bytes of each message, as nccl-tests count them (see `Result.nbytes`).
+        sizes: Message sizes in bytes, counted as in nccl-tests (see `Result.nbytes`).
         dtype, op: Names, as in torch and in `ReduceOp`.
         algorithm: As for the collective; None lets it choose.
-        registered: Whether unisono's tensors are allocated by `Communicator.empty`. The peers' never are.
-        cold: Whether each call uses memory that has left the caches.
+        registered: Whether unisono's tensors are allocated by `Communicator.empty`; those of peers never are.
+        cold: Whether each call uses memory that is no longer in the caches.
         against: Names of peers to measure in the same run.
-        seconds: Approximate time for each size, all candidates together.
+        seconds: Approximate time per size, for all candidates together.
         least: Minimum number of samples of each candidate.
 
     Raises:
@@ -99,7 +99,7 @@ class Settings:
 
     @property
     def chosen_backend(self) -> str:
-        """The backend that "auto" means here."""
+        """The backend that "auto" selects here."""
         if self.backend != "auto":
             return self.backend
         return "shm" if why_no_shm() is None else "gloo"
@@ -111,7 +111,7 @@ class Settings:
 
     @property
     def workloads(self) -> list[Workload]:
-        """Return one workload for each size; a barrier has no size, and is measured once."""
+        """Return one workload per size; a barrier has no size, and is measured once."""
         sizes = self.sizes[:1] if self.collective == "barrier" else self.sizes
         return [self.workload(nbytes) for nbytes in sizes]
 
@@ -134,7 +134,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse sizes in bytes from a list such as "8,4K,1M", or a range such as "8:128M:*4" or "1M:4M:+1M".
 
     Raises:
-        ValueError: The text is neither; the message shows the syntax.
+        ValueError: The text is neither a list nor a range; the message shows the syntax.
 
     Example:
         >>> parse_sizes("8,4K,1M")

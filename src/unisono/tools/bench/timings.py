@@ -1,4 +1,4 @@
-"""Interleaved timing: candidates take turns in one run, and ratios are those of neighbouring samples."""
+"""Interleaved timing: candidates take turns in one run, and ratios compare adjacent samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """Spread of at least one figure."""
+        """Return the spread of at least one figure."""
         if len(figures) == 1:
             return cls(figures[0], figures[0], figures[0])
         return cls(*statistics.quantiles(figures, n=4, method="inclusive"))
@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timings:
-    """Figures of each candidate by name, one per round.
+    """Figures of each candidate, by name, one per round.
 
     Example:
         >>> timings = Timings({"new": [2.0, 3.0, 2.0], "old": [4.0, 6.0, 6.0]})
@@ -70,11 +70,11 @@ class Timings:
         return Spread.of(self.figures[name])
 
     def ratio(self, name: str, to: str) -> Spread:
-        """Ratios of two candidates' neighbouring samples."""
+        """Ratios between adjacent samples of two candidates."""
         return Spread.of([a / b for a, b in self._pairs(name, to)])
 
     def difference(self, name: str, to: str) -> Spread:
-        """Differences of two candidates' neighbouring samples."""
+        """Differences between adjacent samples of two candidates."""
         return Spread.of([a - b for a, b in self._pairs(name, to)])
 
     def compared(self, name: str, to: str) -> str:
@@ -103,7 +103,7 @@ def clock(calls: Iterable[Callable[[], object]], comm: Communicator | None = Non
 
     Args:
         calls: At least one.
-        comm: Ranks that start together; none continues while another's clock is running.
+        comm: Ranks that start together; no rank continues while another's clock is running.
     """
     listed = list(calls)
     if comm is not None:
@@ -125,13 +125,13 @@ def timed(
     before: Callable[[], object] | None = None,
     after: Callable[[], object] | None = None,
 ) -> Sample:
-    """Return the sample of a call.
+    """Return a function that takes a sample of a call.
 
     Args:
         call: The candidate.
         comm: As for `clock`.
-        count: Number of calls per sample, for a call too short for the clock.
-        before, after: Called outside the clock, to prepare the call and to verify its result.
+        count: Number of calls per sample, for a call too short for the clock's resolution.
+        before, after: Called outside the timed region, to prepare the call and to verify its result.
     """
 
     def sample() -> float:
@@ -156,16 +156,16 @@ def interleave(
     warmup: int = 2,
     after_round: Callable[[], object] | None = None,
 ) -> Timings:
-    """Take samples of all candidates in turn, in alternating order: A B, B A, ... Garbage collection is off meanwhile.
+    """Take samples of all candidates in turn, in alternating order: A B, B A, ... Garbage collection is disabled.
 
     Args:
         samples: Samples by candidate name.
         comm: Participating ranks, which agree on the number of rounds; each rank has its own timings.
-        seconds: Approximate duration; the last warm-up round determines the number of rounds.
+        seconds: Approximate duration; the number of rounds is determined from the last warm-up round.
         rounds: Number of rounds, instead of `seconds`.
-        least, most: Bounds of that number.
+        least, most: Bounds on the number of rounds.
         warmup: Uncounted rounds at the start.
-        after_round: Called outside the clock after each round, for work that needs all candidates' results.
+        after_round: Called outside the timed region after each round, for work that needs all candidates' results.
 
     Example:
         >>> timings = interleave({"sum": timed(lambda: sum(range(9))), "len": timed(lambda: len("nine"))}, rounds=4)
@@ -196,7 +196,7 @@ def interleave(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Order of one round. It rotates, so that each candidate runs first, last and after each other candidate."""
+    """Return the order of a round. It rotates, so that each candidate runs first, last and after every other one."""
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned

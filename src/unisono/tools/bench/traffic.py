@@ -1,4 +1,4 @@
-"""Traffic of torch operations: the bytes that they read and write, counted without a clock."""
+"""Memory traffic of torch operations: the bytes that they read and write, counted rather than timed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MemoryTraffic:
     """Bytes moved by torch operations.
 
     Attributes:
-        read, written: Bytes of operands. A byte that two operations read counts twice.
-        largest_new: Bytes of the largest tensor that an operation allocated.
+        read, written: Bytes of operands. A byte read by two operations counts twice.
+        largest_new: Size in bytes of the largest tensor that an operation allocated.
     """
 
     read: int = 0
@@ -85,7 +85,7 @@ class _Counter(TorchDispatchMode):
         for tensor in _tensors(result):
             if id(tensor) not in known:
                 self.traffic.largest_new = max(self.traffic.largest_new, tensor.nbytes)
-                # Memory that is only allocated is not written yet.
+                # Memory that has only been allocated has not been written yet.
                 self.traffic.written += 0 if "empty" in schema.name else tensor.nbytes
 
 

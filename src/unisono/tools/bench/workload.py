@@ -1,4 +1,4 @@
-"""Workload: one collective of one size, with its memory, its data, its expected results and its bus bandwidth."""
+"""Workload: one collective of one size, with its memory, data, expected results and bus bandwidth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLLECTIVES = tuple(FAMILIES)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Return bus over algorithm bandwidth as in nccl-tests: the load of the links, for any number of ranks.
+    """Return the ratio of bus to algorithm bandwidth as in nccl-tests: the load on links, for any number of ranks.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
@@ -57,13 +57,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Workload:
-    """A collective on a number of elements, counted as nccl-tests count.
+    """A collective on a number of elements, counted as in nccl-tests.
 
     Attributes:
-        collective: One of `COLLECTIVES`. Rooted ones have root 0.
+        collective: One of `COLLECTIVES`. Rooted collectives have root 0.
         ranks: Number of ranks.
-        count: Elements of each rank's input or output: the whole tensor if in place, else one rank's part.
-        dtype, op: Dtype of the elements, and their reduction.
+        count: Number of elements of each rank's input or output: the whole tensor if in place, else one rank's part.
+        dtype, op: Dtype of the elements, and the reduction.
     """
 
     collective: str
@@ -74,7 +74,7 @@ class Workload:
 
     @classmethod
     def of_bytes(cls, collective: str, ranks: int, nbytes: int, dtype: torch.dtype, op: ReduceOp) -> Workload:
-        """Return the workload of about `nbytes`: rounded down to whole elements for every rank, at least one."""
+        """Return the workload of about `nbytes`: rounded down to whole elements for every rank, but at least one."""
         what = FAMILIES[collective]
         if not what.moves:
             return cls(collective, ranks, 0, dtype, op)
@@ -83,17 +83,17 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """Elements of a rank's input or output, whichever is larger."""
+        """Number of elements of a rank's input or output, whichever is larger."""
         return self.count * (1 if self.in_place else self.ranks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's input or output, whichever is larger; 0 for a barrier."""
+        """Size in bytes of a rank's input or output, whichever is larger; 0 for a barrier."""
         return self.numel * self.dtype.itemsize
 
     @property
     def bus_factor(self) -> float:
-        """See the function of this name."""
+        """See the function of the same name."""
         return bus_factor(self.collective, self.ranks)
 
     @property
@@ -109,7 +109,7 @@ class Workload:
     # -- memory --------------------------------------------------------------------------------
     @property
     def slot_numel(self) -> int:
-        """Elements that one slot takes."""
+        """Number of elements in one slot."""
         return self._source_numel if self.in_place else self._source_numel + self._target_numel
 
     @property
@@ -121,14 +121,14 @@ class Workload:
         return self.count * (self.ranks if self.what.gathers else 1)
 
     def slot(self, memory: torch.Tensor) -> Slot:
-        """Return a slot in `slot_numel` elements of memory."""
+        """Return a slot made from `slot_numel` elements of memory."""
         if self.in_place:
             return Slot(memory, memory)
         return Slot(memory[: self._source_numel], memory[self._source_numel :])
 
     # -- contents ------------------------------------------------------------------------------
     def fill(self, slot: Slot, rank: int) -> None:
-        """Write this rank's input, and zeros, which no result contains, to the output."""
+        """Write this rank's input, and fill the output with zeros, which no result contains."""
         if slot.target is not slot.source:
             slot.target.zero_()
         self._given[rank].write(slot.source)
@@ -161,10 +161,10 @@ PERIOD = 65521
 
 
 class Pattern:
-    """An endless sequence of values, of which any stretch can be written or compared.
+    """An endless sequence of values, any range of which can be written or compared.
 
     Args:
-        period: The first `PERIOD` of them.
+        period: The first `PERIOD` values.
     """
 
     def __init__(self, period: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class Pattern:
         return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
 
     def _stretches(self, tensor: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pieces of a period's length: avoids a copy as large as the message, and keeps the values in cache."""
+        """Yield pieces as long as a period: avoids a copy as large as the message, and keeps the values in cache."""
         for low in range(0, tensor.numel(), PERIOD):
             part = tensor[low : low + PERIOD]
             offset = (start + low) % PERIOD
@@ -226,13 +226,13 @@ _USUAL_CACHE_BYTES = 32 << 20
 
 
 def calls_per_sample(nbytes: int) -> int:
-    """Return how many calls are timed together: several where one is too short for a clock, each on its own memory."""
+    """Return how many calls to time together: several if one is too short for a clock, each on its own memory."""
     return max(1, min(_MOST_CALLS, _BATCH_BYTES // max(1, nbytes)))
 
 
 @cache
 def cache_bytes() -> int:
-    """Return the size of the largest cache of this machine, or a usual size where the system does not report it."""
+    """Return the size of this machine's largest cache, or a typical size if the system does not report it."""
     found = [_parsed(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max(found, default=0) or _USUAL_CACHE_BYTES
 
@@ -243,7 +243,7 @@ def _parsed(path: Path) -> int:
 
 
 class SlotPool:
-    """Slots of one size for one rank.
+    """One rank's slots, all of one size.
 
     Args:
         workload: The workload that uses them.

@@ -18,7 +18,7 @@ __all__ = ["COMMANDS", "Command", "UsageError", "main", "make_parser", "numbers"
 
 
 class Command(Protocol):
-    """A file of `unisono.tools.cli.commands`: its name is the command's, its docstring the help, with an example."""
+    """A file in `unisono.tools.cli.commands`, named after the command; its docstring is the help, with an example."""
 
     __doc__: str | None
 
@@ -32,12 +32,12 @@ class Command(Protocol):
 
 
 class UsageError(Exception):
-    """An impossible request; the text is one sentence that states the alternatives. Exit status 2."""
+    """Raised for an impossible request; the text is one sentence that states the alternatives. Exit status 2."""
 
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise a `UsageError` of the same text instead of an error of these kinds."""
+    """Raise a `UsageError` with the same text in place of an error of these classes."""
     try:
         yield
     except kinds as error:
@@ -112,7 +112,7 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
-        # At exit Python would try again to write the rest.
+        # At exit, Python would try to write the rest again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # The reader of a closed pipe wants no more output.
         closed = error.errno == errno.EPIPE

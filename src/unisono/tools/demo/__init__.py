@@ -1,4 +1,4 @@
-"""The demonstration: train a small network on several ranks, and prove that it equals one rank."""
+"""The demonstration: train a small network on several ranks, and prove that the result equals that of one rank."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def load(path: Path | None = None) -> Pictures:
     """Load the handwritten digits, or `path`: an image folder, or an .npz file.
 
     Raises:
-        ValueError: There is nothing to train on at `path`; the message states the expected input.
-        UnavailableError: A package that reads it is missing; the message says how to install it.
+        ValueError: `path` has nothing to train on; the message states the expected input.
+        UnavailableError: A package needed to read it is missing; the message says how to install it.
     """
     if path is None:
         return _digits()
@@ -102,7 +102,7 @@ _GRAY = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 
 
 def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
-    """Read the images of each sub-folder, labelled with the name of the sub-folder.
+    """Read the images of each sub-folder, labelled with the sub-folder's name.
 
     All are scaled to the size of the first image, at most 32 pixels a side.
 

@@ -98,7 +98,7 @@ def _backend(settings: DemoSettings) -> str:
         # An unknown name is an error that lists the known ones.
         transport_named(settings.backend)
         return settings.backend
-    # NCCL needs a GPU for each rank; other backends let ranks share one.
+    # NCCL needs one GPU per rank; other backends let ranks share a GPU.
     enough = settings.device == "cuda" and torch.cuda.device_count() >= settings.ranks
     return "nccl" if enough else "gloo" if why_no_shm() else "shm"
 
@@ -110,7 +110,7 @@ def show(ready: PreparedDemo, *, as_json: bool = False) -> int:
         ready: Result of `prepare`.
         as_json: Whether to print nothing but the results as JSON.
     """
-    # A network this small is fastest on one core; more threads would contend, also in ranks that are threads.
+    # A network this small is fastest on one core; more threads would contend, also if ranks are threads.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,7 +164,7 @@ def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _errors(ready: PreparedDemo, steps: int) -> tuple[float, float]:
-    """Return the greatest difference of weights between several ranks and one, and that of the ring from the sum."""
+    """Return the largest difference in weights between several ranks and one, and between the ring and the sum."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
     reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
@@ -209,7 +209,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
 
 
 def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
-    """Return the same weights from a plain loop without communication, over the same global batches as `ranks` had."""
+    """Return the same weights from a plain loop without communication, over the same global batches as on `ranks`."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
@@ -219,12 +219,12 @@ def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
 
 
 def difference(mine: Weights, theirs: Weights) -> float:
-    """Return the largest difference of any weight."""
+    """Return the largest difference in any weight."""
     return largest(float((mine[name] - theirs[name]).abs().max()) for name in mine)
 
 
 def largest(errors: Iterable[float]) -> float:
-    """Return the largest error, or NaN if any is NaN, which Python's `max` may skip."""
+    """Return the largest error, or NaN if any is NaN; Python's `max` may skip NaN."""
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 

@@ -40,8 +40,9 @@ class StepShare(NamedTuple):
     """One rank's share of one step.
 
     Attributes:
-        indices: Indices of its pictures.
-        divisor: A sum over them divided by this, averaged over ranks, is the mean over the step's whole batch.
+        indices: Indices of the share's pictures.
+        divisor: Number such that the sum over these pictures divided by it, averaged over ranks, is the mean over the
+            step's whole batch.
     """
 
     indices: torch.Tensor
@@ -54,10 +55,10 @@ class Batches:
     Args:
         pictures: Pictures to train on, at least one per rank.
         ranks: Number of ranks that share them.
-        seed: Seed of the partition, and of its order in each epoch.
+        seed: Seed for the partition and for its order in each epoch.
 
     Attributes:
-        steps: Steps of one epoch.
+        steps: Number of steps in an epoch.
     """
 
     def __init__(self, pictures: Pictures, ranks: int, seed: int) -> None:
@@ -73,7 +74,7 @@ class Batches:
         return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
 
     def whole(self, epoch: int) -> list[StepShare]:
-        """Return the shares for a single rank to see the same pictures in each step as all ranks together."""
+        """Return the shares with which a single rank sees the same pictures in each step as all ranks together."""
         cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
         batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
         return [StepShare(batch, len(batch)) for batch in batches]
@@ -186,7 +187,7 @@ def sgd_step(
 
 
 class _Clock:
-    """Sums up the time inside its `with`, including pending GPU work."""
+    """Sums up the time spent inside its `with`, including pending GPU work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -240,7 +241,7 @@ def progress(epochs: int, steps: int, *, shown: bool) -> Iterator[Tell]:
 
 
 def _lines(epochs: int, steps: int) -> Tell:
-    """A line after each epoch: its mean loss on this rank."""
+    """Print a line after each epoch: its mean loss on this rank."""
     losses: list[torch.Tensor] = []
 
     def tell(loss: torch.Tensor) -> None:

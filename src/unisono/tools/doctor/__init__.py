@@ -1,6 +1,6 @@
-"""Examination of a host: whether it can run ranks, by which transports, and if not, how to fix it.
+"""Examination of a host: whether it can run ranks, with which transports, and if not, how to fix that.
 
-A check is one file in `unisono.tools.doctor.checks`, looked up by name. Nothing here needs a working torch.
+A check is one file in `unisono.tools.doctor.checks`, looked up by name. Nothing here requires a working torch.
 """
 
 from __future__ import annotations

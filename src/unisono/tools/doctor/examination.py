@@ -58,12 +58,12 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
     def look(name: str) -> None:
         try:
             findings = list(chosen[name].check(target))
-        # An error of a check is also a finding, and the other checks continue.
+        # An error in a check is also a finding, and the other checks continue.
         except Exception as error:
             findings = [_broken(name, f"has failed: {type(error).__name__}: {error}")]
         found[name] = findings
 
-    # Daemon threads, because a name look-up, for example, cannot be cancelled.
+    # Daemon threads, because some work, such as a name look-up, cannot be cancelled.
     threads = {name: threading.Thread(target=look, args=(name,), daemon=True) for name in ordered}
     for thread in threads.values():
         thread.start()
@@ -85,12 +85,12 @@ class Target:
     """This process's environment, and the caller's intended use of it.
 
     Attributes:
-        backend: Backend that the program passes to `init`; None is any.
+        backend: Backend that the program passes to `init`; None means any.
         ranks: Number of ranks to run on this host; None takes it from the launcher's environment.
         hosts: Names or addresses of the cooperating hosts, including this one.
         rank: Index of this host in `hosts`; None detects it.
-        port: Port of the first host, free and open to the others.
-        limit_s: Seconds that the examination may take.
+        port: Port on the first host, free and open to the others.
+        limit_s: Maximum duration of the examination, in seconds.
     """
 
     backend: str | None = None
@@ -110,10 +110,10 @@ class Target:
 
 
 class Check(Protocol):
-    """A file of `unisono.tools.doctor.checks`: its docstring's first line names the subject of the check.
+    """A file in `unisono.tools.doctor.checks`; the first line of its docstring names the subject of the check.
 
     Attributes:
-        ORDER: Lower ones come first in the report.
+        ORDER: Position in the report; lower numbers come first.
     """
 
     __doc__: str | None
@@ -133,8 +133,8 @@ class Finding:
     """One sentence about one thing.
 
     Attributes:
-        state: "ok" is right, "problem" is wrong and can be fixed, "optional" is missing but needed only for what the
-            text says, "info" is plain information.
+        state: "ok" is fine, "problem" is wrong and can be fixed, "optional" is missing but needed only for the purpose
+            given in the text, "info" is plain information.
         text: The finding and its consequence.
         fix: A command that fixes it.
     """
@@ -155,7 +155,7 @@ def info(text: str, fix: str | None = None) -> Finding:
 
 
 def optional(text: str, fix: str, *, required: bool = False) -> Finding:
-    """Report something missing that most programs do not need; a problem if this target requires it."""
+    """Report that something is missing that most programs do not need; it is a problem if this target requires it."""
     return Finding("problem" if required else "optional", text, fix)
 
 
@@ -186,7 +186,7 @@ def marks(encoding: str | None) -> dict[State, str]:
 
 
 def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> list[str]:
-    """Return one line for each finding of a check, and one below for its fix."""
+    """Return a line for each finding of a check, followed by a line for its fix, if any."""
     made = []
     for finding in findings:
         front = "optional: " if finding.state == "optional" else ""

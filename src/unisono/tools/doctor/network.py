@@ -36,7 +36,7 @@ def is_own(address: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Return one address of each network interface that has any."""
+    """Return one address per network interface that has an address."""
     found = []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(ValueError):
@@ -45,7 +45,7 @@ def own_addresses() -> list[str]:
 
 
 def free_port(wanted: int) -> int:
-    """Return a free port, the wanted one if possible."""
+    """Return a free port, the requested one if possible."""
     for port in (wanted, 0):
         with contextlib.suppress(CommError), listen(ANYWHERE, port) as placeholder:
             return int(placeholder.getsockname()[1])
@@ -53,7 +53,7 @@ def free_port(wanted: int) -> int:
 
 
 def port_owner(port: int) -> str:
-    """Return the process that listens at a port, as far as this user's permissions show."""
+    """Return the process that listens on a port, as far as this user may see it."""
     sockets = _listening(port)
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

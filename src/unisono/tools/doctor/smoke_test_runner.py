@@ -18,7 +18,7 @@ from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, r
 
 __all__ = ["main", "summed", "tried"]
 
-# Grace period in which the test reports the cause of its wait, before it is ended.
+# Grace period in which the test reports what it is waiting for, before it is killed.
 _LAST_WORDS_S = 4.0
 
 
@@ -33,7 +33,7 @@ def tried(
 
     Args:
         fixes: Backends in order of testing, each with its fix in case of failure.
-        limit_s: Seconds in total.
+        limit_s: Total time limit in seconds.
         options: Options of the test's command line.
         before: Prefix of the command, such as mpiexec and its options.
         environment: Environment of the ranks; if None, that of this process without its launcher's variables.

@@ -23,7 +23,7 @@ class CompletedRun:
 
     Attributes:
         status: Exit status, negative for a signal; None if it did not end in time.
-        out, err: Its output.
+        out, err: The program's output.
     """
 
     status: int | None
@@ -32,7 +32,7 @@ class CompletedRun:
 
     @property
     def why(self) -> str:
-        """Last lines of its output, for a message."""
+        """The last lines of the output, for a message."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         last = lines[-1] if lines else "it printed nothing"
         if self.status is None:
@@ -43,7 +43,7 @@ class CompletedRun:
 
 
 def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> CompletedRun:
-    """Run a program, and end all of its processes if it takes longer than `limit_s` seconds."""
+    """Run a program, and kill all of its processes if it takes longer than `limit_s` seconds."""
     try:
         process = subprocess.Popen(
             command,
@@ -70,7 +70,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
                     return CompletedRun(None, out, err)
                 except subprocess.TimeoutExpired:
                     continue
-            # A process that still holds the pipes has left the session; do not wait for it.
+            # A process that still holds the pipes open has left the session; do not wait for it.
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()

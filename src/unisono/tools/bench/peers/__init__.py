@@ -27,7 +27,7 @@ class Peer(ABC):
 
     @classmethod
     def obstacle(cls, workload: Workload) -> str | None:
-        """Return why this peer cannot run the workload, in a sentence that states the remedy; None if it can.
+        """Return why this peer cannot run the workload, in a sentence that says what to do; None if it can.
 
         Called before ranks are started. Raises `UnavailableError` if something has to be installed.
         """
@@ -35,14 +35,14 @@ class Peer(ABC):
 
     @abstractmethod
     def __init__(self, comm: Communicator, folder: Path) -> None:
-        """Connect to the other ranks: over `comm`, or through an empty folder that all of them see."""
+        """Connect to the other ranks: over `comm`, or through an empty folder visible to all of them."""
 
     @abstractmethod
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
-        """Return the collective on this memory, prepared as far as a program could keep it."""
+        """Return the collective on this memory, with everything prepared that a program could reuse between calls."""
 
     def close(self) -> None:
-        """Release everything; no call is running."""
+        """Release everything; called when no call is running."""
 
 
 PEERS: Registry[type[Peer]] = Registry("peer", "unisono.tools.bench.peers", "PEER")

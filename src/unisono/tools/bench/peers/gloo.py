@@ -25,7 +25,7 @@ _REFUSED = (torch.int16, torch.bool)
 
 
 class Gloo(Peer):
-    """One group of all ranks, with two threads, as torch makes it.
+    """One group of all ranks, with two threads, as torch creates it.
 
     Attributes:
         device: Device on which gloo listens, as for its `create_device`.

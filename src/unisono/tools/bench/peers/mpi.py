@@ -1,4 +1,4 @@
-"""MPI through mpi4py, on the tensors' own memory, described to MPI once and outside the clock."""
+"""MPI through mpi4py, on the tensors' own memory, which is described to MPI once, outside the timed region."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OPS = {
 
 
 class MpiPeer(Peer):
-    """The world communicator of the MPI that mpi4py was built for, or finds."""
+    """The world communicator of the MPI library that mpi4py was built for or finds."""
 
     needs_mpirun = True
 

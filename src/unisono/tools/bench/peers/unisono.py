@@ -1,4 +1,4 @@
-"""Unisono itself, with the algorithm that it chooses."""
+"""Unisono itself, with the algorithm it chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnisonoPeer(Peer):
 
     Args:
         comm: The ranks.
-        folder: For the trace in which `chosen` finds the algorithm.
+        folder: Folder for the trace from which `chosen` reads the algorithm.
         algorithm: As for each collective.
     """
 

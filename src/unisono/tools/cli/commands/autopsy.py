@@ -1,6 +1,6 @@
 """Report every rank's last call and line from the files of $UNISONO_EVENTS, and the rank that stopped first.
 
-It tells a killed rank (its process is gone, without an error) from one that failed, and from one that still runs.
+It distinguishes a killed rank (its process is gone, without an error) from a failed one and from one still running.
 
   UNISONO_EVENTS=/tmp/events torchrun --nproc-per-node 4 train.py
   unisono autopsy /tmp/events
@@ -62,7 +62,7 @@ class _RankLog:
 
     @property
     def text(self) -> str:
-        """State and place, for people."""
+        """State and place, in human-readable form."""
         if self.error is not None:
             return f"failed: {self.error.text}"
         calls = [event for event in self.events if event.kind in {"enter", "leave"}]
@@ -83,7 +83,7 @@ class _RankLog:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options: the folder of the files, and the number of events."""
+    """Add the options: the folder with the files, and the number of events."""
     parser.add_argument("directory", type=Path, help="folder that UNISONO_EVENTS named")
     parser.add_argument(
         "--last", type=int, default=12, metavar="N", help="number of last events to list, over all ranks (%(default)s)"

@@ -1,7 +1,7 @@
 """Measure collectives on ranks of this host, side by side with gloo, MPI and the host's memory.
 
 The columns are those of nccl-tests. Each peer adds its time, and how many times as fast unisono
-was: the median of neighbouring samples, and the quartiles.
+was: the median over pairs of adjacent samples, and the quartiles.
 
   unisono bench --sizes 8:128M:*4 --against gloo
   unisono bench -n 4 --backend shm --sizes 1M,16M --registered --plot results.svg

@@ -1,4 +1,4 @@
-"""Inspect a checkpoint, verify every byte of it, compare two, or convert from and to other formats.
+"""Inspect a checkpoint, verify every byte of it, compare two, or convert to or from other formats.
 
 PATH is the directory or URL of one checkpoint; `convert` also reads single files.
 

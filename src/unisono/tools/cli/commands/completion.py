@@ -1,4 +1,4 @@
-"""Print the completion of unisono's commands and options for a shell.
+"""Print a shell's completion code for unisono's commands and options.
 
 Needs the optional dependencies cli.
 

@@ -1,6 +1,6 @@
-"""Attach to a job whose ranks un.breakpoint() holds, and look at any of them.
+"""Attach to a job whose ranks are held by un.breakpoint(), and inspect any of them.
 
-At its prompt, `help` lists the commands; what is none of them is evaluated on the chosen rank.
+At its prompt, `help` lists the commands; anything else is evaluated on the chosen rank.
 
   unisono debug                (the only job of this user that is held on this host)
   unisono debug 12345          (the job of a process)
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Show the prompt until the ranks are continued."""
+    """Show the prompt until the ranks continue."""
     from unisono.debugger import attach
     from unisono.debugger.prompt import Prompt
 
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         else:
             with refusing(ValueError):
                 prompt = Prompt(session, given.rank)
-            # An interrupt leaves the ranks held, like the end of the input.
+            # An interrupt leaves the ranks held, like end of input.
             with suppress(KeyboardInterrupt):
                 prompt.cmdloop()
     return 0

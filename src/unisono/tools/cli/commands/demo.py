@@ -1,6 +1,6 @@
-"""Train a small network on real handwritten digits on several ranks, and prove that it equals one rank.
+"""Train a small network on real handwritten digits on several ranks, and prove that the result equals that of one rank.
 
-The digits come with scikit-learn; --data names pictures of your own.
+The digits come with scikit-learn; use --data for your own pictures.
 
   unisono demo
   unisono demo -n 4 --backend gloo --epochs 3

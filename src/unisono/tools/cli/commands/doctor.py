@@ -1,7 +1,7 @@
 """Examine this host: find working transports, obstacles for ranks, and their fixes.
 
-Fails if anything is wrong; what is optional is marked so. Paste the output into an issue. With
---hosts, start it on each of the hosts, with the same list: they then reduce together.
+Fails if anything is wrong; optional findings are marked as such. Paste the output into an issue. With
+--hosts, start it on each of the hosts, with the same list; they then run a collective together.
 
   unisono doctor
   unisono doctor torch all_reduce --backend gloo
@@ -43,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
     target = _target(given)
     local_rank = launched().local_rank
     if local_rank:
-        # A launcher has started this once for each rank: one of them examines the host.
+        # A launcher has started this once per rank; only one of them examines the host.
         return 0
     names = given.checks or None
     signs = marks(sys.stdout.encoding)

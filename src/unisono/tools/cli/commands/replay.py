@@ -1,7 +1,7 @@
-"""Run one rank of a recorded script again, alone: what its peers sent is read from a folder of un.record.
+"""Rerun one rank of a recorded script, alone: what its peers sent is read from a folder of un.record.
 
-The script runs in this process, so that any debugger can be attached; breakpoint() in it works. The first call that is
-not as it was is an error that names it.
+The script runs in this process, so that any debugger can be attached; breakpoint() in it works. The first call that
+differs from the recording raises an error that names it.
 
   unisono replay runs/7 --rank 3 train.py --epochs 3
   python -m pdb -m unisono replay runs/7 --rank 3 train.py --epochs 3
@@ -25,7 +25,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the folder, the rank, the script, and its own arguments."""
+    """Add the folder, the rank, the script and its arguments."""
     add = parser.add_argument
     add("folder", type=Path, help="folder of un.record")
     add("--rank", type=int, required=True, help="the rank to run, as numbered in the whole job")

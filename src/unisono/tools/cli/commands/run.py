@@ -1,7 +1,7 @@
 """Start the ranks of a script on this host, or on each of several hosts.
 
-Each line of output begins with its rank. If a rank fails, the others are ended, and the first error is printed. The
-script finds its rank by unisono.init(), or by torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+Each line of output begins with its rank. If a rank fails, the others are stopped, and the first error is printed. The
+script gets its rank from unisono.init(), or from torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT. SIGTERM, SIGHUP, SIGINT, SIGUSR1 and SIGUSR2 reach the ranks' handlers; after the first three, ranks have
 --grace seconds to save and leave.
 
@@ -161,13 +161,13 @@ def _by_ssh(given: argparse.Namespace) -> bool:
 
 
 def _hosts(given: argparse.Namespace) -> list[tuple[str, int]]:
-    """Return name and number of ranks of each host."""
+    """Return each host's name and number of ranks."""
     count = given.ranks or 1
     if not given.hosts:
         return [("127.0.0.1", count)]
     found = []
     for text in filter(None, map(str.strip, given.hosts.split(","))):
-        # An IPv6 address itself contains colons, unless it is in brackets.
+        # An IPv6 address contains colons itself, unless it is in brackets.
         match = _HOST.fullmatch(text)
         if match is None:
             raise UsageError(f"--hosts takes names or addresses, such as a,b:4 or [fd77::1]:4, not {text!r}")

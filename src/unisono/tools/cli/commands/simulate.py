@@ -1,6 +1,6 @@
 """Simulate collective algorithms on a model of a network, for any number of ranks, without sending anything.
 
-Prints the simulated time until the last rank ends, by ranks and bytes; the best time of each row is marked.
+Prints the simulated time until the last rank finishes, by ranks and bytes; the best time in each row is marked.
 
   unisono simulate all_reduce ring recursive_doubling --ranks 8,64,1024 --bytes 8,64K,1M,1G
   unisono simulate all_reduce ring binomial --ranks 1024 --bytes 1M --levels host:8:1us:10GB/s:1GB/s --alpha 10us

@@ -1,6 +1,6 @@
 """Show what every rank of this user's running jobs is doing: its current call, line and stack.
 
-It finds the ranks of any launcher, unless they are threads of one process.
+It finds ranks started by any launcher, unless they are threads of one process.
 
   unisono status
   unisono status 12345 --stacks      (the job of a process: a rank, or what started the ranks)
@@ -104,7 +104,7 @@ def _more(report: dict[str, Any], at_length: bool, stacks: bool) -> list[str]:
 
 
 def _command(pid: int) -> str:
-    """Return the command line of a process, from its script on."""
+    """Return a process's command line, starting with its script."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,6 +1,6 @@
-"""Ask all ranks of a running job to stop at the same step, as its program has agreed to (`comm.stop_requested`).
+"""Ask all ranks of a running job to stop at the same step, if its program supports that (`comm.stop_requested`).
 
-Ranks of a program that never calls it continue.
+Ranks of a program that never calls this method continue.
 
   unisono stop 12345                               (the job of a process: a rank, or what started the ranks)
   unisono stop 12345 --reason 'the node is needed'

@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two actions: a summary of one file, and one file of several."""
+    """Add the two actions: summarize one file, and merge several files into one."""
     actions = parser.add_subparsers(title="actions", dest="action", metavar="<action>", required=True)
     summary = actions.add_parser("summary", help="print exposed communication, overlap, skew and the last ranks")
     summary.add_argument("file", type=Path, help="file of un.trace")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print a summary, or write the joined file."""
+    """Print a summary, or write the merged file."""
     if given.action == "merge":
         return _merge(given)
     try:
@@ -61,7 +61,7 @@ def _merge(given: argparse.Namespace) -> int:
 
 
 def _check_same_run(paths: list[Path], documents: list[Any]) -> None:
-    """Raise `UsageError` unless the documents are parts of one run of un.trace, each of other ranks."""
+    """Raise `UsageError` unless the documents are parts of one run of un.trace, each from different ranks."""
     holder: dict[int, Path] = {}
     for path, document in zip(paths, documents, strict=True):
         if document.get("otherData", {}).get("run") != documents[0].get("otherData", {}).get("run"):

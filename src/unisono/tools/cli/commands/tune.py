@@ -1,6 +1,6 @@
-"""Measure what messages cost on ranks of this host, and store it for `algorithm="auto"`.
+"""Measure what messages cost between ranks on this host, and store it for `algorithm="auto"`.
 
-Prints the fitted constants, and the algorithm of all_reduce that they choose for each size.
+Prints the fitted constants, and the all_reduce algorithm that they select for each size.
 
   unisono tune -n 4 --backend gloo
   unisono tune -n 8 --json

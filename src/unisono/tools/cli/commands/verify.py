@@ -1,7 +1,7 @@
 """Prove collective algorithms: every contribution exactly once, no deadlock, the declared cost.
 
-Nothing is sent: sets of contributions travel instead of numbers. A wrong algorithm ends with the smallest number of
-ranks at which it fails, and names the rank, step and chunk. Exits 1 then.
+Nothing is sent: sets of contributions stand in for numbers. For a wrong algorithm it reports the smallest number of
+ranks at which it fails, with the rank, step and chunk, and exits with status 1.
 
   unisono verify
   unisono verify ring --ranks 1..64
@@ -84,7 +84,7 @@ def _chosen(given: argparse.Namespace) -> Iterator[Algorithm]:
 
 
 def _file(path: Path) -> AlgorithmFile:
-    """Run a file that the user named, as Python would."""
+    """Run a file named by the user, as Python would."""
     if not path.is_file():
         raise UsageError(f"there is no file {str(path)!r}")
     spec = spec_from_file_location(path.stem, path)
@@ -98,7 +98,7 @@ def _file(path: Path) -> AlgorithmFile:
 
 
 def _prove(algorithm: Algorithm, sizes: list[int]) -> dict[str, Any]:
-    """Prove one algorithm from the smallest number of ranks on, up to the first failure."""
+    """Prove one algorithm, starting from the smallest number of ranks, up to the first failure."""
     proved: dict[int, Any] = {}
     refused: dict[int, str] = {}
     error = None

@@ -1,6 +1,6 @@
-"""Watch a training on torch's own process groups: name what differs between ranks, instead of a hang.
+"""Watch a training run on torch's own process groups: report what differs between ranks, instead of hanging.
 
-The command runs as it is, with UNISONO_WATCH in its environment; so do the processes that it starts.
+The command and the processes that it starts run unchanged, with UNISONO_WATCH in their environment.
 
   unisono watch -- torchrun --nproc-per-node 2 train.py
   unisono watch --check before --timeout 60 -- torchrun --nproc-per-node 2 train.py

@@ -1,4 +1,4 @@
-"""Check that two ranks of this host sum correctly, by each available transport."""
+"""Check that two ranks on this host sum correctly, with each available transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that the hosts of `--hosts` reach each other, and sum correctly."""
+"""Check that the hosts in `--hosts` reach each other and sum correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that there are enough cores for the ranks of this host, and for their threads."""
+"""Check that there are enough cores for the ranks on this host and their threads."""
 
 from __future__ import annotations
 

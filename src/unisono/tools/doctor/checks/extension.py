@@ -1,4 +1,4 @@
-"""Check that the native core is built; without it, processes have gloo alone."""
+"""Check that the native core is built; without it, processes can only use gloo."""
 
 from __future__ import annotations
 

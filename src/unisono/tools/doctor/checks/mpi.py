@@ -33,7 +33,7 @@ def check(target: Target) -> Iterator[Finding]:
     )
 
 
-# Runs in a separate process: an incompatible library may end the process, and MPI can be initialized only once.
+# Runs in a separate process: an incompatible library may abort the process, and MPI can be initialized only once.
 _PROBE = """
 import json, mpi4py
 from unisono.host.mpi_library import imported, name_of
@@ -79,7 +79,7 @@ def find_library(limit_s: float) -> Library | str:
 
 
 def mpi_environment() -> dict[str, str]:
-    """Return the environment of test ranks: allows oversubscribed cores, also in Open MPI 4."""
+    """Return the environment for test ranks, which allows oversubscribed cores, also in Open MPI 4."""
     return mpirun_environment(
         clean_environment(OMP_NUM_THREADS="1", OMPI_MCA_rmaps_base_oversubscribe="1"), crowded=True
     )

@@ -1,4 +1,4 @@
-"""Check that mpiexec starts ranks of the library that mpi4py loads."""
+"""Check that mpiexec starts ranks for the library that mpi4py loads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ except UnavailableError as error:
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Start two ranks by each mpiexec, and query the number of ranks."""
+    """Start two ranks with each mpiexec, and query the number of ranks."""
     if not target.wants("mpi"):
         return
     required = target.requires("mpi") or mpi_library.launched() is not None
@@ -83,7 +83,7 @@ def _install(library: Library | str) -> str:
 
 
 def _root(library: Library) -> str:
-    """Return the setting without which Open MPI starts no ranks for root."""
+    """Return the setting without which Open MPI refuses to start ranks as root."""
     wanted = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):

@@ -1,4 +1,4 @@
-"""Check that torch can use NCCL, where there are GPUs."""
+"""Check that torch can use NCCL, if there are GPUs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ORDER = 42
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """List the nodes that have processors for this process."""
+    """List the nodes that have cores for this process."""
     found = nodes()
     listed = "; ".join(f"node {node} has CPUs {shown(cpus)}" for node, cpus in found.items())
     if len(found) == 1:

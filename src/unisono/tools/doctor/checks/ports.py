@@ -1,4 +1,4 @@
-"""Check that the rendezvous port of the ranks is free, and ports of the range that they listen in."""
+"""Check that the ranks' rendezvous port is free, and that the range in which they listen has free ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USUAL = 29500
 
 
 def check(_target: Target) -> Iterator[Finding]:
-    """Listen at the ports for a moment."""
+    """Listen on the ports for a moment."""
     yield from _rendezvous()
     yield from _range()
 
@@ -69,7 +69,7 @@ def _rendezvous() -> Iterator[Finding]:
 
 
 def _meeting() -> tuple[int, str, str]:
-    """Return the port, its description, and the way to choose another port."""
+    """Return the port, its description, and how to choose another port."""
     fix = "export MASTER_PORT={}   # the same on every rank"
     if os.environ.get("MASTER_PORT"):
         port = number("MASTER_PORT")

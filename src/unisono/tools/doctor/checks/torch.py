@@ -1,4 +1,4 @@
-"""Check that torch is installed, new enough, and the build for this host: with CUDA, or without."""
+"""Check that torch is installed, new enough, and the right build for this host: with CUDA, or without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
-    """Compare torch's build with the host, of whose GPUs torch sees none."""
+    """Compare torch's build with the host, when torch sees no GPU."""
     version = torch.__version__.partition("+")[0]
     reinstall = f"{sys.executable} -m pip install --force-reinstall torch=={version}"
     gpu = _nvidia_device()
@@ -66,10 +66,10 @@ def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
 
 
 def _nvidia_device() -> str | None:
-    """Return the PCI address of a GPU of NVIDIA, whether or not it has a driver; None if the host has none."""
+    """Return the PCI address of an NVIDIA GPU, whether or not it has a driver; None if the host has none."""
     for device in sorted(_PCI_DEVICES.glob("*")):
         try:
-            # Class 0x03 is displays and 3D controllers: NVIDIA's network cards have the same vendor.
+            # Class 0x03 means displays and 3D controllers; NVIDIA's network cards have the same vendor ID.
             if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith("0x03"):
                 return device.name
         except OSError:
@@ -78,7 +78,7 @@ def _nvidia_device() -> str | None:
 
 
 def _cuda_bytes() -> int:
-    """Return how many bytes the packages of CUDA take, by the lists of files that pip keeps."""
+    """Return how many bytes the CUDA packages take up, according to pip's file lists."""
     packages = [each for each in distributions() if (each.name or "").lower().startswith(_CUDA_PACKAGES)]
     return sum(file.size or 0 for package in packages for file in package.files or ())
 

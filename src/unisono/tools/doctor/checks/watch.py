@@ -13,12 +13,12 @@ ORDER = 45
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Look for the operators in torch's dispatcher that all of these calls pass."""
+    """Look for the operators in torch's dispatcher through which all of these calls pass."""
     try:
         if not load_torch().distributed.is_available():
             return
     except (ImportError, OSError):
-        # The check for torch reports it.
+        # The check for torch reports that.
         return
     from unisono.interop.call_signatures import unseen
 

@@ -38,6 +38,9 @@ def is_refused(address: tuple[str, int]) -> bool:
         socket.create_connection(address, 10.0).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:
+        # It was in the queue of a listener that has closed meanwhile; the next one is refused.
+        return False
     return False
 
 

@@ -119,8 +119,33 @@ own_generators: SharedContext = SharedContext(_overridden)
 """Context for ranks with separate generators. Launchers of ranks also enter it, so that it is made only once."""
 
 
+_held: list[Any] = []
+"""Locks that the forking thread holds."""
+
+
+def _before_fork() -> None:
+    """Wait for the locks that `torch.manual_seed` takes.
+
+    If another rank held one during the fork, nobody would ever release it in the child, where a DataLoader's worker
+    begins with `torch.manual_seed`.
+    """
+    if here() is None:
+        return
+    devices = [getattr(torch, name, None) for name in ("cuda", "xpu", "mtia")]
+    locks = [lock for device in devices if (lock := getattr(device, "_initialization_lock", None)) is not None]
+    for lock in locks:
+        lock.acquire()
+    _held.extend(locks)
+
+
 def _after_fork() -> None:
+    while _held:
+        _held.pop().release()
+
+
+def _in_child() -> None:
     """In a process forked by a rank, do what Python does for its own generator."""
+    _after_fork()
     own_generators.renew_lock()
     rank = here()
     if rank is not None:
@@ -128,7 +153,7 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 # -- torch -----------------------------------------------------------------------------------------

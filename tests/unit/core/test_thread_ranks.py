@@ -321,6 +321,51 @@ def test_forked_process_of_a_rank_has_another_seed_of_python() -> None:
     assert len(un.launch(program, 1, "thread")[0]) == 2
 
 
+class Wanted:
+    """A lock that reports when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.wanted = threading.Event()
+
+    def acquire(self) -> None:
+        self.wanted.set()
+        self.lock.acquire()
+
+    def release(self) -> None:
+        self.lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_process_of_a_rank_can_seed_while_another_rank_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Wanted()
+    monkeypatch.setattr(torch.cuda, "_initialization_lock", held)
+
+    def program(comm: un.Communicator) -> int | None:
+        if comm.rank == 0:
+            with held:
+                held.wanted.clear()
+                comm.barrier()
+                # Unless the fork waits for the lock, it happens while this rank holds it.
+                held.wanted.wait(5)
+            return 0
+        comm.barrier()
+        child = multiprocessing.get_context("fork").Process(target=torch.manual_seed, args=(1,))
+        child.start()
+        child.join(20)
+        child.kill()
+        child.join()
+        return child.exitcode
+
+    assert un.launch(program, 2, "thread") == [0, 0]
+
+
 # -- what torch runs elsewhere -----------------------------------------------------------------------
 def test_backward_drops_out_what_forward_did(rank: ThreadRank) -> None:
     model = nn.Dropout(0.5)

@@ -327,15 +327,14 @@ class Averaging(PassOwner):
         assert saved is not None
         self.check()
         arrived = saved.arrived()
+        taken = self._reduction.taken()
         # Torch adds nothing to a parameter that was frozen after its forward pass.
-        unchanged = self._tracker.arrived - arrived
-        others = [i for i in unchanged if self._parameters[i].requires_grad] if unchanged else []
+        unchanged = [i for i in self._tracker.arrived - arrived - taken if self._parameters[i].requires_grad]
         problem = None
-        if others or self._hooks.count:
-            lost = [i for i in others if self._parameters[i].grad is None and not self._reduction.has_taken(i)]
-            used = self._hooks.used(lost)
+        if unchanged or self._hooks.count:
+            used = self._hooks.used([i for i in unchanged if self._parameters[i].grad is None])
             problem = used_gradients([self._names[i] for i in used]) if used else None
-        arrived.update(others)
+        arrived |= taken.union(unchanged)
         # An inner pass may have been in no_sync(), but the outermost one counts.
         if self.syncing:
             self._average(saved, arrived, problem)

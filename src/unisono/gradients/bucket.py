@@ -13,10 +13,9 @@ from unisono.gradients.caller_gradients import SavedGradients
 from unisono.host.native import native
 from unisono.utils.flatten import dense_strides
 
-__all__ = ["BucketContents", "GradientBucket", "copy_into"]
+__all__ = ["BucketContents", "GradientBucket"]
 
-_on_cpu = attrgetter("is_cpu")
-_length = attrgetter("nbytes")
+_dtype = attrgetter("dtype")
 
 _REQUESTS = 3
 """Header elements for a rank's requests: late gradients, unfrozen parameters, used gradients."""
@@ -45,6 +44,8 @@ class GradientBucket:
         chunks: Runs of slots whose gradients are copied together. The last chunk contains all slots.
         complete: The result of `read_header` if every rank has all gradients.
         low, high: Address of the first gradient's first byte, and of the byte after the last gradient.
+        addresses, lengths: For each gradient, the address and the number of bytes of its view.
+        is_plain: Whether the views are contiguous memory that the native core can copy to.
     """
 
     def __init__(
@@ -75,6 +76,10 @@ class GradientBucket:
         self.chunks: list[Sequence[int]] = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
         self.low: int = self.flat.data_ptr()
         self.high: int = self.low + self.flat.nbytes
+        self.addresses: list[int] = [view.data_ptr() for view in self.views]
+        self.lengths: list[int] = [view.nbytes for view in self.views]
+        contiguous = all(map(torch.Tensor.is_contiguous, self.views))
+        self.is_plain: bool = contiguous and like.is_cpu and not like.is_complex()
 
     @staticmethod
     def length(parameters: Sequence[torch.Tensor]) -> int:
@@ -128,8 +133,9 @@ class BucketContents:
     def take(self, slots: Iterable[int]) -> None:
         """Copy gradients in, or add them to those already inside, and clear p.grad."""
         bucket = self.bucket
-        views = []
-        grads = []
+        new: list[int] = []
+        grads: list[torch.Tensor] = []
+        sources: list[int] = []
         for slot in slots:
             parameter = bucket.parameters[slot]
             grad = parameter.grad
@@ -138,28 +144,47 @@ class BucketContents:
                 continue
             if grad.requires_grad or grad.layout != torch.strided:
                 grad = self._plain(slot, grad)
-            view = bucket.views[slot]
+            source = grad.data_ptr()
             # Copying one part of a bucket over another would silently mix the two.
-            if bucket.low <= grad.data_ptr() < bucket.high and not _same(grad, view):
+            if bucket.low <= source < bucket.high and not _same(grad, bucket.views[slot]):
                 raise RuntimeError(
                     f"the gradient of parameter number {bucket.indices[slot]} is memory of the averager for other "
                     "gradients: it was taken from another parameter, or is a transpose. Assign a clone() instead"
                 )
             if self.inside[slot]:
-                view.add_(grad, alpha=bucket.scale)
+                bucket.views[slot].add_(grad, alpha=bucket.scale)
             else:
                 self.inside[slot] = True
-                views.append(view)
+                new.append(slot)
                 grads.append(grad)
+                sources.append(source)
             # A later gradient arrives by itself, and is added.
             parameter.grad = None
         if not bucket.memory.is_cpu:
             self._streams.update(current_streams([bucket.memory.device]))
-        if bucket.scale != 1.0:
-            for view, grad in zip(views, grads, strict=True):
-                torch.mul(grad, bucket.scale, out=view)
-        elif grads:
-            copy_into(views, grads)
+        if grads:
+            self._copy(new, grads, sources)
+
+    def _copy(self, slots: list[int], grads: list[torch.Tensor], sources: list[int]) -> None:
+        """Copy gradients at these addresses to their slots, in the native core if all are plain memory."""
+        bucket = self.bucket
+        core = native() if bucket.is_plain and bucket.scale == 1.0 else None
+        if (
+            core is not None
+            and set(map(type, grads)) == {torch.Tensor}
+            and set(map(_dtype, grads)) == {bucket.memory.dtype}
+            and all(map(torch.Tensor.is_contiguous, grads))
+            and not any(map(torch.Tensor.is_neg, grads))
+        ):
+            addresses = list(map(bucket.addresses.__getitem__, slots))
+            core.copy_gradients(addresses, sources, list(map(bucket.lengths.__getitem__, slots)))
+            return
+        views = list(map(bucket.views.__getitem__, slots))
+        if bucket.scale == 1.0:
+            torch._foreach_copy_(views, grads)
+            return
+        for view, grad in zip(views, grads, strict=True):
+            torch.mul(grad, bucket.scale, out=view)
 
     def follow_streams(self) -> None:
         """Order later work on this stream after the copies that hooks made on other streams."""
@@ -281,8 +306,9 @@ class BucketContents:
                 f"averaged gradients no longer fit the parameters among {bucket.name}: the model's dtype or device "
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
-        if owned and (filled := [(owned[i], view) for i, _, view, (had, _) in places if had and i in owned]):
-            copy_into(*map(list, zip(*filled, strict=True)))
+        filled = [(owned[i], view) for i, _, view, (had, _) in places if had and i in owned] if owned else []
+        if filled:
+            torch._foreach_copy_([grad for grad, _ in filled], [view for _, view in filled])
         for slot, graph in self._graphs.items():
             if self.found[slot][0]:
                 # The gradient takes the bucket's values, but keeps this rank's graph.
@@ -300,26 +326,6 @@ class BucketContents:
                 parameter.grad = None
         # All ranks hold the same means, so averaging them again keeps them, and adds the mean of the late gradients.
         bucket.memory.mul_(bucket.scale)
-
-
-def copy_into(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """Copy gradients to their places, in the native core if all are plain memory of the same lengths."""
-    core = native()
-    both = [*places, *grads]
-    plain = (
-        core is not None
-        and set(map(type, both)) == {torch.Tensor}
-        and not places[0].is_complex()
-        and all(map(_on_cpu, both))
-        and all(map(torch.Tensor.is_contiguous, both))
-        and not any(map(torch.Tensor.is_neg, both))
-    )
-    lengths = list(map(_length, both))
-    if core is not None and plain and lengths[: len(places)] == lengths[len(places) :]:
-        addresses = list(map(torch.Tensor.data_ptr, both))
-        core.copy_gradients(addresses[: len(places)], addresses[len(places) :], lengths[: len(places)])
-    else:
-        torch._foreach_copy_(places, grads)
 
 
 def _chunks(lengths: Sequence[int], least: int) -> list[Sequence[int]]:

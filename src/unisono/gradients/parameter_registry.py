@@ -42,7 +42,7 @@ class ParameterRegistry:
         owner: Class of the object that averages.
 
     Raises:
-        ValueError: A parameter accepts no hooks, or is already averaged or sharded.
+        ValueError: A parameter accepts no hooks, is already averaged or sharded, or has gradients of another dtype.
 
     Attributes:
         names, parameters, ids: Names, tensors and Python `id`s of the parameters, in order.
@@ -64,6 +64,7 @@ class ParameterRegistry:
     ) -> None:
         check_unclaimed(named)
         check_parameters(named)
+        _check_grad_dtypes(named)
         self.model = model
         self.named = named
         self._owner = owner
@@ -183,6 +184,17 @@ class ParameterRegistry:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _check_grad_dtypes(named: Named) -> None:
+    for name, parameter in named:
+        # Older versions of torch have no such attribute; None accepts any dtype, and gradients get the parameter's.
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        if dtype != parameter.dtype:
+            raise ValueError(
+                f"{name!r} is {parameter.dtype}, but its grad_dtype is {dtype}: gradients that are averaged in hooks "
+                "have the parameter's dtype. Call un.average_gradients(model, comm) after backward() instead"
+            )
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import compress
 
 import torch
 
@@ -59,10 +60,9 @@ class Reduction:
         """Add contents for new buckets."""
         self.contents += map(BucketContents, self._buckets.ordered[len(self.contents) :])
 
-    def has_taken(self, index: int) -> bool:
-        """Return whether this rank's gradient of a parameter is in its bucket."""
-        number, slot = self._buckets.where.get(index, (None, 0))
-        return number is not None and bool(self.contents[number].inside[slot])
+    def taken(self) -> set[int]:
+        """Return the parameters whose gradient on this rank is in its bucket."""
+        return set().union(*(compress(contents.bucket.indices, contents.inside) for contents in self.contents))
 
     def has_mean(self, index: int) -> bool:
         """Return whether any rank had a gradient of a parameter in this pass."""

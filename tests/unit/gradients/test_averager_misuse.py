@@ -123,3 +123,14 @@ def test_threads_may_alternate(backend: str) -> None:
         return found
 
     assert pool(backend, 2).run(program) == [[[1.5]] * 3] * 2
+
+
+@pytest.mark.skipif(not hasattr(torch.ones(1), "grad_dtype"), reason="this torch gives gradients the parameter's dtype")
+def test_gradients_of_another_dtype_are_refused() -> None:
+    def program(comm: un.Communicator) -> None:
+        model: Any = nn.Linear(2, 1, dtype=torch.bfloat16)
+        model.bias.grad_dtype = torch.float32
+        with pytest.raises(ValueError, match=r"'bias' is torch.bfloat16, but its grad_dtype is torch.float32"):
+            un.GradientAverager(model, comm)
+
+    pool("thread", 2).run(program)

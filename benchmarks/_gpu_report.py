@@ -110,9 +110,9 @@ def report(kind: str, seconds: float) -> str:
     """Return the page."""
     count = torch.get_device_module(kind).device_count()
     card = torch.cuda.get_device_name(0) if kind == "cuda" else kind
-    what = f"What `make gpu` measured on {datetime.now(UTC).date()}: {count} x {card}, torch {torch.__version__}."
-    columns = f"Milliseconds per all_reduce, by message size, and per backward pass through {LAYERS} layers of {WIDTH}."
-    ratio = "The ratio to torch's own group in the same run is in brackets: lower is better."
+    what = f"Results of `make gpu` on {datetime.now(UTC).date()}: {count} x {card}, torch {torch.__version__}."
+    columns = f"Times in ms: per all_reduce, by message size, and per backward pass through {LAYERS} layers of {WIDTH}."
+    ratio = "The ratio to torch's own group, measured in one run, is in brackets: lower is better."
     lines = ["# Benchmarks on GPUs", "", what, columns, ratio, ""]
     for backend, ranks, other in places(kind):
         with tempfile.TemporaryDirectory() as folder:

@@ -25,21 +25,21 @@ HEAD = """\
 
 {expected}
 
-Below 1, unisono is faster. Ratios carry over to other machines better than times do.
+unisono is faster if the ratio is below 1. Ratios carry over to other machines better than times.
 
 ![Own time over gloo's, by message size](pictures/benchmarks.svg)
 
-The second picture has all sizes of `all_reduce`: medians, with quartiles as thin vertical lines, on ordinary memory
-with warm caches.
+This picture shows `all_reduce` for all message sizes: medians, with quartiles as thin vertical lines, for ordinary
+memory and warm caches.
 """
 METHOD = (
-    "What `make bench` measured{where}. Candidates take turns in one run, and a ratio is the median over adjacent"
-    " samples, with quartiles in brackets; all results were verified. On this virtual machine a program can take"
-    " several times as long while the host places its two processors far apart."
+    "`make bench` made these measurements{where}. Candidates take turns in one run, and a ratio is the median over"
+    " adjacent samples, with quartiles in brackets; all results were verified. On this virtual machine, a program can"
+    " take several times as long while its two processors are far apart on the host."
 )
 BOUNDS = (
-    "Many programs compare their figures with bounds that we set ourselves, to notice when something gets slower; the"
-    " raw output says which were met."
+    "Many programs compare their figures with bounds that we set ourselves to notice slowdowns; the raw output says"
+    " which bounds were met."
 )
 
 
@@ -57,8 +57,8 @@ QUESTIONS = (
     Question(
         "Network: tcp and gloo",
         "network",
-        "Time of an all_reduce on backend tcp, and its ratio to torch's gloo, and to Open MPI over TCP where it is"
-        " installed, all over the loopback device of one host.",
+        "Time of an all_reduce on backend tcp, and its ratio to torch's gloo and to Open MPI over TCP, all over one"
+        " host's loopback device.",
         _tables.sweep,
     ),
     Question(
@@ -71,36 +71,38 @@ QUESTIONS = (
     Question(
         "Training steps on one host",
         "averager_against_ddp",
-        "Time of a training step alone, in torch's DDP on gloo, and with a GradientAverager on shared memory. Exposed"
-        " time is what averaging adds to the step alone; processor time is what it adds to the step's processor time.",
+        "Time of a training step alone (without averaging), with torch's DDP on gloo, and with a GradientAverager on"
+        " shared memory. Exposed time is the time that averaging adds to the step; processor time is the CPU time that"
+        " averaging adds.",
         _tables.steps,
     ),
     Question(
         "Two hosts",
         "two_hosts",
         "Time of an all_reduce on backend shm+tcp relative to torch's gloo, between two network namespaces with 2"
-        " ranks each. Links are free (not limited), near (1 Gbit/s) and far (100 Mbit/s, 2 ms each way).",
+        " ranks each. Links are free (not limited), near (1 Gbit/s) or far (100 Mbit/s, 2 ms each way).",
         _tables.links,
     ),
     Question(
         "Remote calls: unisono and torch",
         "rpc_against_torch",
-        "Time of a remote call that returns nothing, and of one that carries 1 MiB, by `un.rpc` and by torch's"
-        " `rpc_sync` (TensorPipe), between two processes on one host.",
+        "Time of an empty remote call, and of a call with 1 MiB, using `un.rpc` and torch's `rpc_sync` (TensorPipe),"
+        " between two processes on one host.",
         _tables.calls,
     ),
     Question(
         "Checkpoints",
         "checkpoint_speed",
-        "Time to save and to load the state of a model, on the same disk, by unisono, torch.save with fsync,"
-        " torch.distributed.checkpoint (DCP), and raw writing. Cold loads come after dropping the files from memory.",
+        "Time to save and to load a model's state, on one disk, with unisono, torch.save and fsync,"
+        " torch.distributed.checkpoint (DCP), and raw writes. Before cold loads, the files were dropped from the page"
+        " cache.",
         _tables.saves,
     ),
     Question(
         "Cost of checks",
         "checking_cost",
-        'What `check="auto"` and `check="full"` add to an all_reduce between 2 ranks, in microseconds and as a fraction'
-        " of the time without checks.",
+        'Time that `check="auto"` and `check="full"` add to an all_reduce between 2 ranks, in microseconds and as a'
+        " fraction of the time without checks.",
         _tables.checks,
     ),
 )

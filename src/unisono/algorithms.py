@@ -1,6 +1,6 @@
 """Algorithms of collectives: find, verify, simulate and write them.
 
-Each is a file of integers in `unisono.collectives.algorithms`.
+Each algorithm is a file of integers in `unisono.collectives.algorithms`.
 
 Example:
     >>> un.algorithms.verify("all_reduce", "ring", size=8).cost

@@ -34,10 +34,10 @@ NATIVE = "native"
 """Algorithm name of a call that the transport's native collective performs."""
 
 NOTHING_SENT = "Nothing was sent"
-"""Ends the text of a mismatch that was found before the call."""
+"""Last sentence of the error text for a mismatch that was found before the collective ran."""
 
 MAY_BE_WRONG = "Its result, and all that follows from it, may be wrong"
-"""Ends the text of a mismatch that was found while the call ran."""
+"""Last sentence of the error text for a mismatch that was found while the collective ran."""
 
 
 class Agreed(NamedTuple):
@@ -45,9 +45,9 @@ class Agreed(NamedTuple):
 
     Attributes:
         name: Name passed to `agree`.
-        digest: Hash of all parts.
-        parts: Path, digest and description of each part.
-        site: Line that called `agree`.
+        digest: Hash of the whole value.
+        parts: Path, digest and description of each element of the value.
+        site: Source line of the `agree` call.
     """
 
     name: str
@@ -57,20 +57,20 @@ class Agreed(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Description of a call that every rank must agree on before a collective moves any data.
+    """Description of a collective, which all ranks compare before any data moves.
 
-    Ranks compare all fields up to `agreed`. The others are for error messages: ranks may call from different lines,
-    with different shapes.
+    Ranks compare all fields up to `agreed`. The remaining fields are only for error messages: ranks may call the
+    collective from different lines, with different shapes.
 
     Attributes:
         call: Sequence number of the call among the group's collectives.
         operation: Name of the method of `Communicator`.
         counts: Element counts, if ranks must agree on them.
-        adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
+        adjoint_of: In a backward pass, the number of the collective whose gradients this one moves.
         agreed: For an "agree" call, the names and digests of the values that should be equal on all ranks.
-        sends, receives: Element counts to and from each rank, if they differ by rank (all_to_all): what rank a
-            sends to b must equal what b receives from a.
-        parts: The values of `agreed`.
+        sends, receives: Element counts to and from each rank, if they differ by rank (all_to_all): the count that rank
+            a sends to rank b must equal the count that b receives from a.
+        parts: Elements of the `agreed` values, for error messages.
     """
 
     call: int
@@ -90,12 +90,12 @@ class Fingerprint(NamedTuple):
     site: Place = None
 
     def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
-        """The values that must be equal on all ranks, optionally with the shape if it must be equal as well."""
+        """Return the values that must be equal on all ranks; `shapes` adds the shape of the tensor."""
         values = self[: len(_COMPARED)]
         return (*values, self.shape if len(self.counts) == 1 else None) if shapes else values
 
     def values(self) -> tuple[Any, ...]:
-        """All values; `Fingerprint(*values)` makes an equal one on another rank."""
+        """All fields as values to send; `Fingerprint(*values)` rebuilds the fingerprint on another rank."""
         return (*self[:-1], site_text(self.site))
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Steps(Protocol):
     """Performs a call by exchanging messages."""
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Return when this rank's part of the call is done; raise an error after the deadline."""
+        """Perform this rank's share of the collective; raise an error after the deadline."""
 
 
 class Call(NamedTuple):
@@ -134,21 +134,23 @@ class Call(NamedTuple):
     | barrier | nothing | nothing |
 
     Attributes:
-        name: As in the table.
-        inputs, outputs: As in the table.
+        name: Name of the collective, from the table.
+        inputs, outputs: Tensors to read and to write, as listed in the table.
         op: The reduce operation, never `avg`.
-        average: Whether the sum will be divided once all data has arrived; only compared between ranks.
+        average: Whether the sum will be divided afterwards; only used for comparison between ranks.
         root: Root of a rooted operation.
-        packed: The tensor whose consecutive slices are the one-per-rank side, if there is one.
-        lengths: Element count of each rank's part, if the parts of a gather or scatter differ in length; otherwise
+        packed: Single tensor whose consecutive slices are the per-rank inputs or outputs; None if those are separate
+            tensors.
+        lengths: Element count of each rank's tensor, if the tensors of a gather or scatter differ in length; otherwise
             empty.
         fingerprint: Description for comparison between ranks and for reports.
         steps: The chosen algorithm, which exchanges messages; None if the transport implements the call itself.
-        staging: Copies between the caller's tensors and these; None if this is part of another call.
+        staging: Copies between the caller's tensors and the tensors of this call; None if this call is a phase of
+            another one.
         timeout: Time limit for the whole call in seconds.
-        checked: Whether ranks compare the call before it writes to memory; False with `check="off"`.
+        checked: Whether ranks compare the call before the collective writes to memory; False with `check="off"`.
         inference: Whether the call was made in inference mode.
-        agreed: Pending `agree` values that ranks compare first, if any.
+        agreed: Pending `agree` values to compare before this call, if any.
     """
 
     name: str
@@ -179,7 +181,7 @@ def hash_of(values: tuple[Any, ...]) -> int:
 
 
 def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes: bool = False) -> str:
-    """Describe a mismatch, quoting every side; return an empty string if all fingerprints match.
+    """Describe a mismatch, quoting each variant and its ranks; return an empty string if all fingerprints match.
 
     Args:
         prints: Fingerprints of all ranks of a group, in order, or a mapping from some ranks to theirs.
@@ -214,7 +216,7 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
 
 
 def disagreement(prints: Mapping[int, Fingerprint]) -> str:
-    """Return the first value passed to `agree` that differs between ranks, and its first differing part.
+    """Describe the first value passed to `agree` that differs between ranks, and its first differing element.
 
     Args:
         prints: Fingerprints of an "agree" call, by rank.
@@ -243,7 +245,7 @@ def disagreement(prints: Mapping[int, Fingerprint]) -> str:
 
 
 def _sides(texts: Mapping[int, str]) -> str:
-    """Return the ranks that share each text."""
+    """Return the texts, each preceded by the ranks that share it."""
     sides: dict[str, list[int]] = {}
     for rank, text in texts.items():
         sides.setdefault(text, []).append(rank)

@@ -1,7 +1,7 @@
 """The library's clock: `time.monotonic`, unless a debugger stops it or a simulation replaces it.
 
-The library measures every deadline and duration with `clock.now()`. Python's own clock remains untouched, because
-timers, logs and other libraries should not notice that the ranks were held.
+The library measures every deadline and duration with `clock.now()`. Python's own clock is unaffected, because timers,
+logs and other libraries should not notice that ranks were held.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 __all__ = ["Waitable", "go", "now", "poll_until", "real", "stop", "virtual", "wait"]
 
 _python = time.monotonic
-"""Bound here because a simulation replaces `time.monotonic` for programs."""
+"""The real `time.monotonic`, saved here because a simulation replaces it for programs."""
 
 now: Callable[[], float] = _python
 """The time in seconds. Call it through the module, `clock.now()`, because `stop` and `virtual` replace it.
@@ -29,7 +29,8 @@ _virtual: Callable[[], float] | None = None
 _stands: tuple[float, float | None] = (0.0, None)
 """The seconds for which the clock was stopped, and when the current stop began.
 
-One object, so that a thread that reads it while `go` changes it sees both or neither: time must not run backwards.
+Both values are in one tuple, so that a thread never sees one of them from before and the other from after a change:
+time would run backwards.
 """
 
 _ROUND = 1000
@@ -44,7 +45,7 @@ def real() -> float:
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]
-        # Otherwise a time read before a stop could be corrected for a later one, or vice versa.
+        # Retry if the clock was stopped or resumed in between: `at_s` must not be corrected with another stop's value.
         if stands is _stands:
             return at_s - stands[0]
 
@@ -56,7 +57,7 @@ def stop() -> tuple[float, float | None]:
 
 
 def go() -> tuple[float, float | None]:
-    """Resume a stopped clock from where it stopped; return what `stop` returns."""
+    """Resume a stopped clock from where it stopped; return the same pair as `stop`."""
     stood_s, stopped_at = _stands
     return _stand(stood_s if stopped_at is None else stood_s + _python() - stopped_at, None)
 
@@ -81,7 +82,7 @@ def _stand(stood_s: float, stopped_at: float | None) -> tuple[float, float | Non
 def _choose(read: Callable[[], float] | None) -> None:
     global now, _virtual  # noqa: PLW0603  # as above
     _virtual = read
-    # Restore more than `read`: a simulation may end while other ranks of this process are held, and vice versa.
+    # Consider both: a simulation may end while the clock is stopped, and the clock may resume during a simulation.
     now = read or (_python if _stands == (0.0, None) else real)
 
 

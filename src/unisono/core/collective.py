@@ -2,7 +2,7 @@
 
 Everything that other modules know about a collective is derived from its entry in `COLLECTIVES`: argument checks, the
 call, the values that ranks compare, native calls, the initial and final state of algorithms, the results that the test
-kit expects, and the bytes that benchmarks count. A new collective is an entry here and a method of `Communicator`.
+kit expects, and the bytes that benchmarks count. To add a collective, add an entry here and a method to `Communicator`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["COLLECTIVES", "FAMILIES", "Collective", "family_of", "header_of"]
 class Collective:
     """Description of one collective.
 
-    The result of rank r consists of one contribution from each contributing rank: its whole tensor, or part r of
-    it if the collective scatters. The contributions are reduced to one tensor, or, if the collective gathers, kept
+    The result of rank r consists of one contribution from each contributing rank: that rank's whole tensor, or part r
+    of it if the collective scatters. The contributions are reduced to one tensor, or, if the collective gathers, kept
     separate, one per rank. A collective that neither scatters nor gathers works in place.
 
     Attributes:
@@ -165,14 +165,14 @@ _ALL = (
 )
 
 COLLECTIVES = {collective.name: collective for collective in _ALL}
-"""By name of the method of `Communicator`."""
+"""All collectives, keyed by the name of their `Communicator` method."""
 
 FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name == collective.family}
 """Collectives that have their own algorithms and native implementations."""
 
 
 def header_of(collective: Collective) -> Collective:
-    """Return the collective that exchanges shapes, under the same name, before a collective that allocates its output.
+    """Return the shape exchange that precedes a collective which allocates its output; its name is the collective's.
 
     Example:
         >>> header_of(COLLECTIVES["scatter_v"]).family
@@ -183,7 +183,7 @@ def header_of(collective: Collective) -> Collective:
 
 
 def family_of(name: str) -> Collective:
-    """The family with this name; `ValueError` lists the known ones."""
+    """Return the family with this name; for an unknown name, raise a `ValueError` that lists all families."""
     found = FAMILIES.get(name)
     if found is None:
         raise ValueError(f"unknown collective {name!r}; known: {', '.join(FAMILIES)}")

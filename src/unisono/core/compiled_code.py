@@ -32,11 +32,11 @@ _REFUSES = f"{_FOLDER}sharding/runtime.py"
 def leave_out_of_graphs() -> None:
     """Make Dynamo break the graph at each call of this package, now or once Dynamo is imported.
 
-    Code that the call runs in turn, such as the step of an optimizer whose parameters are moving shards, isn't compiled
-    either. Otherwise, Dynamo would trace every Python frame below a compiled one, and put messages, locks, backward
-    hooks and inference mode into a graph, where they are lost, happen only once, or cannot be traced.
-    `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and cost 0.6 us per
-    call; a rule about files avoids both.
+    Code that the library calls in turn, such as the `step` of an optimizer that updates shards, isn't compiled either.
+    Otherwise, Dynamo would trace every Python frame below a compiled one, and put messages, locks, backward hooks and
+    inference mode into a graph, where they are lost, happen only once, or cannot be traced. `torch.compiler.disable` on
+    each public function would import Dynamo, which takes a second, and cost 0.6 us per call; a rule about files avoids
+    both.
     """
     if _MODULE in sys.modules:
         _add_rules(import_module(_MODULE))
@@ -60,7 +60,7 @@ class _AtImport(SourceFileLoader):
 
 
 def _add_rules(dynamo: ModuleType) -> None:
-    # All of these names are private to torch; a version without them traces this package like any other.
+    # All of these names are private to torch; a torch version without them traces this package like any other.
     try:
         convert = dynamo.CatchErrorsWrapper.__call__
         plain = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)
@@ -69,16 +69,16 @@ def _add_rules(dynamo: ModuleType) -> None:
     except AttributeError:
         return
 
-    # These files are traced where a graph calls them; for frames outside a graph, Dynamo treats all our files alike.
-    # The list is rebuilt when its cache is cleared, for example by `init_process_group`.
+    # A graph that calls functions in these files traces them; for frames outside a graph, Dynamo treats all our files
+    # alike. The list is rebuilt when its cache is cleared, for example by `init_process_group`.
     dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
     def call(self: Any, frame: Any, *given: Any) -> Any:
         returned = convert(self, frame, *given)
         file = frame.f_code.co_filename
         if file.startswith(_FOLDER) and file != _REFUSES:
-            # Dynamo stores this with the code, and checks it once. The file rule alone would let it compile what this
-            # frame calls.
+            # Dynamo stores this strategy with the code object, and checks it once. With the file rule alone, Dynamo
+            # would still compile the functions that this frame calls.
             returned.frame_exec_strategy = plain
         return returned
 

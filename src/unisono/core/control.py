@@ -39,7 +39,7 @@ class ControlPlane(ABC):
     `leave`, it is lost, and its loss becomes the first cause of failure of every group it was in.
 
     Attributes:
-        simulated: Whether ranks are threads of a simulation, and end when it does.
+        simulated: Whether ranks are threads of a simulation, which end when the simulation does.
         connectable: Whether ranks are processes that may connect to each other.
     """
 
@@ -52,7 +52,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
-        """Wait until the key exists. Raises `CommTimeoutError`, which names the key.
+        """Wait until the key exists. After `timeout` seconds, raises a `CommTimeoutError` that names the key.
 
         If a group is given, its failure also ends the wait.
         """
@@ -94,9 +94,9 @@ class ControlPlane(ABC):
         `value` is anything that `unisono.serialization` supports.
 
         Raises:
-            CommTimeoutError: Not all members joined in; it names the missing ranks, and becomes the group's first
-                cause.
-            CommError: The group has failed (the class that its first cause names), or a member left.
+            CommTimeoutError: Some members did not call this in time. The error names them, and becomes the group's
+                first cause.
+            CommError: The group has failed (the error's class is the one that its first cause names), or a member left.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def report_failure(self, group: Group, cause: Cause) -> Cause:
-        """Report a failure. Keep a group's first failure, report it to every member, and return it."""
+        """Report a failure; return the group's first cause, which every member receives."""
 
     @abstractmethod
     def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
@@ -115,10 +115,10 @@ class ControlPlane(ABC):
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """Return the successor of this group: its remaining members plus `grow` newcomers, or enough to reach `size`.
+        """Return the successor of this group: its remaining members plus `grow` newcomers, or as many as `size` needs.
 
-        Every live member calls this with the same arguments; members that pass neither `grow` nor `size` accept the
-        others' `size`. A member that has not joined by the first caller's deadline is excluded, and gets
+        Every live member calls this with the same arguments, except that a member may omit `grow` and `size` to accept
+        the other members' `size`. A member that has not joined by the first caller's deadline is excluded, and gets
         `AbortedError`. `terms` are sent to the newcomers.
         """
 
@@ -159,17 +159,17 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next call, and show a debugger the reason; with None, release all ranks."""
+        """Hold every rank of the job at its next call, giving debuggers the reason; None releases all ranks."""
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
-        """Treat ranks as lost once their host has been silent this long, and this rank if its own host is cut off.
+        """Treat ranks as lost once their host is silent this long, and this rank once its own host is cut off.
 
-        Only the first call counts. Without one, or if ranks share a process, hosts may be silent indefinitely.
+        Only the first call counts. Without a heartbeat, or if ranks share a process, hosts may be silent indefinitely.
         """
 
     def outage(self) -> str:
-        """Return a sentence saying since when the control plane's host has not responded; empty if it responds."""
+        """Return a sentence that says how long the control plane's host has not responded; empty if it responds."""
         return ""
 
     # -- within this process -------------------------------------------------------------------
@@ -201,7 +201,7 @@ class ControlPlane(ABC):
 def compare_in_full(
     control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float, *, shapes: bool = False
 ) -> None:
-    """Compare the fingerprints of all ranks; if any differ, raise an error that quotes each. Collective."""
+    """Collective: compare all fingerprints; if any differ, raise an error that quotes each rank's. Collective."""
     values = control.exchange(group, topic, mine.values(), timeout_s)
     problem = explain([Fingerprint(*value) for value in values], shapes=shapes)
     if problem:
@@ -210,6 +210,6 @@ def compare_in_full(
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
     """Raise an error that quotes each rank's call, once all ranks know that their calls differ."""
-    # The fast path does not number its calls here, and all ranks are known to be at the same call.
+    # Ignore call numbers: the fast path does not number its calls here, and all ranks are known to be at the same call.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
     raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")

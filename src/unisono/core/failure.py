@@ -44,7 +44,7 @@ class Cause:
 
 
 def raise_caused(raised: BaseException, error: BaseException) -> NoReturn:
-    """Raise `error` from another error, or by itself if both are the same."""
+    """Raise `raised` with `error` as its cause, unless both are the same object."""
     if raised is not error:
         raised.__cause__ = error
     raise raised
@@ -115,7 +115,7 @@ def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
 
 
 def with_notes_of(error: BaseException, other: CommError) -> CommError:
-    """Return the replacement for an error, with the original's notes.
+    """Return `other`, which replaces `error`, with the notes of `error` added.
 
     Example:
         >>> error = ValueError()
@@ -129,7 +129,7 @@ def with_notes_of(error: BaseException, other: CommError) -> CommError:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text for other ranks: of bounded length, and even if its `__str__` fails.
+    """Return an error's text for other ranks: truncated if long, and with a placeholder if its `__str__` fails.
 
     Example:
         >>> text_of(KeyError("x"))

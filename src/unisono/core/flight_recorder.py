@@ -53,17 +53,17 @@ _DEADLOCK_S = 0.5
 _TAGS = 256
 
 ALL_RANKS = -1
-"""Peer of calls, such as a split, that all ranks make but that have no number among the collectives."""
+"""Peer number for calls that all ranks make but that have no number among the collectives, such as a split."""
 
 PendingMessage = tuple[str, int, int, int]
-"""A message that is waited for: "send" or "recv", the peer, the tag, and its sequence number, from 1.
+"""An awaited message: "send" or "recv", the peer, the tag, and the sequence number, starting at 1.
 
-Tags are counted modulo 256, on every rank, because a program may use every tag only once.
+Tags are stored modulo 256, because a program that uses each tag only once would otherwise add a counter per message.
 """
 
 
 Place = str | tuple[CodeType, int] | None
-"""A line of the program, as text or as code and instruction, from which the text is made on request."""
+"""A line of the program: its text, or a code object and an instruction offset that are formatted on request."""
 
 Record = tuple[str, int | None, object, Place, float, float]
 """A call: the arguments of `format_call`, the monotonic time of the call, and `Activity.outside_s` at that time."""
@@ -107,7 +107,7 @@ class Activity:
         timed_out: Whether the last wait timed out.
         in_background: Whether the call runs in one of the library's threads, so that the owner may do other work.
         keep: Function that adds a collective to `latest`.
-        keep_message: Function that adds a batch of messages; fewer of these are kept.
+        keep_message: Function that adds a batch of messages to `latest`, which retains fewer batches than collectives.
         record: Recorder of the events that must survive this process, if any.
     """
 
@@ -133,7 +133,7 @@ class Activity:
 
     @property
     def latest(self) -> list[Record]:
-        """The last calls, the newest last."""
+        """The latest calls, newest last."""
         return sorted([*self._collectives, *self._messages], key=itemgetter(4))
 
     # -- reports from the engine ---------------------------------------------------------------
@@ -194,7 +194,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Mark as running a call that waits for all ranks but is not numbered among the collectives."""
+        """Return a context that marks a call as running: a call of all ranks without a number among the collectives."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
@@ -203,18 +203,18 @@ class Activity:
 
     # -- for reports --------------------------------------------------------------
     def last(self, count: int = _SHOWN) -> list[str]:
-        """The last calls, the newest last."""
+        """The latest calls as text, newest last."""
         return [format_call(*noted[:4]) for noted in self.latest[-count:]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as built-in types."""
         # A rank that has just timed out counts as waiting, because peers that query at the same time are in the same
-        # deadlock. The program may also get its error from a wait outside its calls.
+        # deadlock. The timeout may also have been raised by a wait outside any call.
         now = self.now
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
-        # A fast-path call is counted when it is done.
+        # `calls` does not include a fast-path call until it is done.
         come = now[1] if inside and now is not None else None
         return {
             "group": self.group.name,
@@ -264,7 +264,7 @@ class ActivityRegistry:
             return sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
 
     def report(self) -> dict[str, Any]:
-        """Return this rank's activity: its communicators, the most recently used last, and their thread's stack."""
+        """Return this rank's activity: its communicators, most recently used last, and their thread's current stack."""
         known = self.open()
         owner = known[-1].owner if known else threading.main_thread().ident
         groups = [activity.to_dict() for activity in known]
@@ -283,17 +283,17 @@ def _position(thread: int) -> dict[str, Any]:
     }
 
 
-# Global to the process, like the collector's switch.
+# One lock for the process, because the garbage collector is switched off for the whole process.
 _frames_lock = threading.Lock()
 
 
 def thread_frames() -> dict[int, FrameType]:
     """Return each thread's frame, by thread identifier. Threads keep running, but a frame's callers remain the same.
 
-    CPython 3.11 creates frame objects on request: the innermost ones under a lock that starting a thread also takes,
-    and their callers' from the thread's memory. If a garbage collection runs in between, and a finalizer lets that
-    thread continue, all threads deadlock, or the caller is read from memory that has been reused. So collection is off
-    until all frames have been created.
+    CPython 3.11 creates frame objects on request: it creates the innermost frames under a lock that starting a thread
+    also acquires, and reads their callers from the running thread's memory. If a garbage collection runs in between and
+    a finalizer releases the GIL, all threads deadlock, or a caller is read from memory that has been reused. So
+    collection is off until all frames have been created.
     """
     with _frames_lock:
         collects = gc.isenabled()
@@ -313,7 +313,7 @@ def thread_frames() -> dict[int, FrameType]:
 
 
 def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:
-    """The innermost frames from certain files, innermost last."""
+    """Describe the innermost frames whose file passes `is_shown`, innermost last."""
     shown = (each for each in with_callers(frame) if is_shown(each.f_code.co_filename))
     lines = [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in islice(shown, _FRAMES)]
     return lines[::-1]
@@ -330,13 +330,13 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
-# Including the modules through which Python calls functions: context managers, decorators and threads.
+# Also excludes the standard modules that call a program's functions: context managers, decorators and threads.
 NOT_THE_USERS = (*_OTHERS, threading.__file__, contextlib.__file__, functools.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def callers_place() -> Place:
-    """The nearest caller outside the library and torch, as a pair that is cheap to build and keeps nothing alive."""
+    """The nearest caller outside the library and torch, as a pair that is cheap to build and keeps no frame alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
@@ -344,7 +344,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """`callers_place`, and the user's line that led to it: the same one unless installed packages are in between."""
+    """`callers_place`, and the user's line that led to it; they differ only if installed packages are in between."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
@@ -353,7 +353,7 @@ def callers_places() -> tuple[Place, Place]:
 
 
 def call_site() -> str | None:
-    """The nearest caller outside the library and torch, as "file.py:12"; None if there is none."""
+    """The nearest caller outside the library and torch, as "file.py:12"; None if every caller is inside them."""
     return site_of(sys._getframe(1))
 
 
@@ -391,9 +391,9 @@ def is_users(filename: str) -> bool:
 
 
 def _without_columns(code: CodeType) -> CodeType:
-    """Return the code with all instructions attributed to its first line, and without columns to underline."""
+    """Return the code with all instructions attributed to its first line, and without column information."""
     units = len(code.co_code) // 2
-    # Each entry covers up to 8 instructions, has no columns (code 13), and stays on the line of the entry before.
+    # Each entry covers up to 8 instructions, has no columns (code 13), and repeats the previous entry's line.
     entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
     return code.replace(co_linetable=b"".join(entries))
 
@@ -402,13 +402,13 @@ _CALL = _without_columns((lambda job: job()).__code__)
 
 
 def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that runs a job as if called on the user's line, whichever thread runs it, and whenever.
+    """Return a function that runs a job as if called from the user's line, in whichever thread and whenever it runs.
 
     The function's frame has the file and line of the user's frame, so that reports and tracebacks show them.
 
     Args:
-        frame: Frame that the user's line called.
-        job: The job.
+        frame: Frame whose callers are searched for the user's line.
+        job: Function to run.
 
     Example:
         >>> called_at(sys._getframe(), call_site)() == call_site()

@@ -23,7 +23,7 @@ _holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 
 def invalidate_after_fork(holder: ForkUnsafeResource) -> None:
-    """Register a resource to release in forked children; otherwise a killed rank seems alive until they exit."""
+    """Register a resource to release in forked children; otherwise a killed rank seems alive until its forks exit."""
     _holders.add(holder)
 
 

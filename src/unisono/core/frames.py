@@ -1,8 +1,8 @@
-"""Frames: the format of everything except tensors on connections between processes.
+"""Frames: the format of all data, except tensors, on connections between processes.
 
 A frame consists of a header (length of the content, kind, number, hash) and the content. The hash covers the frame's
-position in the stream, kind, number and content. With keys it authenticates the sender; without keys, where the kernel
-authenticates the peer, it still detects bytes that other programs have written between frames.
+position in the stream, kind, number and content. With keys, the hash authenticates the sender; without keys, where the
+kernel authenticates the peer, the hash still detects bytes that other programs have written between frames.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
-    """Kind of a frame. A reader specifies the kinds that it accepts; any other ends the stream."""
+    """Kind of a frame. A reader specifies the kinds that it accepts; a frame of any other kind ends the stream."""
 
     OUT = 1
     """Standard output of rank `number`; -1 is the process that forks ranks."""
     ERR = 2
-    """Standard error of rank `number`. Both kinds have the number of their stream."""
+    """Standard error of rank `number`. `OUT` and `ERR` equal the file descriptors of their streams."""
     REQUEST = 3
     """A request to the control plane: a value of `unisono.serialization`."""
     REPLY = 4
@@ -54,7 +54,7 @@ class Kind(IntEnum):
     ADDRESS = 6
     """Address and secret of a control plane: a value of `unisono.serialization`."""
     HELLO = 7
-    """A rank's host, or rank 0's address, over MPI: a value of `unisono.serialization`."""
+    """A rank's host, or rank 0's address, sent over MPI: a value of `unisono.serialization`."""
     DEBUG = 8
     """A debugger's request: JSON."""
     ANSWER = 9
@@ -68,11 +68,11 @@ class Kind(IntEnum):
     ENDED = 13
     """End of rank `number`: JSON."""
     STATUSES = 14
-    """The exit statuses of all ranks, the last frame: JSON."""
+    """The exit statuses of all ranks, as JSON; this is the last frame. JSON."""
     MAIL = 15
-    """A message of a mailbox: see `unisono.core.mail`. Its bodies follow unframed."""
+    """A message of a mailbox: see `unisono.core.mail`. The bodies of the message follow unframed."""
     CALL = 16
-    """A call on a torch process group, to be compared: see `unisono.control.watched_calls`."""
+    """A call on a torch process group, to compare between ranks: see `unisono.control.watched_calls`."""
 
 
 class Frame(NamedTuple):
@@ -92,7 +92,7 @@ class Frame(NamedTuple):
         """Return the content, parsed as JSON.
 
         Raises:
-            ValueError: It is not JSON.
+            ValueError: The content is not JSON.
         """
         try:
             return json.loads(self.content)
@@ -107,12 +107,12 @@ class InvalidFrameError(ValueError):
 class FrameChannel:
     """Encodes a connection's outgoing frames, and verifies its incoming frames, in order.
 
-    One thread at a time may encode, and one may decode.
+    At most one thread may encode at a time, and at most one may decode.
 
     Args:
         send_key, receive_key: Keys for the hashes in each direction; empty if nobody else can write to the connection.
-        most_bytes: Maximum size of a frame's content. A larger frame is rejected on reading its header, before memory
-            is allocated.
+        most_bytes: Maximum size of a frame's content. A larger frame is rejected as soon as its header is read, before
+            memory is allocated.
     """
 
     def __init__(self, send_key: bytes = b"", receive_key: bytes = b"", most_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -148,7 +148,8 @@ class FrameChannel:
             kinds: Accepted kinds.
 
         Raises:
-            InvalidFrameError: The frame is too long, of another kind, or not authentic. No frames can follow.
+            InvalidFrameError: The frame is too long, of another kind, or not authentic. The stream is unusable
+            afterwards.
         """
         if len(self._arrived) < _HEAD.size:
             return None
@@ -165,7 +166,7 @@ class FrameChannel:
             raise InvalidFrameError("a frame is not authentic")
         self._decoded += 1
         del self._arrived[:end]
-        # Cheaper than looking up the enum's member.
+        # This lookup is faster than `Kind(kind)`.
         return Frame(kinds[kinds.index(kind)], number, content)
 
     def take(self, into: memoryview) -> int:
@@ -195,7 +196,7 @@ class FrameChannel:
         """Wait for the next frame; return None if the stream has ended.
 
         Args:
-            read: Function that waits for bytes, and returns an empty string at the end of the stream: see `within`.
+            read: Function that waits for bytes, and returns empty bytes at the end of the stream: see `within`.
             kinds: Accepted kinds.
 
         Raises:

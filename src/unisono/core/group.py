@@ -43,8 +43,8 @@ class Group:
     def text(self) -> str:
         """Description of the group for error messages: its ranks in the job, and how it was created.
 
-        The name is not suitable: it consists of numbers that programs never see, which count jobs and their calls of
-        `split`, `dup`, `subgroup` or `rebuild`.
+        Error messages don't show the name: it consists of counters of jobs and of their calls to `split`, `dup`,
+        `subgroup` or `rebuild`, which programs never see.
 
         Example:
             >>> Group.world(2, 4, "world1").text, Group("world1/2.0", 1, (0, 2)).text
@@ -60,5 +60,5 @@ class Group:
         return f"{ranks} ({how} of {'a part of ' if made[1:] else ''}{root})"
 
     def child(self, name: str, ranks: Sequence[int]) -> Group:
-        """Return the subgroup of these ranks, in list order; it must contain this rank."""
+        """Return the subgroup of these ranks, in list order; `ranks` must contain this rank."""
         return Group(f"{self.name}/{name}", list(ranks).index(self.rank), tuple(self.members[r] for r in ranks))

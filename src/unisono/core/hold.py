@@ -17,7 +17,7 @@ __all__ = ["HOLD", "Hold"]
 
 
 class _Holdable(Protocol):
-    """The part of an engine that is needed to hold it."""
+    """Interface that an engine must have so that it can be held."""
 
     owner: int | None
     activity: Activity
@@ -29,7 +29,7 @@ class _Holdable(Protocol):
 
 
 class Hold:
-    """This process's hold. Its locks are bare locks, which also work in simulations.
+    """Hold on the ranks of this process. It uses bare `_thread` locks, which also work in simulations.
 
     Attributes:
         held: Whether the ranks are held.
@@ -40,7 +40,7 @@ class Hold:
         self.held: bool = False
         self.on_go: list[Callable[[], None]] = []
         self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
-        # Includes engines released for a single step.
+        # Also contains engines that are released for a single step.
         self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()
@@ -52,13 +52,14 @@ class Hold:
 
     def engines_of(self, thread: int) -> list[Any]:
         """Return the open engines that a thread owns, including held ones, largest group first."""
-        # Thread identifiers are reused, so a thread that has ended may have left its engines.
+        # Skip closed engines: thread identifiers are reused, so an exited thread with the same identifier may have left
+        # some.
         usable = [engine for engine in list(self._engines) if not engine.closed]
         found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
-        """Hold the engines of these activities; with None, only threads that call `wait` (simulated ranks).
+        """Hold the engines of these activities; with None, hold only threads that call `wait` (simulated ranks).
 
         Ranks that are waiting in a call keep waiting, with their deadlines suspended.
         """
@@ -108,7 +109,7 @@ class Hold:
         return thread in self._gates
 
     def wait(self) -> None:
-        """Wait until the ranks continue, or this thread is to run to its next line."""
+        """Wait until all ranks continue or this thread is stepped."""
         here = _thread.get_ident()
         gate = _thread.allocate_lock()
         with self._lock:
@@ -122,7 +123,7 @@ class Hold:
         try:
             gate.acquire()
         finally:
-            # Only needed after an interrupt.
+            # After an interrupt, the gate is still registered.
             self._gates.pop(here, None)
         if here in self._steps:
             self._steps.discard(here)
@@ -130,7 +131,7 @@ class Hold:
 
 
 HOLD = Hold()
-"""Global, like the clock of the process."""
+"""The process has one hold, because it has one clock."""
 
 
 def _set_core(stands: tuple[float, float | None]) -> None:
@@ -142,7 +143,7 @@ def _set_core(stands: tuple[float, float | None]) -> None:
 
 
 def _call_at_next_line(frame: FrameType | None, action: Callable[[], None]) -> None:
-    """Call `action` in this thread before the next line of a frame, or of its callers once it has returned."""
+    """Call `action` in this thread before the next line of a frame, or of its caller if the frame returns first."""
     before = sys.gettrace()
 
     def trace(here: FrameType, event: str, argument: Any) -> Any:

@@ -11,7 +11,7 @@ __all__ = ["load_on_use"]
 
 
 def load_on_use(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's functions `__getattr__` and `__dir__`.
+    """Return the functions `__getattr__` and `__dir__` for a package.
 
     Args:
         package: `__name__` of the package.
@@ -23,7 +23,7 @@ def load_on_use(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str],
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home[name]), name)
-        # From now on Python finds it without this function.
+        # From now on, Python finds this name without calling `load`.
         setattr(sys.modules[package], name, value)
         return value
 

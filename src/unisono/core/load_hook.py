@@ -18,8 +18,8 @@ class LoadHook:
 
     Args:
         name: Name of the module in the model.
-        call: Method to call with the name and the module. Held weakly, so that a model does not keep its followers
-            alive.
+        call: Method to call with the name and the module. The hook references it weakly, so that a model does not keep
+            its followers alive.
     """
 
     def __init__(self, name: str = "", call: _Follow | None = None) -> None:
@@ -39,8 +39,8 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
     """Call a method whenever a module of a model, loaded as a whole or by itself, gets new values for its tensors.
 
     Args:
-        model: The model. Only a module that isn't scripted can be followed.
-        follower: Object whose lifetime limits the hooks'.
+        model: The model. Scripted modules in it are not followed.
+        follower: Object whose deletion removes the hooks.
         call: Method of `follower`, called with the name of the module in the model, and the module.
 
     Example:

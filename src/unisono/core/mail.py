@@ -1,6 +1,7 @@
 """Wire format of mailbox messages, the same on every transport.
 
-The length of the head and the number of bodies; the length of each body; the head. The bodies follow separately.
+A message begins with the length of the head, the number of bodies, and the length of each body; then the head follows.
+The bodies are sent separately.
 """
 
 from __future__ import annotations
@@ -64,6 +65,6 @@ def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | N
 def _allocate(lengths: tuple[int, ...]) -> list[torch.Tensor]:
     try:
         return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
-    # A size beyond int64 is a TypeError or a RuntimeError, depending on the version of torch.
+    # A size beyond int64 raises a TypeError or a RuntimeError, depending on the version of torch.
     except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
         raise ValueError(f"no memory for the bodies of a message, {sum(lengths)} bytes") from error

@@ -1,6 +1,6 @@
-"""Values that the native core also defines, for use without it; a test compares the two.
+"""Copies of values that the native core defines, for use without the core; a test compares them with the originals.
 
-All other numbers and layouts that both languages share are read from the core.
+All other numbers and layouts that both languages share are read from the native core.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Registry(Generic[T]):
         raise ValueError(unknown_name(self.kind, name, self.names()))
 
     def summary(self, name: str) -> str:
-        """Return the first line of an entry's docstring. Modules of the package are not imported to get it."""
+        """Return the first line of an entry's docstring. The modules of the package are not imported for this."""
         if name in self._modules and name not in self._registered:
             spec = importlib.util.find_spec(f"{self._package}.{name}")
             assert spec is not None
@@ -124,7 +124,7 @@ def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
     return f"{message}; did you mean {nearest[0]!r}?" if nearest else message
 
 
-# A search for files and entry points takes milliseconds, and every call looks up its algorithm.
+# Cached: a search for files and entry points takes milliseconds, and every collective looks up its algorithm.
 @cache
 def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))

@@ -39,8 +39,8 @@ class Staging:
     Accelerator tensors that are staged in CPU memory are copied through pinned memory, on the communicator's streams.
     The copies are ordered after any work that the caller queued before the call, and are complete when the call ends. A
     call waits only for its own copies, never for the whole device: once for all inputs, and once for all results. The
-    copies need dedicated streams, which wait for the point in the caller's stream at which the call was made, because
-    the caller may have queued much later work by the time another thread performs the call.
+    copies run on dedicated streams, which wait for the point in the caller's stream at which the call was made: by the
+    time another thread performs the call, the caller may have queued much more work.
 
     Args:
         away: Device types whose tensors are staged in CPU memory.
@@ -66,14 +66,15 @@ class Staging:
     def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         """Return flat memory, filled from the tensor if `read`, and copied back to it later if `write`.
 
-        It is the tensor's own memory if possible.
+        Without a copy if the transport can use the tensor's own memory.
         """
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         # An inference tensor can only be written to in inference mode.
         plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
         if plain and tensor.device.type not in self._away:
-            # Unlike view(-1), this has stride 1 even for a single element, without which its bytes cannot be viewed.
+            # Unlike view(-1), as_strided gives stride 1 even to a single element, whose bytes could not be viewed
+            # otherwise.
             flat = tensor.as_strided((tensor.numel(),), (1,))
             if write and not tensor.is_inference():
                 # Most transports don't write through torch, so autograd has to be notified.
@@ -103,7 +104,7 @@ class Staging:
         self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Before any data moves, copy a tensor that is only read."""
+        """Schedule a copy of a read-only tensor, to be made before any data moves."""
         if tensor.device.type in self._away:
             self.follow([tensor])
         self._copies.append((target, tensor.detach()))
@@ -134,7 +135,7 @@ class Staging:
                 self._events[device] = torch.accelerator.current_stream(device).record_event()
 
     def entered(self) -> AbstractContextManager[None]:
-        """Make the call's streams current."""
+        """Return a context in which the call's streams are current."""
         return self._entered() if self._events else _NO_STREAMS
 
     @contextmanager
@@ -176,7 +177,7 @@ def wait_for(streams: Iterable[torch.Stream]) -> None:
 @contextmanager
 def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
     """Make these streams current in this thread; restore the previous ones and the current device on exit."""
-    # A stream object can be entered by only one thread at a time, so it is not entered itself.
+    # Don't enter the stream objects themselves: only one thread at a time can enter a stream object.
     own = list(streams)
     if not own:
         yield

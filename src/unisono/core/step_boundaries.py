@@ -80,8 +80,9 @@ class StepBoundaries:
     def end(self, comm: Any, successor: StepBoundaries) -> None:
         """Hand over the request and the followers to the communicator that replaces this one.
 
-        The new communicator is already the latest one, so a request that arrives too late here goes to it. The
-        remaining ranks have not stopped yet, and newcomers don't know of the request.
+        The new communicator is already the current one, so a request that arrives too late for this one reaches the new
+        one. The request is repeated, because the surviving ranks have not stopped yet, and newcomers don't know about
+        it.
         """
         successor.followers = self.followers
         for follow in self.followers:

@@ -12,7 +12,7 @@ __all__ = ["TensorShard"]
 class TensorShard:
     """Range of elements of a tensor whose other elements are on other ranks.
 
-    In a state for `save`, the ranks' shards under one key form one tensor, as if the whole tensor had been saved.
+    In a state passed to `save`, the ranks' shards under one key form one tensor, as if the whole tensor had been saved.
     `load` reads this rank's range into `local`, from any checkpoint that contains the tensor.
 
     Args:

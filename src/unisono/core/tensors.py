@@ -61,7 +61,7 @@ def as_flat(
         here = tensor.is_cpu if devices is _CPU else tensor.device.type in devices
         plain = here and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg())
     except RuntimeError:
-        # A layout without strides, such as sparse.
+        # The tensor has a layout without strides, such as sparse.
         return None
     if tensor.dtype in _ODD and (tensor.is_conj() or tensor.is_quantized):
         plain = False
@@ -82,7 +82,7 @@ def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
-    """Return the tensor, or a tensor on the buffer; raise an error if it cannot safely be sent, or received into.
+    """Return the tensor, or one that shares the buffer's memory; raise an error if it can't be communicated safely.
 
     Raises:
         TypeError, ValueError: As for `as_tensor`, or the tensor cannot be sent.
@@ -120,7 +120,8 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
 def _has_history(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has an autograd history, or would have one after a write.
 
-    Torch reports a view created without gradients as a leaf until it is written to, which only some ranks do.
+    Torch reports a view created without gradients as a leaf until the view is written to, and a collective writes to it
+    on some ranks only.
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
@@ -153,9 +154,9 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Write a result to its tensor, regardless of the mode in which that tensor was created.
+    """Write a result to its tensor, even if that tensor was created in another inference mode.
 
-    On an accelerator, the copy is queued on the current stream, and reads a result in pinned memory only later.
+    On an accelerator, the copy is queued on the current stream, so the result's pinned memory is read later.
     """
     if tensor.data_ptr() != result.data_ptr():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -184,14 +185,14 @@ def is_non_overlapping(tensor: torch.Tensor) -> bool:
         if size == 1:
             continue
         if stride < reach:
-            # Interleaving strides may still be injective; only counting can show it.
+            # Interleaved strides may still give each element its own address; only counting the addresses can tell.
             return stride > 0 and _places(tensor, 0).unique().numel() == tensor.numel()
         reach += (size - 1) * stride
     return True
 
 
 def _places(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """The position of each element in memory, counted in elements from `offset` before the first."""
+    """Each element's position in memory, in elements; the first element is at `offset`."""
     return torch.arange(_extent(tensor), device="cpu").as_strided(tensor.shape, tensor.stride()).reshape(-1) + offset
 
 
@@ -222,7 +223,7 @@ Buffer: TypeAlias = (
 """Types that a call accepts as a tensor."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""Lossless dtypes of Python's numbers; `bool` precedes `int`, because it is a subclass."""
+"""Lossless dtypes for Python's numbers; `bool` comes before `int`, of which it is a subclass."""
 _MEMORY: dict[tuple[str, ...], tuple[torch.dtype, ...]] = {
     ("?",): (torch.bool,),
     ("b", "h", "i", "l", "q", "n"): (torch.int8, torch.int16, torch.int32, torch.int64),
@@ -265,7 +266,7 @@ class _Versioned(ctypes.Structure):
 
 
 def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
-    """Return a tensor on a buffer's memory, which it keeps alive.
+    """Return a tensor that shares a buffer's memory and keeps the buffer alive.
 
     Makes a copy if torch cannot use the memory: for numbers, lists of numbers, read-only memory without DLPack, and
     arrays with negative strides. The caller must write results back to a list.
@@ -276,8 +277,8 @@ def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
         written: Whether the buffer receives a result.
 
     Raises:
-        TypeError: It is not a buffer, is a single number that would be written to, or has a dtype that torch lacks.
-        ValueError: It is read-only and would be written to, or its strides cannot be used.
+        TypeError: The argument is not a buffer, is a single number that would be written to, or has a dtype that torch
+        lacks. ValueError: The buffer is read-only and would be written to, or its strides cannot be used.
     """
     numpy = sys.modules.get("numpy")
     if isinstance(buffer, complex | float | int) or (numpy is not None and isinstance(buffer, numpy.generic)):
@@ -338,9 +339,9 @@ def _of_array(array: np.ndarray[Any, Any], name: str, *, written: bool) -> torch
             raise ValueError(f"{name} has strides {array.strides}, which torch cannot write; pass a contiguous array")
         array = array.copy()
     try:
-        # C types that are equal on this machine have the same string.
+        # C types that are identical on this machine, such as long and long long, have the same dtype string.
         plain = array.view(array.dtype.str)
-        # Through any other protocol, torch warns about read-only memory.
+        # For read-only memory, use DLPack: through any other protocol, torch warns about it.
         return torch.from_numpy(plain) if array.flags.writeable else torch.from_dlpack(plain)
     except BufferError:
         return torch.from_numpy(array.copy())
@@ -362,7 +363,7 @@ def _of_dlpack(buffer: Any, name: str, *, written: bool) -> torch.Tensor:
 
 
 def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
-    """Return whether a buffer's DLPack capsule is read-only (torch ignores that), and if it has negative strides."""
+    """Return whether a buffer's DLPack capsule is read-only, which torch ignores, and if it has negative strides."""
     try:
         capsule = buffer.__dlpack__(max_version=(1, 0))
     except TypeError:
@@ -389,7 +390,7 @@ def _of_memory(view: memoryview, name: str, *, written: bool) -> torch.Tensor:
     shape = view.shape or ()
     if not view.nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    # The view, unlike its object, keeps the memory from being resized.
+    # Pass the view, not its object: while a view exists, the memory cannot be resized.
     memory = bytearray(view) if view.readonly else view
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -407,7 +408,7 @@ HALVES = (torch.float16, torch.bfloat16, torch.complex32)
 """Dtypes whose averages are divided before the sum, so that it does not overflow."""
 
 _known: set[tuple[ReduceOp, torch.dtype]] = set()
-"""Dtypes that an operation is known to reduce."""
+"""Operations and dtypes that are known to work together."""
 
 COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -422,7 +423,7 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out` (which may be either). `low` is the lower rank's, so that bits match."""
+    """Write `low` op `high` to `out` (which may be either). `low` comes from the lower rank, so that bits match."""
     COMBINE[op](low, high, out=out)
 
 
@@ -436,7 +437,7 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place; multiply, which is faster, where the bits are the same; treat complex numbers as pairs."""
+    """Divide in place, or multiply if that is exact, because it is faster; treat complex numbers as pairs."""
     total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)
@@ -445,7 +446,7 @@ def divide(total: torch.Tensor, size: int) -> None:
 
 
 def parse_op(op: str | ReduceOp | object) -> ReduceOp:
-    """A `ReduceOp` from its name, or from torch's own `ReduceOp`; `ValueError` lists the known names.
+    """Return the `ReduceOp` for its name or for torch's own `ReduceOp`; raise `ValueError` for unknown names.
 
     Example:
         >>> parse_op("SUM")
@@ -468,8 +469,7 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
             f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
         )
     try:
-        # The result is kept for the whole process, so a mode set by the user, or a failure of any kind, must not decide
-        # it.
+        # The result is cached for the whole process, so it must not depend on a mode that the user has set.
         with _disable_current_modes(), torch.DisableTorchFunction():
             one = torch.ones(1, dtype=dtype, device="cpu")
             combine(op, one, one.clone(), one)

@@ -2,10 +2,10 @@
 
 A process has one default generator each for torch, Python and numpy. While ranks are threads, these depend on the
 calling thread: all three are Python objects, which are replaced with objects that forward to the calling rank's
-generator. That is enough for code that calls methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but
-torch's operators look up the generator in C++. So the aten operators that accept a generator are intercepted in the
-dispatcher: on the CPU, if they are called without a generator or with the default one, they get the calling rank's. All
-    of this is undone when the last rank exits.
+generator. That is enough for code that calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation
+checkpointing), but torch's operators look up the generator in C++. So the aten operators that accept a generator are
+intercepted in the dispatcher. On the CPU, an operator that is called without a generator, or with the default one, gets
+the calling rank's generator. All of this is undone when the last rank exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.errors import UnavailableError
 
 __all__ = ["OWN_GENERATORS", "ThreadRank", "generator_operators", "here", "own_generators"]
 
-# Missing from torch's annotations.
+# Torch's annotations lack these functions.
 _c: Any = torch._C
 OWN_GENERATORS = all(
     hasattr(_c, f"_dispatch_{name}")
@@ -47,7 +47,7 @@ _default: Any = torch.random.default_generator
 class ThreadRank:
     """State of a rank that is a thread.
 
-    As a context manager, makes this thread and any threads started from it belong to the rank.
+    As a context manager, it makes this thread, and any threads started from it, belong to the rank.
 
     Args:
         seed: Seed for the generators; None for a random seed, as in a new process.
@@ -104,8 +104,8 @@ def _overridden() -> Iterator[None]:
         operators = generator_operators() if OWN_GENERATORS else []
         for operator in operators:
             library.impl(operator, _given_a_generator(operator), "BackendSelect", with_keyset=True)
-        # Ending a registration frees the function while a thread outside all ranks, waiting for the GIL, may be about
-        # to run it. So functions are kept until the next ones are registered.
+        # Ending a registration frees its function, although a thread that belongs to no rank may be about to run the
+        # function as soon as it gets the GIL. So functions are kept until the next ones are registered.
         keep = getattr(torch.library, "get_kernel", None)
         _kept[:] = [keep(operator, "BackendSelect") for operator in operators if keep is not None]
         with replaced([*_of_torch(), *_of_python(), *_of_numpy(), *_of_threads()]):
@@ -116,7 +116,7 @@ def _overridden() -> Iterator[None]:
 
 _kept: list[Any] = []
 own_generators: SharedContext = SharedContext(_overridden)
-"""Context for ranks with separate generators. Launchers of ranks also enter it, so that it is made only once."""
+"""Context for ranks with separate generators. Launchers of ranks also enter it, so that it is set up only once."""
 
 
 _held: list[Any] = []
@@ -168,7 +168,7 @@ class _DefaultGenerator(torch.Generator):
 
 
 _stand_in: Any = _DefaultGenerator()
-# Operators are passed different Python objects for the same generators.
+# Compare addresses, because operators get different Python objects for the same generator.
 _DEFAULTS = {_default._cdata, torch.Generator.__getattribute__(_stand_in, "_cdata")}
 
 
@@ -194,14 +194,14 @@ def _given_a_generator(operator: Any) -> Callable[..., Any]:
     """Return an implementation of an operator that passes the calling rank's generator if none is given."""
     cpu = _c.DispatchKey.CPU
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
-    # This releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.
+    # `redispatch_boxed` releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.
     call = operator._handle.redispatch_boxed
-    # Some operators take the generator only as a keyword; then it comes after all other arguments.
+    # Some operators take the generator only as a keyword argument, which follows all other arguments.
     place = [argument.name for argument in operator._schema.arguments].index("generator")
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("generator")
-        # Also true for sparse CPU tensors, whose kernels draw their values.
+        # Sparse CPU tensors also have the CPU key: CPU kernels draw their values.
         if keys.has(cpu) and (given is None or given._cdata in _DEFAULTS):
             rank = _thread.rank
             if rank is not None or given is not None:
@@ -242,7 +242,7 @@ _RankRandom: Any = type(
 
 
 def _of_python() -> list[Replacement]:
-    """Patch the class, since a name imported from `random` is bound to the object; replace names bound to C code."""
+    """Patch the class, because names imported from `random` are bound to the object; replace names bound to C code."""
     names = [(random, name, MethodType(getattr(_RankRandom, name), _random)) for name in _STATE]
     return [(_random, "__class__", _RankRandom), *names]
 
@@ -272,7 +272,7 @@ def _of_numpy() -> list[Replacement]:
 
         return call
 
-    # Of the same class, for code that checks it: scikit-learn uses this object when it gets no generator.
+    # A subclass, because some code checks the class: scikit-learn uses this object when it gets no generator.
     kind = type("RandomState", (type(real),), {"__getattribute__": lambda _, name: getattr(generator(), name)})
     names = [name for name, value in vars(numpy).items() if getattr(value, "__self__", None) is real]
     return [(numpy.mtrand, "_rand", kind()), *((numpy, name, bound(name)) for name in names)]
@@ -298,7 +298,7 @@ def _of_threads() -> list[Replacement]:
         real_start(thread)
 
     def run(pool: DaemonThreadPool, task: Callable[[], None]) -> None:
-        # Ranks share this pool's threads.
+        # Ranks share this pool's threads, so each task sets its thread's rank.
         real_run(pool, _belonging(here(), task))
 
     return [(threading.Thread, "start", start), (DaemonThreadPool, "run", run)]

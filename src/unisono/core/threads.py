@@ -89,7 +89,7 @@ class DaemonThreadPool:
                     if self._free > 0:
                         self._free -= 1
                         return
-                # A task is reserved for every free thread, so this thread's is on its way.
+                # `run` has reserved this thread, so a task for it is about to arrive.
                 task = self._tasks.get()
 
 
@@ -131,6 +131,6 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 def spawn_thread(task: Callable[[], None], name: str) -> None:
     """Run a task soon in a new thread. For use in finalizers, which may run while this thread holds any lock.
 
-    Starting a `threading.Thread` takes a lock in `threading`, so it is started from a bare thread, which holds none.
+    Starting a `threading.Thread` acquires a lock in `threading`, so a bare thread, which holds no locks, starts it.
     """
     _thread.start_new_thread(lambda: threading.Thread(target=task, name=name, daemon=True).start(), ())

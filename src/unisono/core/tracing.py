@@ -46,7 +46,7 @@ class TraceEvent:
             the program spends in a call or waiting for it, and "bucket_wait" around a bucket's waits.
         name: Name of the operation, or a message's sender and receiver.
         group, rank: Name of the group, and rank in it.
-        start_s, end_s: Times from `time.perf_counter`; equal for an instant.
+        start_s, end_s: Times from `time.perf_counter`; equal for an instantaneous event.
         nbytes: Number of bytes moved.
         detail: Further information.
         world_rank: Rank in the job's first group.
@@ -77,9 +77,10 @@ class _Sinks(tuple[Sink, ...]):
 
 
 SINK: ContextVar[_Sinks | None] = ContextVar("unisono trace", default=None)
-"""The sinks that are open in this context, or None. `SINK.get` takes no Python frame.
+"""The sinks that are open in this context, or None.
 
-Torch's profiler is checked separately: `profiler._is_profiler_enabled` is one global read.
+`SINK.get` is implemented in C, so that a call without a trace creates no Python frame for it. Torch's profiler is
+checked separately, by reading the global `profiler._is_profiler_enabled`.
 """
 
 
@@ -123,7 +124,7 @@ def recording(sink: Sink) -> Iterator[None]:
 
 @contextmanager
 def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **detail: Any) -> Iterator[None]:
-    """Record the block as an event, and as `unisono::name size` in torch's profiler, whichever are active.
+    """Record the block as an event if a sink is open, and as `unisono::name size` if torch's profiler is active.
 
     If the block raises, the event is recorded with the error's name.
     """
@@ -160,11 +161,11 @@ class ObservedWork(ChainedWork):
             super().wait(timeout)
 
 
-# -- fast-path calls, recorded after they end: without a trace, the path keeps nothing for them ----------------
+# -- fast-path calls, recorded after they end, so that a call without a trace costs nothing extra -------------------
 def record_collective(
     sink: Sink, activity: Activity, what: Collective, tensors: tuple[Any, Any], op: object, root: int | None
 ) -> None:
-    """Record the collective that the activity is in as ending now."""
+    """Record the activity's current collective as ending now."""
     assert activity.now is not None
     written, read = ([] if t is None else [t] if isinstance(t, torch.Tensor) else list(t) for t in tensors)
     like = next(iter((*written, *read)), None)
@@ -182,7 +183,7 @@ def record_collective(
 
 
 def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag: int, nbytes: int) -> None:
-    """Record the message that the activity is in as ending now."""
+    """Record the activity's current message as ending now."""
     kind, peer, _, number = message
     group = activity.group
     detail = {"peer": peer, "tag": tag, "flow": flow_of(group, kind, peer, tag, f"{number}")}

@@ -41,7 +41,7 @@ __all__ = [
 
 
 HEARTBEAT_LEAST_S = 2.0
-"""Kernels send probes and count time in whole seconds."""
+"""Minimum of `heartbeat_s`: kernels schedule keepalive probes in whole seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +86,24 @@ class Capabilities:
 
 
 MESSAGE_CAPABILITIES = ("tags", "any_source", "devices", "host_staged", "latency_s", "second_per_byte")
-"""Attributes that a transport takes over from the transport through which it sends."""
+"""Attributes that a wrapper copies from the transport through which it sends."""
 
 
 class Transport(ABC):
     """Abstract transport that moves bytes between the ranks of one group.
 
-    A new transport implements `connect`, `post`, `split`, `close` and `abort`, declares its capabilities, and must
-    pass the checks of `unisono.testing`. Tensors that reach it are one-dimensional and contiguous.
+    A new transport implements `connect`, `post`, `split`, `close` and `abort`, declares its capabilities, and must pass
+    the checks of `unisono.testing`. Tensors passed to it are one-dimensional and contiguous.
 
     Attributes:
         in_process: Whether ranks are threads of one process; read by `launch`.
         simulated: Whether these threads take turns on a virtual clock; read by `launch`.
         launcher: Launcher for ranks that are processes: "forkserver" or "mpirun"; read by `launch`.
         native: Names of the collectives (see `Call`) that `run` performs natively, without messages.
-        tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` always is.
+        tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` is always distinguished.
         any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
         checks: Whether `compare` or `run` compares the calls of all ranks.
-        full: Whether it also compares shapes and contents, as needed for `check="full"`.
+        full: Whether that comparison includes shapes and contents, as needed for `check="full"`.
         compares_later: Whether ranks may compare a native call while it runs, because `abort` ends a mismatched call.
         balanced: Whether message-based sums must be reduced along the balanced tree over the ranks, like native sums.
         devices: The supported device types of tensors.
@@ -111,7 +111,7 @@ class Transport(ABC):
         overlaps: Whether a native collective progresses, once started, while the caller does other work.
         background: Whether completing collectives in a thread pays off, because the thread mostly waits for a network,
             or because each rank has a spare core. The same on every rank.
-        fast_path: Blocking calls on plain tensors, each with a single native call, or None.
+        fast_path: Implementation of blocking calls on plain tensors with one native call each; None if there is none.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
         reconnect: Function that chooses a transport anew for a different set of ranks; set if this transport was chosen
             to suit the ranks' hosts.
@@ -150,7 +150,7 @@ class Transport(ABC):
         Returns: The connected transport.
 
         Raises:
-            UnavailableError: The transport only wraps others.
+            UnavailableError: The transport can only wrap other transports.
         """
         raise UnavailableError(f"{cls.__name__} can wrap other transports, but cannot be started by name")
 
@@ -165,9 +165,9 @@ class Transport(ABC):
 
     @classmethod
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-        """Return the parts of a group within which `connect` is proven to work: the whole group, or the ranks per host.
+        """Return the subsets of a group within which `connect` is known to work: the whole group, or each host's ranks.
 
-        Collective over the control plane, where the ranks must have joined the group.
+        Collective over the control plane; the ranks must have joined the group there.
 
         Args:
             group, control: As for `connect`.
@@ -198,10 +198,10 @@ class Transport(ABC):
         """
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Return whether a message from `peer` with this tag has arrived that matches no posted receive. Never blocks.
+        """Return whether a message from `peer` with this tag has arrived and matches no posted receive. Never blocks.
 
-        Also makes progress on messages in flight, on transports where otherwise only waits do. With `any_source`, only
-        one thread at a time may call this.
+        On transports where messages in flight otherwise progress only during waits, this progresses them, too. With
+        `any_source`, only one thread at a time may call this.
 
         Args:
             peer: A rank of the group.
@@ -236,14 +236,14 @@ class Transport(ABC):
         """Return a transport of the same kind for a group that replaces this one. This transport may be broken.
 
         Args:
-            group: The live ranks of this group, all of which call this, and newcomers, which call `connect`.
+            group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
         """
         return self.split(group)
 
     def leave(self) -> None:
-        """If possible, notify ranks that wait for this one that it will make no more calls.
+        """If possible, notify waiting peers that this rank will make no more calls.
 
-        Messages already sent still arrive.
+        Messages that were already sent still arrive.
         """
 
     @abstractmethod
@@ -252,7 +252,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, cause: BaseException) -> None:
-        """End every wait in progress with an error, and remain broken. Callable from any thread.
+        """Fail every wait in progress, and leave the transport permanently broken. Callable from any thread.
 
         Args:
             cause: Error for the waits to report.
@@ -296,7 +296,7 @@ class Transport(ABC):
         return call.name in self.native and not call.lengths
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return once the call may write to memory; by default, immediately. On every rank, `run` follows.
+        """Return once the call may write to memory; by default, immediately. Every rank then calls `run`.
 
         A transport with `checks` set waits here, or in `run`, until all ranks are known to make the same call.
 
@@ -305,14 +305,14 @@ class Transport(ABC):
             deadline: Deadline on the library's clock.
 
         Raises:
-            MismatchError: Ranks make different calls; on every rank.
-            CommTimeoutError: A rank has not made its call in time.
+            MismatchError: Ranks make different calls; raised on every rank. CommTimeoutError: A rank has not made its
+            call in time.
         """
 
     def plain(self) -> Transport | None:
-        """Return the transport that runs native calls directly on the caller's tensors, for `PlainCalls`, if any.
+        """Return the transport that runs native calls on the caller's own tensors, for `PlainCalls`, or None.
 
-        It is this transport, or the one wrapped by a wrapper that only compares calls.
+        This transport itself, or the transport inside a wrapper that only compares calls.
         """
         return None
 
@@ -361,7 +361,7 @@ class Transport(ABC):
 
         Args:
             shape: Number of elements in each dimension; the same on all ranks.
-            dtype: The same on all ranks.
+            dtype: Dtype of the tensor; the same on all ranks.
         """
         import torch
 
@@ -376,22 +376,22 @@ def share_capabilities(transport: Transport, other: Transport, *names: str) -> N
     """Copy the declared capabilities of the transport through which another transport sends.
 
     Args:
-        transport, other: The two transports.
+        transport, other: The transport to update, and the transport through which it sends.
         names: Names of the attributes to copy.
     """
     vars(transport).update({name: getattr(other, name) for name in names})
 
 
 def renewed(transport: Transport, group: Group) -> Transport:
-    """Return a transport for a group that replaces a transport's group, using `reconnect` or else `reconfigure`."""
+    """Return a transport for the group that replaces a transport's own, from `reconnect` if set, else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 
 class FastPath(Protocol):
     """Blocking calls directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. They compare calls
-    themselves.
+    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. They do their own
+    comparison of calls.
     """
 
     def try_collective(
@@ -409,7 +409,7 @@ class FastPath(Protocol):
         Return `UNSUPPORTED`, without effect, if the call needs the general path; `MISMATCH` if ranks' calls differ.
 
         Args:
-            what: Name of the collective.
+            what: Description of the collective.
             output: Output as the caller passed it: a tensor, or one tensor per rank; None if there is none.
             input: Input, if it is separate from the output.
             op, root, algorithm: Arguments as the caller passed them, if any.
@@ -426,7 +426,7 @@ class FastPath(Protocol):
         ...
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, without effect, if it can't do that."""
+        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, without effect, if this path can't do so."""
         ...
 
 
@@ -454,7 +454,7 @@ class Mailbox(ABC):
     Attributes:
         group: The ranks' group.
         eager: Whether a thread that waits for a message should poll for a while first.
-        lost: Lost ranks, each with the error that reports it.
+        lost: Lost ranks, each with the error that reported its loss.
         on_stall: Called in the sending thread when a send has to wait for the receiver to make room.
     """
 
@@ -473,13 +473,12 @@ class Mailbox(ABC):
 
         Args:
             peer: Another rank.
-            head: Bytes, preferably few.
+            head: Content of the message besides the tensors; preferably short.
             bodies: One-dimensional contiguous tensors of uint8 on the CPU.
-            timeout: Seconds for the receiver to make room.
+            timeout: Seconds to wait for the receiver to make room.
 
         Raises:
-            PeerLostError: The peer is gone.
-            CommTimeoutError: The peer isn't receiving. It now counts as lost.
+            PeerLostError: The peer is gone. CommTimeoutError: The peer isn't receiving. The peer now counts as lost.
         """
 
     @abstractmethod
@@ -524,7 +523,7 @@ class Mailbox(ABC):
         self._closers.append(closer)
 
     def check(self, peer: int) -> None:
-        """Raise an error if this rank can no longer be sent to."""
+        """Raise an error if messages to this rank can no longer be sent."""
         if peer in self.lost:
             error = self.lost[peer]
             raise PeerLostError(str(error), peer=peer) from error

@@ -151,7 +151,7 @@ class Work(ABC):
             timeout: Seconds, or a `timedelta`; the group's default if None.
 
         Raises:
-            CommTimeoutError: It did not finish in time. You may wait again.
+            CommTimeoutError: The operation did not finish in time. You may wait again.
         """
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
@@ -179,7 +179,7 @@ class Work(ABC):
         return -1
 
     def cancel(self) -> bool:
-        """Cancel the operation if possible; by default, it isn't.
+        """Cancel the operation if this kind of work can be cancelled; by default, it can't.
 
         Returns: Whether the operation was cancelled.
         """
@@ -187,7 +187,7 @@ class Work(ABC):
 
 
 class PointToPoint(Protocol):
-    """Interface that a schedule needs.
+    """Interface through which an algorithm exchanges messages.
 
     Messages with the same tag from one rank to another arrive in posting order. Nothing else is guaranteed: a send may
     block until it is received.

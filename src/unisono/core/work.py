@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _LONGEST_S = 1e9
-"""About 30 years, which overflows no system's clock and no wait function."""
+"""About 30 years, which doesn't overflow any system's clock or wait function."""
 
 
 class Completion(Work):
@@ -148,8 +148,8 @@ def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
     """Return a wait's timeout in seconds: the given timeout, or the default if None.
 
     Raises:
-        TypeError: It is neither a number of seconds nor a timedelta.
-        ValueError: It is negative, or more than 1e9 seconds (or infinite).
+        TypeError: `timeout` is neither a number of seconds nor a timedelta. ValueError: `timeout` is negative, or more
+        than 1e9 seconds (or infinite).
 
     Example:
         >>> resolve_timeout(None, 300.0), resolve_timeout(5, 300.0), resolve_timeout(timedelta(minutes=1), 300.0)
@@ -316,13 +316,13 @@ class Deferred(Work):
                 try:
                     self._run(clock.now() + limit)
                 except BaseException as error:
-                    # Including an interrupt, because every later wait must report how this one ended.
+                    # Also store an interrupt, because every later wait must report how this one ended.
                     self._error = error
         if self._error is not None:
             raise self._error
 
     def _look(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Return once the work is ready; until then, another thread may be in `run`."""
+        """Wait without the lock until the work is ready; meanwhile, another thread may be in `run`."""
         started = clock.now()
         while not ready():
             waited = clock.now() - started
@@ -342,7 +342,7 @@ class Deferred(Work):
         try:
             self.wait()
         except BaseException as error:
-            # No caller could catch it here; the future, or the next wait, reports it.
+            # No caller could catch the error here; the future or the next wait reports it.
             return error
         return None
 
@@ -427,7 +427,7 @@ class ChainedWork(Work):
                 try:
                     after()
                 except Exception as error:
-                    # Every later wait has to raise it as well.
+                    # Every later wait has to raise this error again.
                     self._error = error
             return self._error
 

@@ -1,4 +1,4 @@
-"""The monitor process of a watch, which compares the ranks' calls, and outlives all ranks."""
+"""The monitor process of `unisono watch`, which compares the ranks' calls, and outlives all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallControl(SocketControl):
     """A rank's handle to the monitor, or the monitor's own handle."""
 
     def attend(self, group: Group, on_failure: Callable[[Cause], None], pid: int) -> None:
-        """Join the ranks of the watch. `on_failure` is as for `join`; `pid` is 0 on a host other than the monitor's."""
+        """Join the watched ranks. `on_failure` is as for `join`; `pid` is 0 on a host other than the monitor's."""
         self.join(group, on_failure)
         self._request("attend", group.name, pid)
 
@@ -48,10 +48,10 @@ class CallControl(SocketControl):
             self._stop()
 
     def compare(self, content: bytes, timeout: float | None) -> None:
-        """Report a call, and wait until all ranks have made the same one, or until the timeout, if any.
+        """Report a call, and wait until all ranks have made the same call, or until the timeout, if there is one.
 
         Raises:
-            CommError: The watch has failed; see `unisono.core.failure.error_of`.
+            CommError: The group of watched ranks has failed; see `unisono.core.failure.error_of`.
         """
         waiter = self._begin("compare", content)
         if self._wait(waiter, 1e6 if timeout is None else timeout):
@@ -59,7 +59,7 @@ class CallControl(SocketControl):
         self._waiters.pop(waiter.number, None)
 
     def examine(self) -> tuple[bool, Overdue | None]:
-        """Make the monitor check for overdue calls. Return whether all ranks have exited, and an overdue call."""
+        """Make the monitor check for overdue calls. Return whether all ranks have exited, and any overdue call."""
         ended, overdue = self._request("examine")
         return ended, None if overdue is None else Overdue(*overdue)
 
@@ -67,7 +67,7 @@ class CallControl(SocketControl):
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
     """Start a process that compares the calls of all ranks that have this secret; return its address.
 
-    It exits when the last rank has exited, or if no rank attends within a minute.
+    It exits when the last rank has exited, or if no rank calls `attend` within a minute.
     """
     process = subprocess.Popen(
         [sys.executable, *interpreter_flags(), "-m", __name__],
@@ -86,7 +86,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         answer = process.stdout.readline()
     if not answer:
         raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
-    # Nobody waits for this child, which outlives this process; Python would warn that it is still running.
+    # Set by hand: nobody waits for this child, which outlives this process, and Python would warn that it is still
+    # running.
     process.returncode = 0
     where = json.loads(answer)
     return where[0], where[1]

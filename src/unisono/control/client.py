@@ -40,26 +40,26 @@ _NOTIFY_WITHIN_S = 1.0
 class SocketControl(ControlClient):
     """A handle to the control plane at `address`.
 
-    It has two connections. The first carries requests and answers. The thread that waits for an answer reads it itself,
-    because being woken by another thread would take longer than the answer itself. The second carries group failures,
-    which a daemon thread reads. That thread runs the callbacks of `join` and `on_orphan`, which must not send requests
-    on this handle.
+    The handle has two connections. The first carries requests and answers. The thread that waits for an answer reads it
+    itself, because being woken by another thread would take longer than the answer itself. The second carries group
+    failures, which a daemon thread reads. That thread runs the callbacks of `join` and `on_orphan`, which must not send
+    requests on this handle.
 
     Args:
-        address: Host and port of the server. It may start later than this client.
+        address: Host and port of the server. The server may start later than this client.
         secret: The server's secret.
         timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
         on_orphan: Called if the server disappears without a goodbye.
         reach_within_s: Seconds to reach the server; `timeout` if None.
         host_rank: Rank of the job that hosts the server, if any, to name in the error if it is lost.
-        rank: This rank in the job, reported to the others if its secret differs.
+        rank: This rank in the job, reported to the other ranks if its secret differs from theirs.
 
     Attributes:
         server_lost: Whether the server, or the connection to it, has ended.
 
     Raises:
-        CommTimeoutError: No server answers there.
-        CommError: Another program answers there, the secrets differ, or only one side uses TLS.
+        CommTimeoutError: No server answers at the address. CommError: Another program answers at the address, the
+        secrets differ, or only one side uses TLS.
     """
 
     connectable = True
@@ -102,12 +102,12 @@ class SocketControl(ControlClient):
         """Return this host's address for the other ranks of a group, the same on all of its ranks. Collective.
 
         If the server is on this host, this is the address at which ranks on other hosts have reached it: a host that
-        looks up its own name often gets the loopback, or a different protocol than other hosts use.
+        resolves its own name often gets its loopback, or an address of another protocol than other hosts use.
         """
         here = host_identity()
         reports = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
         far = (in_zone_of(reached, self.local_host) for host, _, reached in reports if host != here)
-        # Every host has its own loopback.
+        # Skip loopback addresses, because every host has its own loopback.
         own = (address for address in far if means_here(address) and not is_loopback(address))
         return next(own, next(address for host, address, _ in reports if host == here))
 
@@ -133,12 +133,12 @@ class SocketControl(ControlClient):
         return str(self._request("enrol", job, rank, size, process))
 
     def identify(self, label: str) -> None:
-        """Label this client, or relabel it. The server's owner receives the last label when the client leaves."""
+        """Label this client, or relabel it. The server passes the last label to `on_left` when the client leaves."""
         self._request("identify", label)
 
     def set_heartbeat(self, seconds: float) -> None:
         if self._heartbeat_s is None:
-            # Time since the last answer, chosen so that the last probe is sent a second before it runs out.
+            # One second less than requested, because `limit_silence` may take effect up to a second late.
             self._heartbeat_s = max(1.0, seconds - 1.0)
             self._news.limit_silence(self._heartbeat_s)
             self._request("heartbeat", self._heartbeat_s)
@@ -195,7 +195,7 @@ class SocketControl(ControlClient):
             self._connection.send(serialization.encode((0, words)), clock.now() + _NOTIFY_WITHIN_S)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
-        """Read replies for all threads until this thread's has arrived, or sleep while another thread reads."""
+        """Read replies for all threads until this thread's reply has arrived, or sleep while another thread reads."""
         deadline = clock.now() + timeout
         left_s = timeout
         while waiter.reply is None:
@@ -226,7 +226,7 @@ class SocketControl(ControlClient):
             waiter.awake.wait(deadline - clock.now())
 
     def _wake_others(self) -> None:
-        """Wake all waiting threads, because it is unknown which one sleeps, so that one of them takes over reading."""
+        """Wake all waiting threads, so that one of them takes over reading; which of them are asleep is unknown."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.awake.set()
@@ -238,7 +238,7 @@ class SocketControl(ControlClient):
     def _stop(self) -> None:
         """Handle the end of the connection.
 
-        Only the thread that reads the news knows the reason; it notifies all waiters.
+        Only the thread that reads the second connection knows the reason; it notifies all waiters.
         """
         self._news.hang_up()
 
@@ -255,7 +255,7 @@ class SocketControl(ControlClient):
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
             away = self._news.outage(error)
-        # Set before any waiter is woken, because waiters check it.
+        # Set this before any waiter is woken, because waiters check it.
         self.server_lost = self._ended is None
         if goodbye:
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
@@ -339,7 +339,7 @@ class ClientConnection:
         limit_silence(self._peer, seconds)
 
     def outage(self, error: BaseException | None = None) -> str:
-        """Return text saying since when the server's host has been silent; empty if it answers, or has no limit."""
+        """Return text on how long the server's host has been silent; empty if it answers, or there is no limit."""
         return outage(self._peer, self._host, error) if self._host else ""
 
     def hang_up(self) -> None:
@@ -365,14 +365,13 @@ def _milliseconds(seconds: float) -> int:
 def connect(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
 ) -> tuple[ClientConnection, ClientConnection]:
-    """Open two connections to the server, for requests and for news. It may start later than this client.
+    """Open two connections to the server, for requests and for news. The server may start later.
 
     If the secrets differ, the server is notified of the `rank`, if given.
 
     Raises:
-        CommTimeoutError: No server answers there.
-        CommError: Another program answers there, or the secrets differ.
-        UnavailableError: On Windows.
+        CommTimeoutError: No server answers at the address. CommError: Another program answers at the address, or the
+        secrets differ. UnavailableError: The platform is Windows.
     """
     check_platform()
     return reach(address, timeout, lambda left_s: _both(address, secret, left_s, rank))
@@ -382,8 +381,7 @@ def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T
     """Call `attempt`, passing a time limit in seconds, until it succeeds; return its result.
 
     Raises:
-        CommTimeoutError: No server answers there.
-        CommError: The host does not exist.
+        CommTimeoutError: No server answers at the address. CommError: The host does not exist.
     """
     deadline = clock.now() + timeout
     failures = 0

@@ -51,7 +51,7 @@ class SharedObjects:
     """Objects shared by ranks of one process.
 
     Attributes:
-        objects: By key.
+        objects: The objects, by key.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class SharedObjects:
             return shared
 
     def drop(self, group: str) -> None:
-        """Drop objects shared by members of a group. (No lock: a thread that is making an object may call this.)"""
+        """Drop objects that a group's members share. (No lock: a thread that is making an object may call this.)"""
         for key in [key for key in list(self.objects) if key.startswith(f"{group}/")]:
             self.objects.pop(key, None)
 
@@ -115,7 +115,8 @@ class ControlClient(ControlPlane, ABC):
         waiter = PendingRequest(next(self._numbers))
         self._waiters[waiter.number] = waiter
         try:
-            # Checked only now, because the thread that ends the connection first sets it, then answers the waiters.
+            # Check `_ended` only after adding the waiter: the thread that ends the connection sets `_ended` first, and
+            # then answers the waiters.
             if self._ended is not None:
                 raise error_of(self._ended)
             self._send(waiter.number, words)
@@ -162,12 +163,13 @@ class ControlClient(ControlPlane, ABC):
         """Return the value of an answer that depends on other ranks.
 
         Args:
-            timeout: Seconds to wait for it.
+            timeout: Seconds to wait for the answer.
             give_up: Function that returns, for this request's number, a request that ends the wait. Answers arrive in
                 order, so once that request is answered, the answer to this one has arrived or never will.
             words: The request.
-            group: Group whose ranks error texts refer to.
-            unanswered: The error if there is still no answer then; if None, ending the wait causes one.
+            group: Group whose rank numbers appear in error texts.
+            unanswered: Error text if there is still no answer once the wait has ended; if None, ending the wait causes
+                an answer.
         """
         waiter = self._begin(*words)
         try:
@@ -203,8 +205,8 @@ class ControlClient(ControlPlane, ABC):
     def _end(self, cause: Cause, *, fails_groups: bool, failed_rank: int | None = None) -> list[Callback]:
         """Notify all waiting threads, and optionally the groups, that no more answers will arrive.
 
-        `failed_rank` is the rank that caused it, as numbered in the job's first group; each group has its own number
-        for it.
+        `failed_rank` is the number, in the job's first group, of the rank that caused it; other groups number that rank
+        differently.
         """
         with self._ending:
             if self._ended is not None:
@@ -294,7 +296,7 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # The others are notified and raise the same error; the answer to the exchange carries the outcome.
+            # The other ranks are notified and raise the same error; the answer to the exchange contains the outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 
@@ -307,7 +309,7 @@ class ControlClient(ControlPlane, ABC):
             return membership.cause
         if self._ended is None:
             with contextlib.suppress(CommTimeoutError):
-                # Without an answer, the others have to find out by themselves.
+                # Without an answer, the other ranks have to detect the failure by themselves.
                 words = (group.name, cause.kind, cause.rank, cause.message)
                 return Cause(*self._request("fail", *words, group=group, within_s=min(self._patience_s, self._grace_s)))
         callback = membership.fail(cause) if membership is not None else None
@@ -351,8 +353,8 @@ class ControlClient(ControlPlane, ABC):
         return self._boundaries_of(group.name)
 
     def _boundaries_of(self, name: str) -> StepBoundaries:
-        # Under the lock, because the control thread may need them at the same time as the thread that makes the
-        # communicator.
+        # `setdefault` is atomic: the control thread and the thread that creates the communicator may call this at the
+        # same time.
         return self._boundaries.setdefault(name, StepBoundaries())
 
     def request_stop(self, group: Group | None, reason: str) -> int:
@@ -410,7 +412,7 @@ def reply_of(content: bytes) -> Reply:
 
 
 def news_of(frame: Frame) -> Reply:
-    """Return the news in a frame from the second connection, in JSON, so that reporting a failure takes few steps.
+    """Return the notification in a frame from the second connection: JSON, which takes few steps to encode.
 
     Raises:
         ValueError: The frame is invalid.
@@ -436,7 +438,7 @@ class PendingRequest:
 
     Attributes:
         reply: The answer, once it has arrived.
-        awake: Set when the answer arrives, or when the waiting thread has to read from the connection.
+        awake: Set when the answer arrives, or when the waiting thread has to take over reading from the connection.
     """
 
     __slots__ = ("awake", "number", "reply")

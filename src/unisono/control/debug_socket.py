@@ -48,7 +48,7 @@ class _HeldRank:
 
     @property
     def thread(self) -> int:
-        """The thread that makes its calls."""
+        """Identifier of the thread that makes the rank's calls; 0 if the rank has no open communicator."""
         known = self.activities.open()
         return known[-1].owner if known else 0
 
@@ -70,7 +70,7 @@ class _HeldRank:
         """Return the program's frames, innermost first, without those of launchers and installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
         found: list[FrameType] = []
-        # The launcher's caller is multiprocessing, which runs code from a string.
+        # Stop at the launcher: its caller is multiprocessing, which runs code from a string.
         while (
             frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
         ):
@@ -89,7 +89,7 @@ class _HeldRank:
 
         Args:
             code: Source, evaluated with the names in one of the rank's frames.
-            up: Number of frames in `stack` below that frame.
+            up: Number of frames between that frame and the innermost one.
         """
         frames = self._frames()
         if up >= len(frames):
@@ -119,7 +119,7 @@ class _HeldRank:
 
 
 class DebuggedProcess:
-    """The held ranks of this process, and the socket by which a debugger reaches them."""
+    """The held ranks of this process, and the socket through which a debugger reaches them."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _HeldRank] = {}
@@ -129,12 +129,12 @@ class DebuggedProcess:
         HOLD.on_go.append(self._end)
 
     def hold(self, ranks: Iterable[tuple[ControlPlane, ActivityRegistry]], job: str, reason: str | None) -> None:
-        """Hold ranks of this process, or release all of them if there is no reason given.
+        """Hold ranks of this process, or release all of them if `reason` is None.
 
         Args:
             ranks: Each rank's handle and activity.
             job: Identifier of the job, the same in all of its processes.
-            reason: Text for a debugger that attaches.
+            reason: Text to show in a debugger that attaches.
         """
         if reason is None:
             HOLD.go()
@@ -211,7 +211,7 @@ class DebuggedProcess:
 
 
 DEBUGGED = DebuggedProcess()
-"""The instance of this process, which has one clock and one set of sockets."""
+"""The process has one instance, because it has one clock and one set of sockets."""
 
 
 class DebugConnection:
@@ -234,7 +234,7 @@ class DebugConnection:
         except OSError as error:
             self._socket.close()
             raise CommError(f"process {pid} holds no ranks: {error}") from error
-        # Any process may bind a name in this namespace, but the kernel knows which one did.
+        # Any process may bind a name in this namespace, but the kernel knows which process did.
         if user_of(self._socket)[0] != pid or not is_this_user(self._socket):
             self._socket.close()
             raise CommError(f"the socket of process {pid} belongs to another process or user")
@@ -268,5 +268,5 @@ class DebugConnection:
 
 
 def held_processes() -> list[tuple[int, int]]:
-    """Return the process and number of each socket on this host with held ranks."""
+    """Return the process ID and number of each socket on this host that belongs to held ranks."""
     return names(_KIND)

@@ -39,24 +39,24 @@ TLS = "UNISONO_TLS"
 """Variable with a PEM file: this rank's key and certificate, and the certificates that it trusts."""
 ADVICE = f"Do all ranks have {TLS}, with certificates that the others trust?"
 TLS_RECORDS = b"\x15", b"\x16"
-"""First bytes from a peer that speaks TLS: of an alert, and of its hello."""
+"""First byte that a peer sends if it speaks TLS: of an alert, or of its hello."""
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 """A fatal alert, "protocol version"."""
 
 _BYTES = 256 << 10
-"""Largest number of bytes queued in one direction of a connection, apart from those of one read."""
+"""Maximum number of bytes queued in one direction of a connection; the last read may exceed it."""
 _TRUST_WITHIN_S = 10.0
-"""Seconds for a peer to prove its certificate, more than for the secret, which follows inside."""
+"""Seconds for a peer to prove its certificate; longer than for the secret, whose proof is sent inside TLS."""
 _TIDY_EVERY_S = 1.0
 _FLUSH_S = 2.0
-"""Seconds to send the last bytes of a process that ends."""
+"""Seconds to send the last bytes when the process exits."""
 
 
 class UntrustedError(ConnectionError):
     """The peer does not encrypt, or one side does not trust the other's certificate. Retrying is useless.
 
     Attributes:
-        reason: OpenSSL's reason, or a clause.
+        reason: Reason as reported by OpenSSL, or a clause for the error text.
     """
 
     def __init__(self, reason: str) -> None:
@@ -84,7 +84,8 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
         context.load_cert_chain(path, password=lambda: _refuse_pass_phrase(path))
         context.load_verify_locations(path)
         status = os.stat(path)
-        # Like ssh, do not check another user's key (such as root's in a container), which is that user's to protect.
+        # Like ssh, check only this user's own key: another user's key (such as root's in a container) is that user's to
+        # protect.
         if status.st_uid == os.getuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise CommError(
                 f"{TLS} is {path!r}, whose key is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run "
@@ -96,7 +97,7 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
 
 
 def _refuse_pass_phrase(path: str) -> NoReturn:
-    """Raise, because OpenSSL would prompt for it at the terminal, on each rank and for each connection."""
+    """Raise an error, because OpenSSL would prompt for the pass phrase on each rank, and for each connection."""
     raise CommError(
         f"{TLS} is {path!r}, whose key has a pass phrase, which ranks cannot type: write the key without it "
         "(`openssl pkey -in key.pem`) into a file that you alone can read"
@@ -112,14 +113,14 @@ def refuse_unencrypted(backend: str) -> None:
 
 
 def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout: float | None = None) -> socket.socket:
-    """Return the socket for talking to a peer: that of a relay, which takes over the connection.
+    """Return the socket through which to talk to a peer: the near end of a relay, which takes over the connection.
 
     Args:
-        connection: The connection. It is closed if the result is another socket.
+        connection: The connection. The connection is closed if the result is another socket.
         context: Result of `tls_context`; if None, connections are not encrypted, and the result is the connection
             itself.
-        timeout: Seconds to wait until the peer is trusted; if None, do not wait; if the peer turns out not to be
-            trusted, the socket is closed.
+        timeout: Seconds to wait until the peer is trusted; if None, return at once, and close the socket later if the
+            peer turns out not to be trusted.
 
     Raises:
         OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not respond.
@@ -173,7 +174,7 @@ class _Pipe:
 
     Attributes:
         near: The rank's socket.
-        trusted: Future that completes when both sides have proved their certificates, or with the error.
+        trusted: Future that completes once both sides have proved their certificates, or fails with the error.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
@@ -251,7 +252,7 @@ class _Pipe:
             return clock.now() > self._deadline
         if self._outgoing or not self._rank_ended:
             return False
-        # A socket that is only shut down for sending has not hung up.
+        # A socket that was only shut down for sending does not report a hang-up.
         hung_up = select.poll()
         hung_up.register(self._far, 0)
         return bool(hung_up.poll(0))
@@ -266,11 +267,11 @@ class _Pipe:
 
     def close(self, error: OSError | None = None) -> None:
         """Close the connection and the relay's end; the rank's socket then ends by itself."""
-        # Set before the ends are closed, for readers that notice the end.
+        # Set this before the ends are closed: readers check it when they see the end of the stream.
         self.near.failure = error
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)
-        # Before the rank sees the end, because it then queries the reason.
+        # Set this before the rank sees the end of the stream, because the rank then queries the reason.
         self.near.outage = outage(self._connection, self.near.getpeername()[0], error)
         self._connection.close()
         self._far.close()
@@ -371,7 +372,7 @@ def _read(end: socket.socket) -> bytes | None:
 
 
 def _write(end: socket.socket, pending: bytearray, *, ended: bool) -> None:
-    """Send as much as possible now, and remove it; shut down sending after the last byte."""
+    """Send and remove as many bytes as possible now; if `ended`, shut down sending after the last byte."""
     if pending:
         with suppress(BlockingIOError):
             del pending[: end.send(pending)]

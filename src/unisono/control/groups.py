@@ -218,7 +218,7 @@ class Groups:
         return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
 
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
-        """Fail the group, and return its first cause, which may now be this one."""
+        """Fail the group, and return its first cause, which may now be `cause`."""
         group = self._groups.get(name)
         out = [] if group is None else self._fail(group, cause)
         return (group and group.cause) or cause, out
@@ -271,7 +271,7 @@ class Groups:
         return [part for part in self._groups if part.startswith(f"{name}/")]
 
     def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
-        """Remove a rank from a group and notify it; the others continue without it."""
+        """Remove a rank from a group and notify it; the other members continue without it."""
         group = self._groups[name]
         client = group.present.pop(rank)
         self._ranks[client].pop(name, None)
@@ -286,7 +286,7 @@ class Groups:
         return self._on_end(group.name)
 
     def knows(self, name: str) -> bool:
-        """Return whether a rank is in the group, or may still join."""
+        """Return whether the group still exists: a rank is in it, or may still join it."""
         return name in self._groups
 
 

@@ -44,12 +44,12 @@ class AuthenticationError(Exception):
 class Handshake:
     """One side of the authentication of a connection; see `unisono.control.sockets` for the wire format.
 
-    Reads no bytes beyond the handshake.
+    It reads no bytes beyond the handshake.
 
     Args:
         peer: The connection. `advance` waits for bytes only if the socket is blocking.
         secret: The secret that both sides should know.
-        client: Whether this side has connected.
+        client: Whether this side is the client, which opened the connection.
         rank: Rank of the client, sent to the server.
 
     Attributes:
@@ -76,7 +76,7 @@ class Handshake:
         self.peer.sendall(self._hello.hello)
 
     def advance(self) -> FrameChannel | None:
-        """Read the bytes that have arrived, and answer. Return the channel once both have proved the secret.
+        """Read the bytes that have arrived, and answer. Return the channel once both sides have proved the secret.
 
         Raises:
             OSError: The connection has ended.
@@ -104,7 +104,7 @@ class Handshake:
             self._refuse_encrypted(hello)
             versions = self._hello.versions(hello)
             if versions and not self._client:
-                # So that the client can also report the reason.
+                # Send this side's version, so that the client can also report the reason.
                 with contextlib.suppress(OSError):
                     self.peer.sendall(self._hello.hello)
             raise AuthenticationError(other_secret=False, versions=versions)
@@ -119,8 +119,8 @@ class Handshake:
         if self._met or data[:1] not in TLS_RECORDS or isinstance(self.peer, EncryptedSocket):
             return
         if not self._client:
-            # Answering without TLS tells the client why. First read everything, because unread bytes would reset the
-            # connection.
+            # Answering without TLS tells the client why it was refused. First read everything, because unread bytes
+            # would reset the connection.
             with contextlib.suppress(OSError):
                 self.peer.recv(_MOST_UNREAD)
                 self.peer.sendall(self._hello.hello)
@@ -229,7 +229,8 @@ class Acceptor:
             tune(peer)
             peer = encrypted(peer, self._context)
         except OSError as error:
-            # Out of descriptors: make room, instead of being notified of the same connection forever.
+            # Out of descriptors: expire pending clients to make room; otherwise, `select` would report this connection
+            # forever.
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 for handshake in self._pending.values():
                     handshake.deadline = 0.0

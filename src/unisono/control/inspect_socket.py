@@ -1,6 +1,6 @@
 """Looks up the control plane of a running process by its process id, for other processes of the same user.
 
-Uses a Unix socket in Linux's abstract namespace, which has no file, and disappears when its process ends. The kernel
+It uses a Unix socket in Linux's abstract namespace, which has no file, and disappears when its process ends. The kernel
 identifies the connecting user; only the same user (or root) gets an answer.
 """
 
@@ -113,12 +113,12 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
     """Return the address and secret of the control plane of a process on this host, or of a process that it started.
 
     Raises:
-        CommError: The process does not exist, is not part of a job, or belongs to another user.
-        UnavailableError: Not on Linux.
+        CommError: The process does not exist, is not part of a job, or belongs to another user. UnavailableError: The
+        platform is not Linux.
     """
     check_linux()
     own = [(0, pid, number) for number in range(_MOST)]
-    # The nearest first, because a rank may have started its own job.
+    # The nearest descendants first, because a rank may have started its own job.
     below = [(ancestors.index(pid), *name) for name in names(_KIND) if pid in (ancestors := _ancestors(name[0]))]
     for _, other, number in [*own, *sorted(below)]:
         found = _ask(other, number)
@@ -135,7 +135,7 @@ def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
     """Return the control planes of this user's processes on this host, each with those processes.
 
     Raises:
-        UnavailableError: Not on Linux.
+        UnavailableError: The platform is not Linux.
     """
     check_linux()
     jobs: dict[tuple[tuple[str, int], bytes], list[int]] = {}
@@ -148,13 +148,13 @@ def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
 
 
 def check_linux() -> None:
-    """Raise `UnavailableError` on another platform."""
+    """Raise `UnavailableError` on platforms other than Linux."""
     if sys.platform != "linux":
         raise UnavailableError("querying a running process needs Linux")
 
 
 def names(kind: str) -> list[tuple[int, int]]:
-    """Return the process and number of every socket of a kind on this host, as listed by the kernel."""
+    """Return the process ID and number of every socket of this kind on the host, as listed by the kernel."""
     listed = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
     matches = filter(None, map(re.compile(rf"@{kind}/(\d+)/(\d+)").fullmatch, listed))
     return sorted((int(match[1]), int(match[2])) for match in matches)
@@ -175,14 +175,14 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
-    """Return the answer from a process's socket; None if no socket may answer this user."""
+    """Return the answer from a process's socket; None if there is no such socket, or it may not answer this user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WITHIN_S)
         try:
             connection.connect(path_of(_KIND, pid, number))
         except OSError:
             return None
-        # Any process may bind a name in this namespace, but the kernel knows which one did.
+        # Any process may bind a name in this namespace, but the kernel knows which process did.
         return _read(connection, pid) if user_of(connection)[0] == pid and is_this_user(connection) else None
 
 

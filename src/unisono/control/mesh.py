@@ -1,4 +1,4 @@
-"""Authenticated connections between ranks: each listens until all have joined; in a pair, the higher one connects."""
+"""Authenticated connections between ranks: all ranks listen, and in each pair the higher rank connects."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ _SPARE = 4
 
 
 def say_farewell(connections: Sequence[socket.socket], broken: BaseException | None = None) -> None:
-    """Shut down sending, and discard what still arrives, because closing immediately may cut off the last messages.
+    """Shut down sending, and discard incoming data, because closing immediately may cut off the last messages.
 
     Args:
         connections: Connections to close soon.
-        broken: Error that ended their use, if any: no rank waits for a failed group's messages.
+        broken: Error that broke the group, if any; then don't wait, because no rank waits for a failed group's
+            messages.
     """
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
-        # The kernel keeps retransmitting to a lost host even after this process has ended.
+        # Without this limit, the kernel would keep retransmitting to a lost host even after this process has ended.
         limit_silence(connection, _AFTER_CLOSE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -66,7 +67,7 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
 
 
 class Mesh:
-    """One rank's part in connecting a group's ranks. They exchange addresses and a secret via the control plane.
+    """One rank's part in connecting a group's ranks. The ranks exchange addresses and a secret via the control plane.
 
     Args:
         group: The group; its failure ends waits for addresses.
@@ -89,7 +90,7 @@ class Mesh:
 
         Args:
             timeout: Seconds for the lower ranks to publish their addresses.
-            within_s: Seconds within which all of them must answer.
+            within_s: Seconds within which all lower ranks must answer.
             conclude: Function that receives the errors from connecting to lower ranks, exchanges them between ranks,
                 and raises unless all ranks succeeded.
 
@@ -132,7 +133,7 @@ class Mesh:
         return serialization.decode(self._control.get(f"{self._topic} {name}", timeout, self._group))
 
     def _reach(self, rank: int, address: tuple[str, int], secret: bytes, deadline: float) -> CommError | None:
-        """Connect to a rank, or return the reason for the failure."""
+        """Connect to a rank; return None, or the reason for a failure."""
         host, port = address
         if not host:
             # That rank cannot listen, and reports the reason itself.
@@ -178,7 +179,7 @@ def _reserve(listener: socket.socket, connections: int) -> None:
 
 
 class _Accepting:
-    """Thread that accepts the higher ranks, so that none of them has to wait for a rank that this one cannot reach."""
+    """Thread that accepts higher ranks, so that they need not wait while this rank tries to reach the lower ranks."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
         self._missing = missing

@@ -53,7 +53,7 @@ _registered: set[tuple[int, int]] = set()
 
 
 BACKGROUND_SAVES: list[Callable[[], object]] = []
-"""Functions that wait for background work, and raise its error; checkpoints, in a higher layer, add theirs."""
+"""Functions that wait for background work, and raise its error; checkpoints, in a higher layer, add their own."""
 
 
 def when_process_ends(function: Callable[[], object], priority: int) -> None:
@@ -102,7 +102,7 @@ def close_all() -> None:
 
 
 def _close_all(error: BaseException | None) -> None:
-    # Newest first, because they may need earlier ones.
+    # Close the newest first, because handles may depend on earlier ones.
     own = [(number, handle) for (process, number), handle in _handles.items() if process == os.getpid()]
     for _, handle in sorted(own, reverse=True):
         with contextlib.suppress(CommError, OSError):

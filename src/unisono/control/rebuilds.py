@@ -38,7 +38,7 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """Attempts to rebuild groups, each complete once all of the group's ranks have requested it and newcomers arrived.
+    """Attempts to rebuild groups; each is complete once all ranks of its group have requested it and newcomers arrived.
 
     A member receives the new group's name, and its members' job-wide numbers: the survivors in their old order, then
     the newcomers. A newcomer also receives its own rank, and the terms that a member passed.
@@ -52,9 +52,10 @@ class Rebuilds:
         self._highest: Counter[str] = Counter()
 
     def call(self, client: int, request: int, name: str, attempt: int, wanted: RebuildRequest) -> Outgoing:
-        """Request an attempt, as a member. All must request the same, or nothing, which accepts the others' `size`.
+        """Request an attempt, as a member.
 
-        Newcomers that find that others were lost while joining do not know the size.
+        All members must request the same, or pass neither `grow` nor `size`, which accepts the other members' `size`.
+        Newcomers do the latter if ranks are lost while they join, because they do not know the size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:

@@ -55,7 +55,7 @@ def _test(hint: Any) -> _Test:
         # Compare sets of types, because a large group has many members.
         return lambda given: isinstance(given, (list, tuple)) and {*map(type, given)} <= inside
     known = _types(hint)
-    # Exact types, because True is not a rank.
+    # Compare exact types: a bool is an int, but True is not a rank.
     return lambda given: type(given) in known
 
 

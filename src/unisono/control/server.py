@@ -80,7 +80,7 @@ class ControlServer:
         state: type[ControlState] = ControlState,
     ) -> None:
         check_platform()
-        # First, so that its errors are raised before anything is open.
+        # Check the TLS settings first, so that their errors are raised before anything is open.
         tls_context(server=True)
         self._listener = listen(host, port)
         bound = self._listener.getsockname()
@@ -179,7 +179,7 @@ class ControlServer:
                 else:
                     self._handle(connection, frame.content)
             self._watch(connection)
-        # Whatever a client sends, or fails to send, ends only this connection.
+        # No matter what a client sends, or fails to send, only its own connection ends.
         except Exception as error:
             _log.debug("control connection %d ended: %s", connection.number, error)
             connection.error = error
@@ -207,7 +207,7 @@ class ControlServer:
             if connection is None:
                 continue
             if reply[1] == "asked" and (away := connection.outage()):
-                # Not sent, because bytes in flight would restart the heartbeat's timer.
+                # Don't send the query to an unreachable host: bytes in flight would restart the heartbeat's timer.
                 answer = serialization.encode({"outage": away})
                 self._deliver(self._state.handle(client, 0, ("answer", reply[2], answer)))
                 continue
@@ -307,7 +307,7 @@ class Connection:
         limit_silence(self.peer, seconds)
 
     def outage(self) -> str:
-        """Return text saying since when the client's host has been silent; empty if it answers, or has no limit."""
+        """Return text on how long the client's host has been silent; empty if it answers, or there is no limit."""
         return outage(self.peer, self._host, self.error) if self._host else ""
 
     def read(self) -> list[Frame]:
@@ -315,7 +315,7 @@ class Connection:
         return self._channel.available(self.peer, Kind.REQUEST, Kind.CALL)
 
     def write(self, kind: Kind, content: bytes) -> None:
-        """Send a frame, now or when the peer has read earlier ones. Raises `OSError` if it never does."""
+        """Send a frame, now or once the peer has read earlier frames. Raises `OSError` if it never does."""
         self._queue(self._channel.encode(kind, content))
 
     def _queue(self, data: bytes) -> None:
@@ -336,7 +336,7 @@ class Connection:
             del self._unsent[:sent]
 
     def flush_until(self, deadline: float) -> None:
-        """Send the rest, as long as there is time."""
+        """Send the remaining bytes, as far as possible before the deadline."""
         self.flush()
         while self._unsent and (left_s := deadline - clock.now()) > 0:
             select([], [self.peer], [], left_s)

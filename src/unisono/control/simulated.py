@@ -19,7 +19,7 @@ class SimulatedHub(LocalHub):
 
     Args:
         request_s: Seconds until a request is answered, if it doesn't wait for other ranks.
-        notice_s: Seconds from a rank's death until the others are notified.
+        notice_s: Seconds from a rank's death until the other ranks are notified.
     """
 
     def __init__(self, request_s: float, notice_s: float) -> None:
@@ -82,7 +82,7 @@ class SimulatedControl(LocalControl):
         return f"for {name_ranks(self._hub.missing(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
-        """End without a message; the others are notified slightly later, as after a broken connection."""
+        """Die without a message; the other ranks are notified slightly later, as after a broken connection."""
         if self._ended is None:
             self._end(_DEAD, fails_groups=False)
             task = here()

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _OUTAGE_S = 86_400
-"""Longest link outage that a connection survives. Waits for it end at their own deadlines."""
+"""Longest link outage, in seconds, that a connection survives; waits on it still end at their own deadlines."""
 _IDLE_S = 10
 """Seconds between probes of an idle connection, so that firewalls on the path do not drop it."""
 _PROBE_S = 1
@@ -50,7 +50,7 @@ _RETRIES = {16: 1, 44: 1000}
 _MOST_MISSED = 2.5
 """Number of probes that may be lost before a connection's host counts as unreachable."""
 FAR_S = 0.005
-"""Round trip in seconds from which a link counts as long."""
+"""Minimum round-trip time, in seconds, of a link that counts as long."""
 _LAST_ACK_AT = 56
 """Offset of tcpi_last_ack_recv, in milliseconds, in the kernel's struct tcp_info."""
 _ROUND_TRIP_AT = 68
@@ -81,9 +81,9 @@ def tune(peer: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
     if round_trip_s(peer) >= FAR_S:
-        # BBR sends at the rate that it measures. Others treat each lost packet as congestion: on a 50 Mbit/s link with
-        # a round trip of 100 ms and 0.1 % loss, cubic gets 4 Mbit/s, and 38 with eight connections. Not every kernel
-        # has or allows BBR.
+        # BBR sends at the rate that it measures. Other algorithms treat each lost packet as congestion: on a 50 Mbit/s
+        # link with a round trip of 100 ms and 0.1 % loss, cubic gets 4 Mbit/s, and 38 Mbit/s with eight connections.
+        # Not every kernel has or allows BBR.
         with contextlib.suppress(OSError):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
@@ -114,7 +114,7 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
 
 
 def outage(peer: socket.socket, host: str, error: BaseException | None = None) -> str:
-    """Return text saying since when the host at the other end of a connection has been silent.
+    """Return text on how long the host at the other end of a connection has been silent.
 
     Args:
         peer: A connection watched with `limit_silence`.
@@ -157,7 +157,7 @@ def port_range() -> range | None:
     """Return the ports on which ranks may listen; None for any.
 
     Raises:
-        CommError: The variable is not a range of ports.
+        CommError: The variable's value is not a range of ports.
 
     Example:
         >>> port_range() is None
@@ -179,13 +179,13 @@ def listen(host: str, port: int) -> socket.socket:
     socket listens on any port allowed for ranks.
 
     Raises:
-        CommError: Listening on the address failed; the message gives the reason and the fix. Also raised as by
-            `port_range`.
+        CommError: Listening on the address failed; the message gives the reason and the fix. Also raised if
+            `port_range` raises it.
     """
     ports = port_range() if port == 0 else None
     if ports is None:
         return _listen(host, port)
-    # Ranks on one host start searching at different ports.
+    # Ranks on one host start searching at different ports, so that they rarely compete for one.
     start = os.getpid() % len(ports)
     for candidate in (*ports[start:], *ports[:start]):
         try:
@@ -249,11 +249,11 @@ RANK_BYTES = _RANK.size
 
 
 class Hello:
-    """One side's part in proving that both know the secret.
+    """One side of the proof that both peers know the secret.
 
     Args:
         secret: The secret that both sides should know.
-        client: Whether this side connects.
+        client: Whether this side is the client.
         rank: Rank of the client, if it has one.
 
     Attributes:
@@ -307,7 +307,7 @@ class Hello:
         return accepted
 
     def channel(self) -> FrameChannel:
-        """Make the channel for everything that follows."""
+        """Return the channel for all data after the handshake."""
         keys = self._derive(b"client's frames"), self._derive(b"server's frames")
         return FrameChannel(*keys) if self._client else FrameChannel(*keys[::-1])
 
@@ -325,13 +325,13 @@ _VARIABLE = "UNISONO_SECRET"
 def find_secret(given: str | bytes | None = None) -> bytes:
     """Return the given secret, else $UNISONO_SECRET, else this user's secret on this host.
 
-    The latter is random, created on the first call, and kept in a file that only this user can read:
+    The last of these is random, created on the first call, and kept in a file that only this user can read:
     `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or in the directory for temporary files if there is no
     writable home.
 
     Raises:
-        ValueError, TypeError: The given secret is empty, or neither text nor bytes.
-        CommError: The file could be read by others, or belongs to another user.
+        ValueError, TypeError: The given secret is empty, or neither text nor bytes. CommError: Other users could read
+        the file, or it belongs to another user.
 
     Example:
         >>> find_secret("open sesame")
@@ -342,11 +342,11 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
 
 def secret_bytes(given: str | bytes) -> bytes:
-    """Return a secret from the caller or the environment, as bytes. Raises like `find_secret`."""
+    """Return a secret from the caller or the environment, as bytes. Raises the same errors as `find_secret`."""
     # For a number, bytes() would return that many zeros.
     if not isinstance(given, str | bytes | bytearray | memoryview):
         raise TypeError(f"the secret must be text or bytes, not {type(given).__name__}")
-    # An environment may hold any bytes.
+    # Environment variables may contain arbitrary bytes.
     secret = given.encode(errors="surrogateescape") if isinstance(given, str) else bytes(given)
     if not secret:
         raise ValueError(f"the secret is empty; pass some random text (or leave {_VARIABLE} unset on a single host)")
@@ -360,7 +360,8 @@ def _of_this_user() -> bytes:
             return _read_or_create(directory())
         except CommError:
             raise
-        # No home, no write permission there, or a file system that is full, read-only or without hard links.
+        # There is no home directory, no permission to write there, or the file system is full, read-only or without
+        # hard links.
         except (OSError, RuntimeError) as error:
             last = error
     raise CommError(
@@ -393,7 +394,7 @@ def _read_or_create(directory: Path) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Create the file, written completely under another name first, so that no process ever reads a part of it."""
+    """Create the file, written completely under another name first, so that no process reads an incomplete secret."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
     try:
         with os.fdopen(descriptor, "w") as file:

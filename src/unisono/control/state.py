@@ -20,7 +20,7 @@ _MOST_ABSENCES = 16
 
 
 class ControlState:
-    """State of one job. Clients are identified by numbers assigned by whatever carries the messages.
+    """State of one job. Clients are identified by numbers, which the layer that transports the messages assigns.
 
     Requests are tuples of a verb and its arguments: see the methods whose names begin with `_on_`. Each gets
     one reply, immediately or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's
@@ -29,8 +29,8 @@ class ControlState:
     Args:
         on_end: Called with the name of a group that all ranks have left, so that holders can drop the group's objects.
         on_left: Called with the label of a client that has disconnected, with or without a goodbye.
-        restarts: Whether a rank's new process may replace one that was lost while ranks were still joining; otherwise
-            the loss fails the others.
+        restarts: Whether a rank's new process may replace one that was lost while ranks were still joining; otherwise,
+            the loss is an error on the other ranks.
 
     Values in an exchange are opaque bytes, so "equal" means identical bytes. Memory is bounded: finished exchanges are
     dropped, as are groups that all ranks have left.
@@ -78,7 +78,7 @@ class ControlState:
         return handler(client, request, *arguments)
 
     def called(self, client: int, content: bytes) -> Outgoing:
-        """Ignore a call on a torch group, which only `WatchedCalls` compares."""
+        """Reject a call on a torch group: only `WatchedCalls` compares such calls."""
         raise ValueError("this control plane compares no calls of torch's groups")
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
@@ -86,14 +86,14 @@ class ControlState:
         names = self._groups.names(client)
         for (job, rank), (number, _, last) in list(self._registrations.items()):
             if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
-                # A new process may take its place in the same world, for which the others still wait.
+                # A new process may replace this one in the same world, which is still incomplete.
                 self._registrations[job, rank] = number - 1, "", client
                 self._absent(rank, f"rank {rank} had joined, and was lost: its process ended before all had joined")
         out = [*self._forget(client), *self._groups.lose(client, outage)]
         return out + self._look(names)
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
-        """Record for errors that a process was refused, and which rank it claims to be. A claim alone ends nothing."""
+        """Record, for error texts, that a process was refused, and its claimed rank. A claim alone fails no rank."""
         if rank is None:
             self._absent(host, f"a process at {host} was refused: {why}")
         else:
@@ -158,7 +158,7 @@ class ControlState:
         return [*self._groups.join(client, request, name, rank, size, members), *self._stops.joined(client, name)]
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
-        """Answer immediately, or, with `last`, once all ranks have left or messages no longer matter."""
+        """Answer immediately, or, with `last`, once all ranks have left or the group has failed."""
         if last and self._groups.knows(name) and self._groups.cause(name) is None:
             self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._look([name])]
@@ -207,7 +207,7 @@ class ControlState:
         return self._surveys.start_query(client, request, labels)
 
     def _on_answer(self, client: int, request: int, number: int, content: bytes) -> Outgoing:
-        """Record a client's answer to a survey. It gets no reply."""
+        """Record a client's answer to a survey. The client gets no reply."""
         return self._surveys.answer(client, number, content)
 
     def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
@@ -225,7 +225,7 @@ class ControlState:
         return [*out, (client, (request, "ok", len(asked)))]
 
     def _on_passed(self, client: int, request: int, name: str, count: int) -> Outgoing:
-        """Record the number of step boundaries that a rank has passed. It gets no reply."""
+        """Record the number of step boundaries that a rank has passed. The client gets no reply."""
         return self._stops.passed(client, name, count)
 
     def _on_verdict(self, client: int, request: int, name: str) -> Outgoing:
@@ -241,7 +241,7 @@ class ControlState:
 
     # -- debugging ---------------------------------------------------------------------------------
     def _on_hold(self, client: int, request: int, reason: str | None) -> Outgoing:
-        """Notify all clients that are in any group."""
+        """Notify all clients that are in any group that they are held or released."""
         notices = [(other, (0, "held", reason)) for other in self._groups.first_of_all()]
         return [*notices, (client, (request, "ok", None))]
 
@@ -270,8 +270,8 @@ class ControlState:
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
         """Join the next world of a job; the answer is its name.
 
-        Each `init` of a rank joins the next world. A rank's new process may take over after its last one has ended; a
-        second process at the same time is an error, and fails the world if it is still forming.
+        Each `init` of a rank joins the next world. A rank's new process may take over after its previous one has ended;
+        a second process at the same time is an error, and fails the world if it is still forming.
         """
         number, holder, last = self._registrations.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:
@@ -287,7 +287,7 @@ class ControlState:
         return self._groups.join(client, request, name, rank, size, answer=name)
 
     def _on_identify(self, client: int, request: int, label: str) -> Outgoing:
-        """Label this client for the owner of the control plane, who is notified when it leaves."""
+        """Label this client; `on_left` receives the label when the client leaves."""
         self._labels[client] = label
         return [(client, (request, "ok", None))]
 
@@ -331,13 +331,13 @@ class ControlState:
         return out + [(client, failed(request, cause)) for client, request in self._stops.drop(name)]
 
     def _forget_leaving(self, client: int, request: int | None = None) -> None:
-        """Remove a client's waits for all others to leave."""
+        """Remove a client's pending waits for the other ranks to leave."""
         for waiting in self._leaving.values():
             if request in (None, waiting.get(client)):
                 waiting.pop(client, None)
 
     def _group_over(self, name: str) -> Outgoing:
-        """Delete the keys of a group that all ranks have left, and answer the requests that wait for that."""
+        """Delete the keys of a group that all ranks have left, and answer the requests that wait for its end."""
         self._on_end(name)
         out = self._release_leaving(name)
         parts = self._groups.below(name)

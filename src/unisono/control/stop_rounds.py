@@ -19,7 +19,7 @@ class _StopRound:
         reason: Reason given with the request.
         passed: Number of step boundaries that each rank had passed when the request arrived.
         waiting: Requests for the verdict from clients that have reached their next boundary.
-        verdict: Number of the boundary at which all stop; None until all ranks have answered.
+        verdict: Number of the boundary at which all ranks stop; None until all ranks have reported.
     """
 
     reason: str
@@ -51,7 +51,7 @@ class StopRounds:
         return [(client, (0, "boundary", (name, reason))) for client in self._groups.present(name).values()]
 
     def joined(self, client: int, name: str) -> Outgoing:
-        """Push a group's round to a member that has joined since."""
+        """Push a group's round to a member that joined after the round began."""
         current = self._rounds.get(name)
         return [] if current is None else [(client, (0, "boundary", (name, current.reason)))]
 
@@ -64,7 +64,7 @@ class StopRounds:
         return self.look(name)
 
     def ask(self, client: int, request: int, name: str) -> Outgoing:
-        """Accept a request for the verdict, which is answered once it is known."""
+        """Accept a request for the verdict; it is answered once the verdict is known."""
         # A rank queries only after the push, so the round can be missing only if its group has ended meanwhile.
         current = self._rounds.get(name)
         if current is None:

@@ -31,7 +31,7 @@ class ControlStore(dist.Store):
         b'here'
     """
 
-    # torch has this attribute, which its own code sets, although its annotations lack it.
+    # Torch's own code sets this attribute, although its annotations lack it.
     timeout: timedelta
 
     def __init__(
@@ -73,7 +73,7 @@ class ControlStore(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    # The names under which torch's C++ code calls these two methods.
+    # Torch's C++ code calls these two methods by these names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

@@ -1,4 +1,4 @@
-"""Compares the ranks' calls on torch's process groups, from outside these groups and ranks."""
+"""Compares the ranks' calls on torch's process groups, outside the ranks' own processes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from unisono.host.processes import exit_status
 __all__ = ["CALL", "Overdue", "WatchedCalls", "follows"]
 
 CALL = Struct("<HQQIBB")
-"""A call that is made: index of its group, its number there, hash of its signature, index of the signature, code of
-the reduce operation (0: unknown), whether the caller can make no other call until it returns."""
+"""Report of a call: index of the group, number of the call in that group, hash of the call's signature, index of the
+signature, code of the reduce operation (0: unknown), and whether the caller is blocked until the call returns."""
 
 _DEADLOCK_S = 0.5
 _OTHERS_S = 0.1
-"""Seconds for the other ranks to make a call in which two differ, so that they are named as well."""
+"""Seconds to wait, once two ranks differ in a call, until the others have made it, so that the error names all."""
 _FIRST_WITHIN_S = 60.0
 _CAUSE_S = 1.0
-"""Seconds for the cause of a broken connection to be reported."""
+"""Seconds to wait for a report of what broke a connection."""
 _DOWN = ("broadcast", "scatter")
 _UP = ("reduce", "gather")
 _BROKEN = re.compile(r"Connection (closed|reset) by|Broken pipe|Read error|Socket closed|writev|Connection refused")
@@ -56,7 +56,7 @@ class Overdue(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """One rank's part of a call, with the fields of `CALL`, and the signature itself in place of its index."""
+    """One rank's report of a call: the fields of `CALL`, with the signature itself in place of its index."""
 
     same: int
     signature: bytes
@@ -74,8 +74,8 @@ class _Call:
 
     Attributes:
         since: When the first rank made the call.
-        made: The parts of the ranks that have made the call.
-        abandoned: Those of these ranks on which the call has failed, so that they no longer need any other rank for it.
+        made: Reports of the ranks that have made the call.
+        abandoned: Ranks on which the call has failed, so that they no longer need other ranks for it.
         asked: Clients and their requests, to be answered when all ranks have made the call.
     """
 
@@ -86,7 +86,7 @@ class _Call:
 
     @property
     def waiting(self) -> dict[int, _Made]:
-        """The parts of the ranks that still need other ranks for the call."""
+        """Reports of the ranks that still need other ranks for the call."""
         return {rank: part for rank, part in self.made.items() if rank not in self.abandoned}
 
     @property
@@ -117,8 +117,8 @@ class _Client:
 class WatchedCalls(ControlState):
     """Control plane whose clients report their calls, and receive the first mismatch as the failure of the world.
 
-    However, a rank that has exited fails nothing until another rank needs it, unless it is known to have failed: a
-    program's processes may exit at any time once they have no more calls in common.
+    A rank that exits without a known failure is not an error until another rank needs it: a program's processes may
+    exit at any time once they have no more calls in common.
 
     Args:
         now: The clock.
@@ -150,13 +150,13 @@ class WatchedCalls(ControlState):
     def _on_group(
         self, client: int, request: int, name: str, text: str, members: list[int], limit_s: float
     ) -> Outgoing:
-        """Add a group to those whose calls this client reports. It gets no reply."""
+        """Add a group to those whose calls this client reports. The client gets no reply."""
         group = self._known.setdefault(name, _Group(text, tuple(members), limit_s))
         self._present[client].groups.append(group)
         return []
 
     def _on_signature(self, client: int, request: int, index: int, content: bytes) -> Outgoing:
-        """Let this client refer to the fingerprint of a call by an index. It gets no reply."""
+        """Store a call's fingerprint, to which this client refers by its index. The client gets no reply."""
         known = self._present[client].signatures
         # A client that restarts its numbering replaces old entries; otherwise this list would grow forever.
         del known[index:]
@@ -164,7 +164,7 @@ class WatchedCalls(ControlState):
         return []
 
     def _on_finish(self, client: int, request: int) -> Outgoing:
-        """End the comparison for all ranks. It gets no reply."""
+        """End the comparison for all ranks. The client gets no reply."""
         self._over = True
         return [answer for where, number, call in self._open() for answer in self._made(where, number, call)]
 
@@ -181,7 +181,7 @@ class WatchedCalls(ControlState):
             self._unclear[here.rank] = here.pid
         # Drop the last reply, because a lost client expects no answer to a goodbye.
         out = super()._on_bye(client, 0)[:-1]
-        # Its status can be read until its parent has reaped it.
+        # Check now: a process's exit status can be read only until its parent has reaped it.
         out += self._look_for_failed()
         return [*out, *self._end(client, f"was lost: {outage or 'its process has ended'}.")]
 
@@ -194,7 +194,7 @@ class WatchedCalls(ControlState):
 
     # -- calls -------------------------------------------------------------------------------------
     def called(self, client: int, content: bytes) -> Outgoing:
-        """Record a reported call, as `CALL`. It gets no reply."""
+        """Record a reported call, in the format `CALL`. The client gets no reply."""
         return self._take(client, 0, *CALL.unpack(content))
 
     def _on_compare(self, client: int, request: int, content: bytes) -> Outgoing:
@@ -202,7 +202,7 @@ class WatchedCalls(ControlState):
         return self._take(client, request, *CALL.unpack(content))
 
     def _on_abandon(self, client: int, request: int, group: int, number: int) -> Outgoing:
-        """Record that a call has failed on a rank, which no longer waits. It gets no reply."""
+        """Record that a call has failed on a rank, which no longer waits. The client gets no reply."""
         here = self._present[client]
         here.last = None
         if call := here.groups[group].calls.get(number):
@@ -237,7 +237,7 @@ class WatchedCalls(ControlState):
         """Report the difference between the ranks that have made a call, if any."""
         prints = {rank: call.made[rank].fingerprint for rank in sorted(call.made)}
         if any(each.op is None for each in prints.values()):
-            # The reduce operation of a C++ caller is unknown, so the others' would be reported as a difference.
+            # The reduce operation of a C++ caller is unknown, and comparing it would report a difference.
             prints = {rank: each._replace(op=None) for rank, each in prints.items()}
         problem = explain(prints)
         if not problem:
@@ -269,7 +269,7 @@ class WatchedCalls(ControlState):
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Check for exits and overdue calls. Answer whether all ranks have exited, and with an overdue call."""
+        """Check for exits and overdue calls. The answer: whether all ranks have exited, and an overdue call."""
         out = [*self._look_for_failed(), *self._look_for_cycle()]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
@@ -307,7 +307,7 @@ class WatchedCalls(ControlState):
         if lost is not None:
             return self._fail("PeerLostError", lost, self._gone[lost])
         if self._gone:
-            # For example, a message was awaited from a rank that had ended.
+            # For example, a rank was waiting for a message from a rank that had ended.
             ended, how = next(iter(self._gone.items()))
             return self._fail("PeerLostError", ended, f"{how} Then {message}")
         return self._fail("PeerLostError", victim, message)
@@ -347,7 +347,7 @@ class WatchedCalls(ControlState):
             made = next(iter(call.made.values())).fingerprint
             needed = self._missing_in(where, call)
             root = None if made.root is None else where.members[made.root]
-            # The root of a broadcast need not wait for the others, nor the others for the root of a reduce.
+            # The root of a broadcast need not wait for the other ranks, nor they for the root of a reduce.
             if made.operation in _DOWN:
                 needed &= {root}
             elif made.operation in _UP and root in needed:

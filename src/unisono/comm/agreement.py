@@ -30,8 +30,9 @@ _SHORT.maxstring = _SHORT.maxother = 200
 class Agreements:
     """Values passed to `agree`, which the next collective will compare.
 
-    Communicators over the same ranks share one object, so a collective on any of them compares the values. Only calls
-    from the thread that called `agree` do, because the order of calls from several threads may differ between ranks.
+    Communicators over the same ranks share one object, so a collective on any of them compares the values. Only
+    collectives from the thread that called `agree` compare them, because the order of collectives from several threads
+    may differ between ranks.
 
     Attributes:
         waiting: The values, each with the thread that passed it.
@@ -42,33 +43,32 @@ class Agreements:
 
     def add(self, value: Any, name: str) -> None:
         """Add a snapshot of a value."""
-        # Sorted, because dicts and sets may be in any order; a container comes before its elements.
+        # Sort the elements, because dicts and sets may be in any order; a container comes before its elements.
         parts = sorted(parts_of(value))
         agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
         self.waiting.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Return the values that this thread's call compares first, under a separate call number; None if empty."""
+        """Return this thread's pending values as a separate call, to be compared first; None if there are none."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self.waiting if thread == here)
         if not taken:
             return None
-        # In place: communicators of the same ranks share the list.
+        # Change the list in place, because communicators of the same ranks share it.
         self.waiting[:] = [each for each in self.waiting if each[0] != here]
         return Fingerprint(number, "agree", agreed=tuple(each[:2] for each in taken), parts=taken, site=taken[0].site)
 
 
 def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterator[tuple[str, int, str]]:
-    """Yield the path, a digest and a description of each part of a value. Equal values have equal digests.
+    """Yield the path, a digest and a description of each element of a value. Equal values have equal digests.
 
     Args:
         value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
         path: Location within the caller's value.
-        inside: The containers that enclose it.
+        inside: Identities of the containers that enclose the value.
 
     Raises:
-        TypeError: A part's type cannot be compared.
-        ValueError: A container contains itself.
+        TypeError: An element's type cannot be compared. ValueError: A container contains itself.
 
     Example:
         >>> [path for path, _, _ in parts_of({"lr": 0.1, "layers": [1, 2]})]

@@ -55,7 +55,7 @@ ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
 """Environment variable: "debug" holds all ranks for a debugger when a call has timed out, before it fails."""
 
 SUSPENDABLE = frozenset({"thread", "shm", "tcp", "sim"})
-"""Backends whose deadlines stop while ranks are held."""
+"""Backends whose deadlines stop while a debugger holds the ranks."""
 
 # Bound here for the fast path, which checks the phase in every call.
 _OPEN = Phase.OPEN
@@ -69,29 +69,29 @@ _PATIENCE_S = 1.0
 class Engine:
     """Progress engine of one communicator. Collectives run one at a time, in call order.
 
-    A blocking call runs in the caller's thread: on the transport's fast path, if that suffices. An asynchronous
-    call runs in one helper thread, created on first use; a blocking call made while that thread is busy is queued
-    there.
+    A blocking call runs in the caller's thread: on the transport's fast path, if that suffices. An asynchronous call
+    runs in one helper thread, created on first use; a blocking call made while that thread is busy is queued behind its
+    calls.
 
     Communicators and pending works hold references to the engine. When the last reference is dropped without
     `close`, `ending` stops the threads.
 
     Args:
-        transport, control, options: The communicator's.
+        transport, control, options: The communicator's transport, control handle and options.
         hosts: Name of each rank's host.
-        check: As for the communicator.
+        check: The communicator's `check` option.
 
     Attributes:
-        transport, control, options: As passed.
-        group: The ranks.
+        transport, control, options: As passed, or as replaced by `wrap`.
+        group: The communicator's group.
         activity: This rank's activity.
-        slow_rank: Finds the rank that holds up the others.
+        slow_rank: Finder of the rank that holds up the other ranks.
         owner: The thread that makes calls; None before the first call.
         life: Phase, which determines what happens to the next call.
         broken: The first cause of the group's failure.
         checked: Whether ranks compare their calls.
         uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued.
-        fast_path: The transport's fast path, or `PlainCalls`, if it has one.
+        fast_path: The transport's fast path, or `PlainCalls`; None without a fast path.
         selection: Chooses algorithms.
         tuner: Cost table for "auto".
         parent: The engine of the parent communicator, which must outlive this one.
@@ -113,8 +113,7 @@ class Engine:
         self.life: Life = Life()
         self.uneven_batches = False
         self.broken: Cause | None = None
-        # Whether a background comparison of calls has failed, and whether an error of the group has reached the
-        # program.
+        # Whether a background comparison of calls has failed; whether the program has seen an error of the group.
         self._differed = False
         self._raised = False
         self.agreements: Agreements = Agreements()
@@ -211,19 +210,19 @@ class Engine:
             self.check(operation)
 
     def failure(self, operation: str | None = None) -> CommError | None:
-        """Return the error that further calls, such as this operation, get; None while calls can be made."""
+        """Return the error that further calls would raise, naming this operation; None while calls can be made."""
         self._raised = self._raised or self.broken is not None
         if self.closed:
             return self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
         return None if self.broken is None else self.with_context(error_of(self.broken, self.group), operation)
 
     def invalidate_after_fork(self) -> None:
-        """Mark as broken in a forked child, because the parent still uses the connections and shared memory."""
+        """Mark the engine as broken in a forked child: the parent still uses the connections and shared memory."""
         whose = f"this communicator belongs to process {self._process}, of which this process is a fork"
         self.broken = Cause(
             "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
         )
-        # In the child, nobody would release a lock held by another thread of the parent.
+        # With a new lock, because nobody in the child would release a lock that another thread of the parent held.
         self.life = Life(self.life.phase)
         self.life.change(Event.FAIL)
 
@@ -269,7 +268,7 @@ class Engine:
                 if (sink := self._sink.get()) is not None:
                     record_collective(sink, activity, what, (output, input), op, root)
         except BaseException as error:
-            # Even on an interrupt, because other ranks have seen part of the call.
+            # Report even an interrupt, because other ranks have seen part of the call.
             raise_caused(self._report_fast(error, record), error)
         finally:
             self._inside.discard(here)
@@ -343,7 +342,7 @@ class Engine:
         after: Call | None = None,
         scale: float | None = None,
     ) -> Call:
-        """Return a call with the caller's arguments; raise if this rank can reject them by itself.
+        """Return a call with the caller's arguments; raise an error if this rank alone can tell that they are invalid.
 
         Args:
             what: The collective.
@@ -375,7 +374,7 @@ class Engine:
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self.selection.choose(call, algorithm)
         if scale is not None and self.checked:
-            # After everything that may refuse the call: a refused call must leave no value to compare.
+            # Add it only after all checks: a call that is rejected must leave no value to compare.
             self.agreements.add(scale, "scale")
         if after is None:
             number = self._calls + 1
@@ -448,7 +447,7 @@ class Engine:
         if self.is_inside:
             raise self._called_inside(fingerprint.operation)
         if self._waiting and (agreed := self.agreements.take(fingerprint.call)) is not None:
-            # Here rather than in `make`, because a call that is made and then refused must not lose the values.
+            # Take the values here and not in `make`: a call that is made and then rejected must not consume them.
             fingerprint = fingerprint._replace(call=fingerprint.call + 1)
             call = call._replace(agreed=agreed, fingerprint=fingerprint)
         self._calls = fingerprint.call if then is None else fingerprint.call + 1
@@ -476,7 +475,7 @@ class Engine:
         return waits_of(self.transport.returned(done), fingerprint.operation, self.group)
 
     def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
-        """Compare the pending values now. Collective. A mismatch breaks nothing, because every rank raises here."""
+        """Compare the pending values now. Collective. A mismatch doesn't break the communicator: every rank raises."""
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
         # The barrier detects ranks that make a different call.
@@ -511,9 +510,10 @@ class Engine:
             raise_caused(self.report_failure(error, "close"), error)
 
     def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
-        """Raise an error, and break the communicator, if an earlier rank had a different value here.
+        """Raise an error, and break the communicator, if a rank that called earlier passed a different value.
 
-        No rank waits, or has to call this. If two ranks differ, the second one to call fails.
+        No rank waits for another, and not every rank has to call this. If two ranks differ, the second one to call
+        fails.
 
         Args:
             what: Description of the value. Equal descriptions are compared in the order of calls.
@@ -550,7 +550,8 @@ class Engine:
             call.staging.end()
             failed = work.exception()
             if failed is not None:
-                # With streams, the group's own work completes only after the wait has returned.
+                # With streams, a torch group's work completes only after its wait has returned, so check for a failure
+                # here.
                 raise failed
         if then is not None:
             with self._carrying_out(call, refusals=False):
@@ -558,14 +559,14 @@ class Engine:
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
-        """Return once the call may write to memory: ranks have compared it and the pending values."""
+        """Return once the call may write to memory: all ranks have compared it, and the pending values."""
         if call.agreed is not None:
-            # With no steps, so that every transport compares it as a separate call.
+            # Pass empty steps, so that every transport compares it as a separate call.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
     def _start(self, call: Call, transport: Transport) -> Work:
-        """Start a call on a transport that makes progress by itself; the waiting thread does the rest."""
+        """Start a call on a transport that makes progress by itself; the thread that waits completes the call."""
         with self._carrying_out(call):
             self._compare(call, transport, clock.now() + call.timeout)
             call.staging.begin()
@@ -610,7 +611,7 @@ class Engine:
         self.activity.in_background = True
         begun_s = clock.now()
         try:
-            # A call started before the end still completes, unless another group has replaced this one.
+            # A call that was started before `close` still completes, unless another group has replaced this one.
             if self.broken is not None or self.life.phase is Phase.RETIRED:
                 self.check(call.fingerprint.operation)
             with torch.inference_mode(call.inference):
@@ -620,24 +621,24 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # As far as the program is concerned, only its waits count as time in a call.
+        # For the program, only its waits count as time inside a call.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
     # -- failures ------------------------------------------------------------------------------
     def on_failure(self, cause: Cause) -> None:
-        """Break the group, and end every wait in it. No effect if the group is broken, or closed with nothing queued.
+        """Break the group, and end every wait in it. No effect if already broken, or closed with nothing queued.
 
         Callable from any thread: the control plane's thread calls it for a cause reported elsewhere, a caller's thread
         for its own error or `abort`, and the helper thread for an error in an asynchronous call.
         """
         unfinished = self._pending > 0 and self.life.phase is not Phase.RETIRED
         if HOLD.holds(self):
-            # First release the ranks, because held ranks would not notice.
+            # Release held ranks first, because they would not notice the failure.
             HOLD.go()
         if self.broken is None and (not self.closed or unfinished):
-            # Set before the phase, because a call that finds the phase broken raises the cause. Two threads may both
-            # get here: they have the same cause, the group's first, and everything below is idempotent.
+            # Set `broken` before the phase, because a call that finds the phase broken raises the cause. Two threads
+            # may both get here: both have the group's first cause, and everything below is idempotent.
             self.broken = cause
             self.life.change(Event.FAIL)
             self.activity.broken = True
@@ -646,9 +647,9 @@ class Engine:
     def report_later(self, error: BaseException, fingerprint: Fingerprint) -> None:
         """Break the group for a mismatch found while a call was running; the next call, or `settle`, raises it."""
         if not self.closed:
-            # Before the group breaks: `settle` may be called at any time.
+            # Set this before the group breaks, because `settle` may be called at any time.
             self._differed = True
-            # Without a control plane, losing it is the first cause, which is already known.
+            # If the control plane is lost, its loss is already known as the first cause.
             with suppress(CommError):
                 self._report(error, fingerprint.operation, fingerprint.call)
 
@@ -772,7 +773,7 @@ class _Queued(Completion):
 class FailureRelay:
     """Relays failures from the control plane to a communicator, without keeping the communicator alive.
 
-    A failure that arrives before the communicator is created is kept for it.
+    A failure that arrives before the communicator is created is stored until then.
     """
 
     def __init__(self) -> None:
@@ -807,7 +808,7 @@ def _refuses(error: BaseException) -> bool:
 def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
     """Return the error for the group's first cause, on a rank whose own error is a consequence of it."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
-        # The first report counts: by the time of a later one, ranks may have continued.
+        # Use the hang report of the first error: by the time of a later report, ranks may have continued.
         if "\n" in first.message:
             error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
         return error

@@ -15,7 +15,7 @@ __all__ = ["assert_equal_tensors", "odd_ranks", "ranks_text", "sides_of", "tenso
 
 _CHUNK = 1 << 16
 _NAMED = 4
-# Words of at most 32 bits, because their products with odd 64-bit keys then depend on every bit.
+# Use words of at most 32 bits, because their products with odd 64-bit keys then depend on every bit.
 _WORD = {1: torch.uint8, 2: torch.int16}
 
 
@@ -62,7 +62,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit hash that depends on every bit of a tensor and its position: a 0-d int64 tensor on its device.
 
     Multilinear hashing (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of the words, each
-    multiplied by an odd key, modulo 2**64. Independent of strides, but not of the order of elements.
+    multiplied by an odd key, modulo 2**64. The hash is independent of strides, but not of the order of elements.
 
     Example:
         >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
@@ -73,7 +73,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return total
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Unlike view(-1), this has stride 1 even for a single element, as viewing it as words requires.
+    # Unlike view(-1), as_strided gives stride 1 even to a single element, which viewing it as words requires.
     flat = dense.as_strided((dense.numel(),), (1,))
     words = flat.view(_WORD.get(flat.itemsize, torch.int32))
     keys = _keys().to(tensor.device)

@@ -70,13 +70,14 @@ class IncomingStream:
 
 
 class PointToPointMailbox(Mailbox):
-    """Mailbox that uses one stream of tag-0 messages per ordered pair of ranks: 2 KiB envelopes, then longer parts.
+    """Mailbox that uses one stream of tag-0 messages per ordered pair of ranks.
 
-    Needs only a transport's `post` and its works' futures, so wrappers still apply to its messages. Cost: the
+    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. The mailbox needs only a
+    transport's `post` and its works' futures, so wrappers still apply to its messages. Cost per message: the
     transport's messages and two thread switches.
 
     Args:
-        transport: Transport of a separate group, for this mailbox only. Closed with the mailbox.
+        transport: Transport of a separate group, for this mailbox only. The mailbox closes it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -106,7 +107,7 @@ class PointToPointMailbox(Mailbox):
             batch.append(Send(_tensor(frame[ENVELOPE_BYTES:]), peer))
         batch += [Send(body, peer) for body in bodies if body.numel()]
         self.check(peer)
-        # Messages of one pair arrive in the order posted, so the batch is posted as one.
+        # Messages from one rank to another arrive in posting order, so post the whole batch at once.
         with self._locks[peer]:
             work = self._transport.post(batch)
         try:
@@ -216,7 +217,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     pairs: list[Group] = []
     box: Mailbox | None = None
     try:
-        # All ranks join before any allocation, so that no rank waits for a missing one's memory.
+        # Wait for all ranks before any allocation, so that no rank waits for the memory of a rank that is missing.
         values = control.exchange(group, "cards", metadata, timeout)
         box = transport.mailbox(group)
         if box is None:
@@ -258,7 +259,7 @@ def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
         box = known()
         if box is None:
             return
-        # Within the pair, ranks are numbered 0 and 1, so the cause's own text would name the wrong ones.
+        # Within the pair, ranks are numbered 0 and 1, so the cause's own text would name the wrong ranks.
         reason = Cause(
             "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
         )

@@ -41,7 +41,7 @@ class AnySource:
     """
 
     def __init__(self, engine: Engine) -> None:
-        # Reentrant, because serving an item may run callbacks that call the communicator.
+        # The lock is reentrant, because serving an item may run callbacks that call the communicator.
         self._engine = engine
         self._lock = threading.RLock()
         self._queues: dict[int, deque[Matching]] = {}
@@ -53,7 +53,7 @@ class AnySource:
         Args:
             tag: Tag of the message.
             src: The sender's rank; any rank if None.
-            begin: Called while the queue is locked.
+            begin: Function that starts the receive; called while the queue is locked.
         """
         peers = [src] if src is not None else list(range(self._engine.group.size))
         work = Matching(self, tag, peers, begin, self._engine.options.timeout_s)
@@ -73,7 +73,7 @@ class AnySource:
             return found
 
     def serve(self, tag: int) -> None:
-        """Start the receives that now have a sender; fail all receives with a tag if no message can arrive any more."""
+        """Start the receives that now have a sender; fail all with this tag if no message can arrive any more."""
         with self._lock:
             queue = self._queues.get(tag, deque())
             try:
@@ -148,7 +148,7 @@ class Matching(Work):
         return self._begun
 
     def _late(self, waited_s: float) -> CommTimeoutError:
-        # A waiting rank cannot send to itself.
+        # Don't name this rank: while it waits, it cannot send to itself.
         peers = self._queue.without_oneself(self.peers) or self.peers
         more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
         ranks = f"{'ranks' if len(peers) > 1 else 'rank'} {', '.join(map(str, peers[:_NAMED]))}{more}"
@@ -324,7 +324,7 @@ class Messages:
         """Start a receive, from any rank if `src` is None.
 
         Args:
-            operation: Name of the method, for messages.
+            operation: Name of the method, for error messages.
             tensor, src, tag: As for `Communicator.recv`.
         """
         if src is not None:
@@ -374,7 +374,7 @@ class Messages:
         """Return a work that completes when a message has arrived, from any rank if `src` is None.
 
         Args:
-            operation: Name of the method, for messages.
+            operation: Name of the method, for error messages.
             src, tag: As for `Communicator.probe`.
         """
         self._engine.enter(operation)

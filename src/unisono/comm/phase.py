@@ -12,15 +12,15 @@ class Phase(Enum):
     """Determines what happens to a communicator's next call."""
 
     OPEN = "open"
-    """It runs."""
+    """The call runs."""
     HELD = "held"
-    """It waits until a debugger releases the ranks."""
+    """The call waits until a debugger releases the ranks."""
     BROKEN = "broken"
-    """It raises the group's first cause of failure."""
+    """The call raises the group's first cause of failure."""
     CLOSED = "closed"
-    """It raises `ClosedError`. Calls started earlier still complete."""
+    """The call raises `ClosedError`. Calls that were started earlier still complete."""
     RETIRED = "retired"
-    """It raises `ClosedError`, as do calls started earlier: another communicator has replaced this one."""
+    """The call raises `ClosedError`, as do calls started earlier: another communicator has replaced this one."""
 
 
 class Event(Enum):
@@ -63,8 +63,9 @@ class Life:
 
     def __init__(self, phase: Phase = Phase.OPEN) -> None:
         self.phase: Phase = phase
-        # Three threads change it: the program's, the control plane's for failures, and the one that holds the ranks. A
-        # bare lock also works in simulations; reentrant, because a signal handler may interrupt `change`.
+        # Three threads change the phase: the program's, the control plane's for failures, and the thread that holds the
+        # ranks. The bare lock also works in simulations; it is reentrant, because a signal handler may interrupt
+        # `change`.
         self._lock = _thread.RLock()
 
     def change(self, event: Event) -> bool:

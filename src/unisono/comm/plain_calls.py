@@ -27,7 +27,7 @@ class PlainCalls:
     transport calls.
 
     Args:
-        transport: Compares calls.
+        transport: Transport that compares the calls.
         plain: Transport that runs the calls, as from `Transport.plain`.
         activity: This rank's activity, whose current call is the one to make.
     """
@@ -62,7 +62,7 @@ class PlainCalls:
         target = as_flat(output, collective.output, written=root is None or not contributes, devices=self._devices)
         if target is None:
             return Status.UNSUPPORTED
-        # As in `Staging.flat`: stride 1 even for a single element.
+        # As in `Staging.flat`, give stride 1 even to a single element.
         flat = target.as_strided((target.numel(),), (1,))
         record = self._activity.now
         assert record is not None
@@ -99,9 +99,9 @@ class PlainCalls:
         raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As in `FastPath`: never."""
+        """Return False: messages never take this path."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """As in `FastPath`."""
+        """Return `UNSUPPORTED`: messages never take this path."""
         return Status.UNSUPPORTED

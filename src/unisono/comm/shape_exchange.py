@@ -26,11 +26,11 @@ _MOST_DIMENSIONS = 16
 _NUMBERS = 2 + _MOST_DIMENSIONS
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _REFUSED = -1
-"""In place of a dtype's number, if the root has nothing that can be sent."""
+"""Replaces the dtype's index in a header if the root has nothing that can be sent."""
 
 
 class ShapeExchange:
-    """One rank's side of one call: the headers that it sends and receives, and the tensors that they describe.
+    """One rank's view of one call: the headers that it sends and receives, and the tensors that they describe.
 
     Args:
         collective: A collective that allocates its output.
@@ -69,8 +69,8 @@ class ShapeExchange:
         The output will be on the device of this rank's tensors, or on `device` if it has none. Headers are in CPU
         memory if the transport can send that.
 
-        If a sending root rejects its tensors, it tells all ranks: they are waiting for its headers, and would not
-        notice otherwise.
+        If a root that sends rejects its tensors, its headers say so: the other ranks are waiting for them, and would
+        not notice otherwise.
         """
         what = self._what
         given = tuple[torch.Tensor, ...]()

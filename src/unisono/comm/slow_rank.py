@@ -33,12 +33,12 @@ __all__ = ["SlowRank"]
 _log = logging.getLogger("unisono")
 
 _BLOCKS = 20
-"""Number of parts of the latest calls, each of which counts as one observation."""
+"""Number of blocks into which the latest calls are divided; each block counts as one observation."""
 _FEWEST = 100
 """Minimum number of calls considered, even if fewer were made since the last query."""
 _SAMPLES_EVERY_S = 0.005
 _SAMPLES_KEPT = 4096
-"""The samples of 20 seconds."""
+"""Number of samples kept, which cover 20 seconds."""
 _DEVIATIONS = 4.0
 _LOADER = os.path.dirname(torch.utils.data.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -76,10 +76,10 @@ class SlowRank:
 
     A rank that is late to a collective has spent more time outside calls than the others, which have been waiting
     inside the call. So it suffices to record how long each rank was outside before its latest calls: no clocks are
-    compared, and it does not matter whether calls block. The sums over 20 parts of these calls go to `find_straggler`.
+    compared, and it does not matter whether calls block. The sums over 20 blocks of these calls go to `find_straggler`.
 
-    While a rank is named, each rank samples the stack of its calling thread 200 times a second. Whatever the named rank
-    does more often than the others is what makes it late.
+    While a rank is named, each rank samples the stack of its calling thread 200 times a second. An activity that is
+    more frequent on the named rank than on the other ranks is what makes it late.
 
     Args:
         activity: The communicator's activity.
@@ -104,15 +104,15 @@ class SlowRank:
             self._core_wait_share(comm.backend == "sim"),
             [] if self._samples is None else self._samples.since(oldest),
         )
-        # As lists, which encode in half the time that named tuples take.
+        # Send lists, which encode in half the time that named tuples take.
         parts = comm.gather_object(comm._engine.measured("times of calls", lambda: list(part)))
         found: dict[str, Any] | None = None
         if parts is not None:
             names = {record[1]: _name(record[0], site_text(record[3])) for record in records}
-            # Recorded as measured, because the values depend on call stacks and source lines, which a replay does not
-            # have.
+            # Pass the figures through `measured`, because they depend on call stacks and source lines, which a replay
+            # does not have.
             found = comm._engine.measured("a slow rank", lambda: _figures([_Part(*each) for each in parts], names))
-            # The time that this took must not be attributed to the program.
+            # The time that this method took must not be attributed to the program.
             activity.since = clock.now()
         report: dict[str, Any] = comm.broadcast_object(found, 0)
         self._until = activity.calls
@@ -120,7 +120,7 @@ class SlowRank:
         return report
 
     def _core_wait_share(self, simulated: bool) -> float:
-        """Return the fraction of the time since the last call that this thread spent waiting for a core."""
+        """Return the fraction of the time since the last call that this thread spent waiting for a CPU core."""
         begun_s, before_s = self._since
         now_s = clock.now()
         waited_s = core_wait_s()
@@ -139,7 +139,7 @@ class SlowRank:
         if other and self._samples is not None:
             self._samples.stop()
             self._samples = None
-        # Sampling threads in a simulation would take turns with its ranks.
+        # In a simulation, a sampling thread would take turns with the simulated ranks.
         if other and named is not None and comm.backend != "sim":
             self._samples = _StackSamples(self._activity)
 
@@ -191,7 +191,7 @@ def _name(operation: str, site: str | None) -> str:
 
 
 def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[str, Any]:
-    """Return the figures for the calls that all ranks still have."""
+    """Return the figures for the calls that are still recorded on all ranks."""
     common = sorted(set(parts[0].numbers).intersection(*(part.numbers for part in parts)))
     places = [{number: place for place, number in enumerate(part.numbers)} for part in parts]
     outside = [[part.outside[place[n]] for n in common] for part, place in zip(parts, places, strict=True)]
@@ -241,7 +241,7 @@ def _straggler(
 
 
 def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None]:
-    """Return the activity and line seen more often on a rank than on the others; None unless samples prove it."""
+    """Return the activity and line seen more often on a rank than on the others; None if that may be chance."""
     if not all(counts):
         return None, None
     totals = [count.total() for count in counts]

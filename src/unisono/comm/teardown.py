@@ -18,12 +18,12 @@ from unisono.errors import CommError
 __all__ = ["CLOSE_S", "Teardown"]
 
 CLOSE_S = 1.0
-"""Longest wait at the end of a communicator for the other ranks to leave."""
+"""Maximum number of seconds that a closing communicator waits for the other ranks to leave."""
 _AT_EXIT_S = 5.0
 
 
 class Teardown:
-    """All resources that a communicator releases. It holds no reference to the communicator, so it can outlive it.
+    """All resources that a communicator releases. It does not reference the communicator, and so can outlive it.
 
     A top-level communicator without references is closed in the background, as if by `close`. A subgroup waits for its
     parent, because its messages may still be in flight, and other ranks may not have finished. It is released when all
@@ -55,7 +55,7 @@ class Teardown:
         self._parts: list[Teardown] = []
         self._settled = threading.Event()
         self._process = os.getpid()
-        # Simulated threads end with the simulation, which must not depend on when memory is freed.
+        # Not in simulations: their threads end with the simulation, which must not depend on when memory is freed.
         if not control.simulated:
             close_at_exit(self)
 
@@ -70,8 +70,8 @@ class Teardown:
         # If the control plane has ended first, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
-            # Waiting ranks are notified immediately, but messages already sent are not cut off until all ranks have
-            # left.
+            # This notifies waiting ranks immediately, but returns only when all ranks have left or `patience` has
+            # passed, so that messages in flight are not cut off.
             self._control.leave(self.group, patience)
         self._transport.close()
 
@@ -85,7 +85,7 @@ class Teardown:
         for closer in self.closers:
             closer()
 
-    # -- parts ---------------------------------------------------------------------------------
+    # -- subgroups -----------------------------------------------------------------------------
     def adopt(self, part: Teardown) -> None:
         """Register a subgroup to be released with this communicator, if not earlier."""
         part._is_part = True

@@ -48,14 +48,15 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
 
     With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at the beginning
     and the end, and an arrow for each message. The file is JSON in the trace-event format that Perfetto and
-    chrome://tracing open; `unisono trace summary` reads it. If a rank's program raises, this rank writes only its own
+    chrome://tracing open; `unisono trace summary` reads it. If a rank's program raises, that rank writes only its own
     part, such as `run.rank3.json` next to `run.json`; `unisono trace merge` merges these files.
 
     Calls from other threads are not recorded. Recorded calls take the general path, as if an algorithm had been named.
 
     Args:
-        path: File to write, replaced if it exists. Without `comm`, each rank needs its own.
-        comm: The ranks that are traced together; all of them must enter the `with` block. None for this rank alone.
+        path: File to write, replaced if it exists. Without `comm`, each rank needs its own file.
+        comm: The ranks that are traced together; all of them must enter the `with` block. None to trace this rank
+            alone.
 
     Yields:
         The list of this rank's events; each is appended when it ends.
@@ -112,7 +113,7 @@ def _write_own(
 class ClockReading:
     """This rank's clock relative to rank 0's. Collective.
 
-    In each round, all ranks gather their times. No rank can have all of them before the last rank has sent its own, so
+    In each round, all ranks gather their times. No rank can receive all times before the last rank has sent its own, so
     each rank's time is earlier than the end of the round on any other rank; over several rounds, this bounds the offset
     from both sides. Clocks that may be equal within these bounds count as equal: ranks on one host read the same clock,
     and clocks on different hosts start at different moments.

@@ -38,7 +38,7 @@ class Tuner:
 
     Attributes:
         control: As passed; replaced while the communicator is recorded.
-        hosts: As passed.
+        hosts: Name of each rank's host.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, options: Options, hosts: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class Tuner:
         self._traced: Sink | None = None
 
     def machine(self) -> Machine:
-        """Return the table and the hosts.
+        """Return the cost table and the number of ranks per host.
 
         Collective on the first call: rank 0 loads its table, and all ranks use it.
         """
@@ -69,7 +69,7 @@ class Tuner:
         return machine
 
     def adopt(self, measured: CostTable | None) -> CostTable:
-        """Use a table that rank 0 has measured, and store it there. Collective.
+        """Use a table that rank 0 has measured, and store it on rank 0's host. Collective.
 
         Args:
             measured: The table, on rank 0.
@@ -114,7 +114,7 @@ class Tuner:
 
 
 _SIZES = (64, 64 << 10, 512 << 10, 4 << 10)
-"""The first two are always measured, because one size cannot separate bandwidth from latency."""
+"""Tensor sizes in bytes; the first two are always measured, because one size cannot separate bandwidth from latency."""
 _ALGORITHMS = ("recursive_doubling", "ring", "two_shot", "one_shot", "chunked_ring:segments=8")
 _CALLS = 4
 """Number of calls per sample, because a call overlaps with the next one, as in a program."""
@@ -151,7 +151,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
 def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
     """Return the constants that fit a communicator's calls, on rank 0; None elsewhere, and for a single rank.
 
-    Its ranks share `cores` cores; 0 means that each rank is on its own host.
+    The communicator's ranks share `cores` cores; 0 means that each rank is on its own host.
     """
     cells = _measured(comm, device, seconds) if comm.size > 1 else []
     return fit(cells, cores) if cells and comm.rank == 0 else None

@@ -1,4 +1,4 @@
-"""The `Communicator`: one interface over whatever moves bytes between ranks."""
+"""The `Communicator`: one interface to every transport that moves bytes between ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["BY_HANDLE", "Check", "Communicator", "boundaries_of", "engine_of", "join_part", "replace_transport"]
 
 BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-"""This process's communicators by `handle`, the name that compiled graphs hold instead of the object."""
+"""This process's communicators, keyed by `handle`: compiled graphs contain this name and not the object."""
 
 _numbers = itertools.count()
 
@@ -73,19 +73,21 @@ _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all_single"]
 class Communicator(Place):
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
-    Created by `unisono.init` or `unisono.launch`, by `from_group` around an existing torch process group, by `from_mpi`
-    around an MPI communicator, and by `split`, `subgroup` and `dup` of another communicator. Ranks in every call are
-    ranks of this communicator. Where a call takes a CPU tensor, it also takes NumPy arrays, DLPack objects, buffers
-    such as bytearrays, numbers and lists of numbers. Results can be written to all of these except numbers and
-    read-only memory. A communicator belongs to the thread that first uses it. After a failure that may leave ranks out
-    of step (anything but wrong arguments) it is broken: later calls raise the first cause immediately.
+    You create one with `unisono.init` or `unisono.launch`, with `from_group` around an existing torch process group,
+    with `from_mpi` around an MPI communicator, or with `split`, `subgroup` and `dup` of another communicator. Ranks in
+    every call are ranks of this communicator. Every call that accepts a CPU tensor also accepts NumPy arrays, DLPack
+    objects, buffers such as bytearrays, numbers and lists of numbers. Results can be written to all of these except
+    numbers and read-only memory. A communicator belongs to the thread that first uses it. After a failure that may
+    leave ranks out of step (anything but wrong arguments), the communicator is broken: later calls raise the first
+    cause immediately.
 
     Args:
         transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
         options: Options of the transport.
         check: "auto" compares all ranks' operations before each collective, or on nccl while it runs; "off" never does;
-            "full" also compares shapes and the contents sent and received, and detects a tensor changed before `wait`.
+            "full" also compares shapes and the contents sent and received, and detects tensors that are modified before
+            `wait`.
         admission: For a rank that replaces a lost one: function that takes a deadline on the library's clock and
             returns the communicator of the job that admitted this rank. `rebuild` calls it.
 
@@ -120,7 +122,7 @@ class Communicator(Place):
         self._admission = admission
         self._splits = self._rebuilds = self._barriers = self._mailboxes = 0
         self._before_close: list[Callable[[], None]] = []
-        # Weak: communicators made by `split` live only as long as the program refers to them.
+        # Weak references, because communicators made by `split` live only as long as the program refers to them.
         self._parts: list[weakref.ref[Communicator]] = []
         # The communicator that `rebuild` made from this one.
         self._successor: Communicator | None = None
@@ -170,7 +172,7 @@ class Communicator(Place):
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """For each host, the ranks on it."""
+        """The ranks on each host."""
         found: dict[str, list[int]] = {}
         for rank, name in enumerate(self._host_names):
             found.setdefault(name, []).append(rank)
@@ -187,12 +189,12 @@ class Communicator(Place):
     ) -> Communicator:
         """Return a communicator on top of an existing torch process group, which unisono never destroys.
 
-        Collective over the group: every member calls it. The owner may still use the group whenever the communicator
+        Collective over the group: every member calls it. The group's owner may still use it whenever the communicator
         does not. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the communicator
         gets its own transport of the same kind.
 
         Args:
-            group: As created by `dist.init_process_group` or `dist.new_group`; None is the default group.
+            group: Group created by `dist.init_process_group` or `dist.new_group`; None for the default group.
             timeout: Default for every operation: seconds or a `timedelta`.
             check: As for `init`.
             chunk_bytes: As for `init`.
@@ -240,8 +242,8 @@ class Communicator(Place):
     ) -> Communicator:
         """Return a communicator on top of an existing MPI communicator, which unisono never frees.
 
-        Collective over `comm`: every member calls this. The owner may use `comm` at any time, because messages
-        travel on unisono's own communicators.
+        Collective over `comm`: every member calls this. Its owner may use `comm` at any time, because unisono sends
+        messages on separate MPI communicators.
 
         Args:
             comm: An mpi4py intracommunicator, such as `MPI.COMM_WORLD`.
@@ -273,7 +275,7 @@ class Communicator(Place):
     # -- the communicator itself -----------------------------------------------------------------
     @property
     def is_replacement(self) -> bool:
-        """Whether this rank replaces a lost one and is still alone; `rebuild` joins the others.
+        """Whether this rank replaces a lost one and has yet to join the other ranks, with `rebuild`.
 
         True only under `launch(..., on_failure="replace")`; False for the communicator that `rebuild` returns.
         """
@@ -330,19 +332,21 @@ class Communicator(Place):
     ) -> Work | None:
         """Replace every rank's tensor with the sum (or `op`) of all ranks' tensors, bitwise identical on all ranks.
 
-        Collective. In place. Any strided tensor of n elements, n the same on all ranks.
+        Collective. The operation is in place. Tensors may have any strides; their number of elements n must be the same
+        on all ranks.
 
         Args:
             tensor: Any dtype that torch can reduce with `op`; a sum of bools is "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
             scale: Factor applied to each contribution, in the tensor's dtype (torch's PREMUL_SUM), for "sum" and "avg"
-                of floating-point and complex dtypes. The same on all ranks. Makes a copy of the tensor.
-            algorithm: "auto" for the lowest predicted time (see `plan`), a file of
-                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
-                where the backend has it, or None: native, or else the one with the lowest predicted cost.
-                "fewest_bytes": native, or else the algorithm that sends the fewest bytes.
+                of floating-point and complex dtypes. The same on all ranks. With a scale, the tensor is copied.
+            algorithm: "auto" for the algorithm with the lowest predicted time (see `plan`), a file in
+                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native" if
+                the backend has a native collective, or None for native if possible, and otherwise the algorithm with
+                the lowest predicted cost. "fewest_bytes": native if possible, and otherwise the algorithm that sends
+                the fewest bytes.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
-            timeout: Seconds or a `timedelta`; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
         Returns: None when the call is done; with `async_op`, the `Work` in flight.
 
@@ -352,7 +356,7 @@ class Communicator(Place):
                 algorithm.
             CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
 
-        Cost: at least ceil(log2 p) rounds; each rank sends at least 2(p-1)/p of the tensor's bytes.
+        Cost for p ranks: at least ceil(log2 p) rounds; each rank sends at least 2(p-1)/p of the tensor's bytes.
 
         Example:
             >>> def program(comm):
@@ -393,7 +397,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost: ceil(log2 p) rounds.
+        Cost for p ranks: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -433,7 +437,7 @@ class Communicator(Place):
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
-        Collective. Inputs may differ in length, as long as all ranks' lists have the same lengths. They remain
+        Collective. Inputs may differ in length, as long as all ranks' lists have the same lengths. The inputs remain
         unchanged.
 
         Args:
@@ -444,7 +448,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost: each rank sends (p-1)/p of its inputs' bytes, and copies its inputs once.
+        Cost for p ranks: each rank sends (p-1)/p of its inputs' bytes, and copies its inputs once.
 
         Example:
             >>> def program(comm):
@@ -485,7 +489,7 @@ class Communicator(Place):
 
         Args:
             output: Any shape and strides, with the same number of elements on every rank.
-            input: Of the same dtype, with p times as many elements; the first part is for rank 0.
+            input: Tensor of the same dtype, with p times as many elements for p ranks; the first part is for rank 0.
             op: As for `all_reduce`.
             algorithm, async_op, timeout: As in `all_reduce`.
 
@@ -520,7 +524,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost: ceil(log2 p) rounds of one byte.
+        Cost for p ranks: ceil(log2 p) rounds of one byte.
         """
         if not async_op and self._engine.try_collective(_BARRIER, None, None, None, None, algorithm, timeout):
             return None
@@ -530,20 +534,20 @@ class Communicator(Place):
     def agree(self, value: Any, name: str) -> None:
         """Check, in the next collective, that all ranks have the same value here.
 
-        All ranks call it, in the same order. It sends nothing: this thread's next collective on this communicator, or
-        on another communicator of the same ranks, compares a digest of the value as it is now. `flush_agreements`,
+        All ranks call this in the same order. This sends nothing: this thread's next collective on this communicator,
+        or on another communicator of the same ranks, compares a digest of the value as it is now. `flush_agreements`,
         `barrier` and `close` compare all pending values. Values are equal if they have the same types, shapes, dtypes
         and bits; dicts and sets may be in any order, and tensors on any device. With `check="off"`, only
-        `flush_agreements` and `close` compare.
+        `flush_agreements` and `close` compare the values.
 
         Args:
             value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
             name: Name of the value in errors.
 
         Raises:
-            TypeError: The value, or a part of it, is of a type that cannot be compared.
-            MismatchError: Raised on every rank by the collective that compares; names the first part that differs and
-                the ranks on each side, or a rank that has not called `agree`. `close` raises it on one rank only.
+            TypeError: The value contains a type that cannot be compared.
+            MismatchError: Raised on every rank by the collective that compares; names the first differing element and
+                the ranks with each value, or a rank that has not called `agree`. `close` raises it on one rank only.
 
         Cost: a hash of the value and about 10 us now, and about 0.1 ms in the next collective.
 
@@ -566,10 +570,10 @@ class Communicator(Place):
         """Compare the values passed to `agree` now. Collective. The communicator remains usable if they differ.
 
         Args:
-            timeout: Seconds or a `timedelta`; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
         Raises:
-            MismatchError: On every rank, as for `agree`.
+            MismatchError: The values differ, as for `agree`; raised on every rank.
 
         Cost: a barrier, and a round trip to the control plane.
 
@@ -585,16 +589,16 @@ class Communicator(Place):
     def monitored_barrier(self, timeout: Timeout | None = None) -> None:
         """Run a barrier over the control plane; on timeout, name every missing rank and what it is doing.
 
-        Collective. Sends nothing over the backend, so it works even if you suspect the backend. `barrier` also names
-        missing ranks, but perhaps not all of them; this call finds all, at the cost of a round trip to the control
-        plane.
+        Collective. It sends nothing over the backend, so you can use it if you suspect the backend. `barrier` also
+        names missing ranks, but perhaps not all of them; this method finds all, at the cost of a round trip to the
+        control plane.
 
         Args:
-            timeout: Seconds or a `timedelta`; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
         Raises:
-            CommTimeoutError: Ranks are missing. Raised on every rank that has joined; says what each missing rank is
-                doing.
+            CommTimeoutError: Ranks are missing. Raised on every rank that has joined; the error says what each missing
+                rank is doing.
             PeerLostError: One of the ranks is gone.
 
         Example:
@@ -631,7 +635,7 @@ class Communicator(Place):
     ) -> Work | None:
         """Replace every rank's tensor with rank `src`'s.
 
-        Collective. In place. Raises as `all_reduce` does.
+        Collective. The operation is in place. Raises the same errors as `all_reduce`.
 
         Args:
             tensor: Any shape and strides; the same number of elements and dtype on every rank.
@@ -640,7 +644,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost: ceil(log2 p) rounds.
+        Cost for p ranks: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -679,13 +683,14 @@ class Communicator(Place):
 
         Args:
             tensor: Any shape and strides; the same number of elements on every rank.
-            scatter_list: On rank `src`, one tensor per rank, each of that length and dtype; else None.
+            scatter_list: On rank `src`, one tensor per rank, each with the length and dtype of `tensor`; None on the
+                other ranks.
             src: The rank that sends.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
 
-        Cost: ceil(log2 p) rounds.
+        Cost for p ranks: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -724,13 +729,14 @@ class Communicator(Place):
 
         Args:
             tensor: Any shape and strides; the same number of elements on every rank.
-            gather_list: On rank `dst`, one tensor per rank, each of that length and dtype; else None.
+            gather_list: On rank `dst`, one tensor per rank, each with the length and dtype of `tensor`; None on the
+                other ranks.
             dst: The rank that receives.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
 
-        Cost: ceil(log2 p) rounds.
+        Cost for p ranks: ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -770,7 +776,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost: each rank sends (p-1)/p of the list's bytes.
+        Cost for p ranks: each rank sends (p-1)/p of the list's bytes.
 
         Example:
             >>> def program(comm):
@@ -803,7 +809,7 @@ class Communicator(Place):
         """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise as `all_gather`.
 
         Args:
-            output: Any shape and strides, with p times as many elements as `input`, of the same dtype.
+            output: Any shape and strides, with p times as many elements as `input` for p ranks, of the same dtype.
             input: This rank's tensor: any shape and strides, the same number of elements on every rank.
             algorithm, async_op, timeout: As in `all_reduce`.
 
@@ -841,19 +847,19 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """On rank r, receive `input_list[r]` of rank s into `output_list[s]`.
+        """On every rank r, receive rank s's `input_list[r]` into `output_list[s]`, for all ranks s.
 
         Collective. Lengths are arbitrary, as long as sender and receiver agree.
 
         Args:
-            output_list: One tensor per rank, of any shape and strides; entry s has as many elements as rank s sends
-                here.
+            output_list: One tensor per rank, of any shape and strides; entry s has as many elements as rank s sends to
+                this rank.
             input_list: One tensor per rank, of the same dtype; entry r is sent to rank r.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
 
-        Cost: each rank sends (p-1)/p of its inputs' bytes.
+        Cost for p ranks: each rank sends (p-1)/p of its inputs' bytes.
 
         Example:
             >>> def program(comm):
@@ -899,11 +905,11 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Exchange rows of one tensor: each rank sends a part of `input` to every rank. Otherwise as `all_to_all`.
+        """Exchange rows of one tensor: each rank sends some rows of `input` to every rank. Otherwise as `all_to_all`.
 
         Args:
             output: Any shape with at least one dimension; the rows of rank 0 come first.
-            input: Of the same dtype; its first rows are sent to rank 0.
+            input: Tensor of the same dtype; its first rows are sent to rank 0.
             output_split_sizes: Rows of `output` from each rank; equal parts if None.
             input_split_sizes: Rows of `input` for each rank; equal parts if None.
             algorithm, async_op, timeout: As in `all_reduce`.
@@ -943,10 +949,10 @@ class Communicator(Place):
         Collective. Cost: as `all_gather`, preceded by an all_gather of 18 numbers per rank.
 
         Args:
-            tensor: Tensor of at most 16 dimensions. The first may differ between ranks.
+            tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
             algorithm: An all_gather algorithm; as for `all_reduce`.
             async_op: Return a work immediately; its `result()` returns the tensors. The work owns `tensor` until then.
-            timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's if None.
+            timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's timeout if None.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
@@ -985,7 +991,7 @@ class Communicator(Place):
         Collective. Cost: as `gather`, preceded by an all_gather of 18 numbers per rank.
 
         Args:
-            tensor: Tensor of at most 16 dimensions. The first may differ between ranks.
+            tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
             dst: The rank that receives.
             algorithm: A gather algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
@@ -1029,8 +1035,8 @@ class Communicator(Place):
         Collective. Cost: as `scatter`, preceded by a broadcast of 18 numbers per rank.
 
         Args:
-            tensors: On rank `src`, one tensor per rank, of at most 16 dimensions, equal in all but the first; else
-                None.
+            tensors: On rank `src`, one tensor per rank, of at most 16 dimensions, equal in all but the first dimension;
+                None on the other ranks.
             src: The rank that sends.
             algorithm: A scatter algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
@@ -1039,7 +1045,7 @@ class Communicator(Place):
 
         Raises:
             MismatchError: Ranks differ in `src` or algorithm; no data moved.
-            TypeError, ValueError: Rank `src` has no list, or one that cannot be sent. Raised on every rank; no data
+            TypeError, ValueError: Rank `src` has no list, or a list that cannot be sent. Raised on every rank; no data
                 moved.
 
         Example:
@@ -1065,12 +1071,13 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
-        """Return what each rank sends to this one, in rank order: `tensors[r]` of rank s is entry s on rank r.
+        """Return the tensor from each rank, in rank order: `tensors[r]` of rank s becomes entry s on rank r.
 
         Collective. Cost: as `all_to_all`, preceded by an all_to_all of 18 numbers per rank.
 
         Args:
-            tensors: One tensor per rank, of at most 16 dimensions. The first may differ between tensors.
+            tensors: One tensor per rank, of at most 16 dimensions; the size of the first dimension may differ between
+                tensors.
             algorithm: An all_to_all algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
 
@@ -1102,7 +1109,7 @@ class Communicator(Place):
             trusted: Whether to send anything that cloudpickle supports, which lets peers run code here. The same on all
                 ranks.
             timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
-                if None.
+                timeout if None.
 
         Raises:
             TypeError: The value cannot be sent; raised on all ranks.
@@ -1139,7 +1146,8 @@ class Communicator(Place):
         """
         self._engine.enter("all_gather_object")
         data = self._bytes(encode(obj, self.rank, trusted))
-        # Two fast-path calls, because all_gather_v has no fast path, and saves and loads make many of these.
+        # Two fast-path calls, because all_gather_v has no fast path, and saving and loading checkpoints calls this
+        # often.
         lengths = data.new_empty(self.size, dtype=torch.int64)
         self.all_gather_single(lengths, lengths.new_tensor([data.numel()]), timeout=timeout)
         counts = lengths.tolist()
@@ -1177,7 +1185,7 @@ class Communicator(Place):
         """Return this rank's entry of rank `src`'s list; the other ranks pass no list. Collective.
 
         Args:
-            objs: On rank `src`, one value per rank, as for `broadcast_object`; else None.
+            objs: On rank `src`, one value per rank, as for `broadcast_object`; None on the other ranks.
             src: The rank that sends.
             trusted, timeout: As for `broadcast_object`.
 
@@ -1210,11 +1218,11 @@ class Communicator(Place):
             tensor: Any shape, strides and dtype. The receiver's tensor has the same number of elements and dtype.
             dst: The receiver's rank. To send to yourself, post the receive first, or use `isend`.
             tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
-            timeout: Seconds or a `timedelta`; the communicator's if None.
+            timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
         Raises:
-            CommTimeoutError: The message was not received in time; the communicator is then broken.
-            MismatchError: The receiver expects something else.
+            CommTimeoutError: The message was not received in time; the communicator is then broken. MismatchError: The
+            receiver expects a different dtype or number of elements.
 
         Example:
             >>> def program(comm):
@@ -1234,7 +1242,7 @@ class Communicator(Place):
 
         Args:
             tensor: As for `send`.
-            src: The sender's rank. None: any rank; if several have sent, they are served in turn.
+            src: The sender's rank. None accepts any rank; if several ranks have sent, they are served in turn.
             tag: As for `send`.
             timeout: As for `send`.
 
@@ -1281,8 +1289,8 @@ class Communicator(Place):
     def irecv(self, tensor: Buffer, src: int | None = None, tag: int = 0) -> Work:
         """Start a receive. The tensor holds the message once the work's `wait` has returned.
 
-        If `src` is None, the message may come from any rank; the work's `source_rank` then returns which. Such receives
-        match, in call order, messages from ranks that no other posted receive names.
+        If `src` is None, the message may come from any rank; the work's `source_rank` then returns the sender. Receives
+        without `src` match, in call order, messages from ranks that no other posted receive names.
 
         Args:
             tensor, src, tag: As for `recv`.
@@ -1302,7 +1310,7 @@ class Communicator(Place):
         recvtag: int = 0,
         timeout: Timeout | None = None,
     ) -> None:
-        """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks.
+        """Send one tensor and receive another at the same time, which cannot deadlock in a ring of ranks.
 
         Args:
             send_tensor, dst, sendtag: As for `send`.
@@ -1363,13 +1371,13 @@ class Communicator(Place):
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Wait for a message that no posted receive matches, and return the rank that sent it.
 
-        Does not receive the message: the next receive from that rank with this tag gets it.
+        This does not receive the message: the next receive from that rank with this tag gets it.
 
         Args:
             src: The sender's rank; any rank if None.
             tag: The message's tag.
-            timeout: Seconds or a `timedelta`; the communicator's if None. The communicator remains usable after a
-                timeout.
+            timeout: Seconds or a `timedelta`; the communicator's timeout if None. The communicator remains usable after
+                a timeout.
 
         Returns: The sender's rank.
 
@@ -1412,7 +1420,7 @@ class Communicator(Place):
     def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
         """Return a mailbox, and the metadata that each rank passed. Collective.
 
-        For libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not the
+        Use it in libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not the
         mailboxes: they only `mark_lost` that rank.
 
         Args:
@@ -1550,7 +1558,7 @@ class Communicator(Place):
         return duplicate
 
     def _plain(self) -> Transport:
-        """Return the transport without the check that `Communicator` adds: subgroups add their own."""
+        """Return the transport without the wrapper that `Communicator` adds for checks: subgroups add their own."""
         transport = self._engine.transport
         return transport.inner if isinstance(transport, Checked) else transport
 
@@ -1558,17 +1566,19 @@ class Communicator(Place):
     def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Return a new communicator of the remaining ranks, renumbered in their old order, and any newcomers.
 
-        Collective over the live ranks: each calls it after a failed call, or all call it at the same point of the
-        program to admit newcomers. It does not wait for ranks that have left or that die meanwhile. This communicator
+        Collective over the live ranks: each calls this after a failed call, or all call it at the same point of the
+        program to admit newcomers. This does not wait for ranks that have left or that die meanwhile. This communicator
         is unusable afterwards; its subgroups are unaffected. The new communicator takes over everything that the old
         one would have closed.
 
         Args:
             grow: Number of newcomers (calling `unisono.join`) to wait for and admit; they get the highest ranks.
-            size: Instead of `grow`: number of ranks in the new communicator. Waits for enough newcomers to reach it,
-                replacing any that are lost meanwhile. Ranks that pass neither accept the other ranks' `size`.
-            timeout: Time within which the others must join; the communicator's timeout if None. A live rank that has
-                not joined by then (a stopped process, say) is excluded permanently, and its call raises `AbortedError`.
+            size: Instead of `grow`: number of ranks in the new communicator. Waits for enough newcomers to reach this
+                number, replacing any that are lost meanwhile. Ranks that pass neither `grow` nor `size` accept the
+                other ranks' `size`.
+            timeout: Time within which the other ranks must join; the communicator's timeout if None. A live rank that
+                has not joined by then (a stopped process, say) is excluded permanently, and its call raises
+                `AbortedError`.
 
         Raises:
             AbortedError: The other ranks continued without this rank.
@@ -1576,7 +1586,7 @@ class Communicator(Place):
             MismatchError: Ranks passed different arguments.
             CommError: More ranks remain than `size`.
 
-        On a communicator that `is_replacement`, this joins the other ranks and ignores every argument but the timeout.
+        If `is_replacement` is true, this joins the other ranks and ignores every argument but the timeout.
 
         Cost: one exchange over the control plane, and the time to connect: a few milliseconds on one host.
 
@@ -1653,18 +1663,18 @@ class Communicator(Place):
         return made
 
     def _terms(self) -> bytes:
-        """Return the terms that a newcomer needs."""
+        """Return the communicator's settings, which a newcomer needs."""
         options = self._options
         settings = options.backend, options.timeout_s, options.heartbeat_s, options.chunk_bytes, options.deterministic
         return serialization.encode((*settings, self._check))
 
     # -- choice of algorithms --------------------------------------------------------------------
     def tune(self, seconds: float = 2.0) -> CostTable:
-        """Measure what messages cost, so that `algorithm="auto"` chooses by measurement from now on. Collective.
+        """Measure the cost of messages, so that `algorithm="auto"` relies on measurements from now on. Collective.
 
-        Times a few algorithms and sizes, and fits latency, bandwidth, reduction speed and overhead per message to them.
-        All ranks use rank 0's result, which rank 0 stores in the user's cache folder for later programs with the same
-        backend, processor and ranks per host.
+        This times a few algorithms and sizes, and fits latency, bandwidth, reduction speed and overhead per message to
+        the times. All ranks use rank 0's result, which rank 0 stores in the user's cache folder for later programs with
+        the same backend, processor and ranks per host.
 
         Args:
             seconds: Approximate upper limit of the time taken.
@@ -1723,18 +1733,20 @@ class Communicator(Place):
     def metrics(self) -> dict[str, Any]:
         """Return figures of the latest calls, and the rank that holds up the others, if any. Collective.
 
-        Call it in a training loop, every 100 steps or so. Covers the calls since the last report, from 100 to 2,048 of
-        them; they should span at least 20 steps. Names a rank that lags the others by 2 % of the time (8 % with two
-        ranks), more steadily than chance would explain. Rank 0 logs this once, as a warning on the logger `unisono`.
-        From then on ranks sample their stacks 200 times a second, and later calls of this method report what the slow
-        rank is doing. Times are host times, so a kernel waiting on a GPU takes none.
+        Call it in a training loop, every 100 steps or so. The figures cover the calls since the last report, from 100
+        to 2,048 of them; these should span at least 20 training steps. A rank is named if it lags behind the other
+        ranks by 2 % of the time (8 % with two ranks), more steadily than chance would explain. Rank 0 logs the named
+        rank once, as a warning on the logger `unisono`. From then on ranks sample their stacks 200 times a second, and
+        later calls of this method report what the slow rank is doing. All times are host times, so a kernel that is
+        waiting on a GPU adds nothing.
 
         Returns:
             The same on every rank: "calls" (number of collectives that all ranks have recorded), "seconds" (the time
-            they span), "outside_s" (for each rank, the part of it spent outside this communicator's calls), and
-            "straggler": None, or a dict of "rank"; "where", the call before which it is late; "late_s" and "share", its
-            delay in seconds and as a fraction of the time; "doing" ("computing", "in a collective" of another group, or
-            "in the loader") and "line", both None until there are enough samples to distinguish it from other ranks.
+            that these span), "outside_s" (for each rank, the part of that time spent outside this communicator's
+            calls), and "straggler": None, or a dict of "rank"; "where", the call before which it is late; "late_s" and
+            "share", its delay in seconds and as a fraction of the time; "doing" ("computing", "in a collective" of
+            another group, or "in the loader") and "line", both None until there are enough samples to distinguish it
+            from other ranks.
 
         Raises:
             CommError: As any collective.
@@ -1760,7 +1772,7 @@ class Communicator(Place):
         """Release the communicator from its thread; the next thread that uses it becomes the owner.
 
         Raises:
-            CommError: Another thread owns it.
+            CommError: Another thread owns the communicator.
 
         Example:
             >>> from threading import Thread
@@ -1776,10 +1788,10 @@ class Communicator(Place):
         self._engine.activity.owner = 0
 
     def allow_any_thread(self) -> None:
-        """Allow every thread to use this from now on. The caller ensures that only one is in a collective at a time.
+        """Allow every thread to use this communicator from now on. The caller ensures that collectives do not overlap.
 
         Raises:
-            CommError: Another thread owns it.
+            CommError: Another thread owns the communicator.
 
         Example:
             >>> from threading import Thread
@@ -1795,10 +1807,10 @@ class Communicator(Place):
 
     # -- stopping at the same step -----------------------------------------------------------------
     def stop_requested(self) -> bool:
-        """Return whether all ranks stop here. Every rank calls it once per step, at the same place in its loop.
+        """Return whether all ranks stop here. Every rank calls this once per step, at the same place in its loop.
 
-        Each call is a step boundary. After any rank has requested a stop, it returns True on all ranks from the same
-        boundary on: the first that no rank has passed yet. Until a request, it sends nothing and never waits.
+        Each call is a step boundary. After any rank has requested a stop, this returns True on all ranks from the same
+        boundary on: the first that no rank has passed yet. Until a request, this sends nothing and never waits.
         `un.stop.batches` calls it for each batch of a loader; `un.stop.enable` lets signals, deadlines and files
         request a stop.
 
@@ -1808,7 +1820,7 @@ class Communicator(Place):
                 rank.
             CommError: After a request, the communicator has failed.
 
-        Cost: 0.2 us. After a request, once, one exchange over the control plane.
+        Cost: 0.2 us, and, once after a request, one exchange over the control plane.
 
         Source: the preemption sync point of JAX's coordination service.
 
@@ -1882,12 +1894,12 @@ class Communicator(Place):
             self._engine.on_failure(self._control.report_failure(self._engine.group, cause))
 
     def close(self) -> None:
-        """Release all resources, including those of sub-communicators. Every rank calls it when it is done. Idempotent.
+        """Release all resources, including those of sub-communicators. Every rank calls this at the end. Idempotent.
 
-        First waits for background saves, then up to a second for the other ranks, so that nothing in flight is cut off.
-        Both waits end immediately if the communicator is broken. If a save has failed, its error is raised at the end.
-        On nccl, a mismatch between the last calls, which ranks compare while they run, is raised here as well.
-        A communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
+        This first waits for background saves, then up to a second for the other ranks, so that nothing in flight is cut
+        off. Both waits end immediately if the communicator is broken. If a save has failed, its error is raised at the
+        end. On nccl, a mismatch between the last calls, which ranks compare while they run, is raised here as well. A
+        communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
         works.
 
         Example:
@@ -1908,11 +1920,12 @@ class Communicator(Place):
     def before_close(self, action: Callable[[], None]) -> None:
         """Register an action for the start of `close`, while calls still work. Actions run in reverse order.
 
-        It does not run if the communicator is dropped without `close`. After a `rebuild`, the new communicator runs
-        it.
+        The action does not run if the communicator is dropped without `close`. After a `rebuild`, the new communicator
+        runs the action.
 
         Args:
-            action: Called without arguments, for instance to wait for background work that uses the communicator.
+            action: Function without arguments, for instance one that waits for background work that uses the
+                communicator.
 
         Example:
             >>> comm = un.init()
@@ -1928,10 +1941,10 @@ class Communicator(Place):
         """Register an action for the end of `close`, to release resources. Actions run in the order registered.
 
         When the communicator is dropped without `close`, the action runs in another thread, so it must not refer to the
-        communicator. After a `rebuild`, the new communicator runs it.
+        communicator. After a `rebuild`, the new communicator runs the action.
 
         Args:
-            action: Called without arguments.
+            action: Function without arguments.
         """
         self._engine.ending.closers.append(action)
 
@@ -1975,7 +1988,7 @@ class Communicator(Place):
         try:
             self.close()
         except Exception:
-            # An error in a background save must not replace the one that ends the program.
+            # An error in a background save must not replace the error that ends the program.
             if error is None:
                 raise
 
@@ -2000,7 +2013,7 @@ class Communicator(Place):
 
 
 def join_part(comm: Communicator, part: Group, check: Check, options: Options) -> Communicator:
-    """Return a communicator of some of another communicator's ranks. Only those ranks call this, with a new name.
+    """Return a communicator of some of another communicator's ranks. Only those ranks call this, with a new group name.
 
     Args:
         comm: The communicator of all ranks.
@@ -2021,7 +2034,8 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
         >>> un.launch(program, nprocs=3, backend="thread")
         [0, None, 1]
     """
-    # From here on the part's group detects a lost rank, even one that has not joined yet.
+    # From here on, the control plane detects the loss of any rank of this group, even of a rank that has not joined
+    # yet.
     comm._control.join(part)
     try:
         return Communicator(comm._plain().split(part), comm._control, options, check=check)
@@ -2054,7 +2068,7 @@ def boundaries_of(comm: Communicator) -> StepBoundaries:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Replace the transport and control plane of this communicator and of those made from it later.
+    """Replace the transport and control plane of this communicator and of those that are made from it later.
 
     Used to install a recording wrapper, and to restore the originals when recording ends.
     """

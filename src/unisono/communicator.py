@@ -1221,8 +1221,8 @@ class Communicator(Place):
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
         Raises:
-            CommTimeoutError: The message was not received in time; the communicator is then broken. MismatchError: The
-            receiver expects a different dtype or number of elements.
+            CommTimeoutError: The message was not received in time; the communicator is then broken.
+            MismatchError: The receiver expects a different dtype or number of elements.
 
         Example:
             >>> def program(comm):

@@ -68,7 +68,8 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
         inside: Identities of the containers that enclose the value.
 
     Raises:
-        TypeError: An element's type cannot be compared. ValueError: A container contains itself.
+        TypeError: An element's type cannot be compared.
+        ValueError: A container contains itself.
 
     Example:
         >>> [path for path, _, _ in parts_of({"lr": 0.1, "layers": [1, 2]})]

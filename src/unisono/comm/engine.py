@@ -222,7 +222,7 @@ class Engine:
         self.broken = Cause(
             "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
         )
-        # With a new lock, because nobody in the child would release a lock that another thread of the parent held.
+        # Create a new lock, because nobody in the child would release one that another thread of the parent held.
         self.life = Life(self.life.phase)
         self.life.change(Event.FAIL)
 

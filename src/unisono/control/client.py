@@ -58,8 +58,8 @@ class SocketControl(ControlClient):
         server_lost: Whether the server, or the connection to it, has ended.
 
     Raises:
-        CommTimeoutError: No server answers at the address. CommError: Another program answers at the address, the
-        secrets differ, or only one side uses TLS.
+        CommTimeoutError: No server answers at the address.
+        CommError: Another program answers at the address, the secrets differ, or only one side uses TLS.
     """
 
     connectable = True
@@ -370,8 +370,9 @@ def connect(
     If the secrets differ, the server is notified of the `rank`, if given.
 
     Raises:
-        CommTimeoutError: No server answers at the address. CommError: Another program answers at the address, or the
-        secrets differ. UnavailableError: The platform is Windows.
+        CommTimeoutError: No server answers at the address.
+        CommError: Another program answers at the address, or the secrets differ.
+        UnavailableError: The platform is Windows.
     """
     check_platform()
     return reach(address, timeout, lambda left_s: _both(address, secret, left_s, rank))
@@ -381,7 +382,8 @@ def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T
     """Call `attempt`, passing a time limit in seconds, until it succeeds; return its result.
 
     Raises:
-        CommTimeoutError: No server answers at the address. CommError: The host does not exist.
+        CommTimeoutError: No server answers at the address.
+        CommError: The host does not exist.
     """
     deadline = clock.now() + timeout
     failures = 0

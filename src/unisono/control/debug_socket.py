@@ -89,7 +89,7 @@ class _HeldRank:
 
         Args:
             code: Source, evaluated with the names in one of the rank's frames.
-            up: Number of frames between that frame and the innermost one.
+            up: Index of that frame, counted outward from the innermost frame, which is 0.
         """
         frames = self._frames()
         if up >= len(frames):

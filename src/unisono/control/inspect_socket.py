@@ -113,8 +113,8 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
     """Return the address and secret of the control plane of a process on this host, or of a process that it started.
 
     Raises:
-        CommError: The process does not exist, is not part of a job, or belongs to another user. UnavailableError: The
-        platform is not Linux.
+        CommError: The process does not exist, is not part of a job, or belongs to another user.
+        UnavailableError: The platform is not Linux.
     """
     check_linux()
     own = [(0, pid, number) for number in range(_MOST)]

@@ -330,8 +330,8 @@ def find_secret(given: str | bytes | None = None) -> bytes:
     writable home.
 
     Raises:
-        ValueError, TypeError: The given secret is empty, or neither text nor bytes. CommError: Other users could read
-        the file, or it belongs to another user.
+        ValueError, TypeError: The given secret is empty, or neither text nor bytes.
+        CommError: Other users could read the file, or it belongs to another user.
 
     Example:
         >>> find_secret("open sesame")

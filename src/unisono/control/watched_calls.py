@@ -269,7 +269,7 @@ class WatchedCalls(ControlState):
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Check for exits and overdue calls. The answer: whether all ranks have exited, and an overdue call."""
+        """Check for exits and overdue calls; answer whether all ranks have exited, and with an overdue call, if any."""
         out = [*self._look_for_failed(), *self._look_for_cycle()]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:

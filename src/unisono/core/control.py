@@ -201,7 +201,7 @@ class ControlPlane(ABC):
 def compare_in_full(
     control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float, *, shapes: bool = False
 ) -> None:
-    """Collective: compare all fingerprints; if any differ, raise an error that quotes each rank's. Collective."""
+    """Compare the fingerprints of all ranks; if any differ, raise an error that quotes each rank's. Collective."""
     values = control.exchange(group, topic, mine.values(), timeout_s)
     problem = explain([Fingerprint(*value) for value in values], shapes=shapes)
     if problem:

@@ -194,7 +194,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Return a context that marks a call as running: a call of all ranks without a number among the collectives."""
+        """Return a context that marks as running a call of all ranks that is not numbered as a collective."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield

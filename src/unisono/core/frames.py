@@ -68,7 +68,7 @@ class Kind(IntEnum):
     ENDED = 13
     """End of rank `number`: JSON."""
     STATUSES = 14
-    """The exit statuses of all ranks, as JSON; this is the last frame. JSON."""
+    """The exit statuses of all ranks, as JSON; this is the last frame."""
     MAIL = 15
     """A message of a mailbox: see `unisono.core.mail`. The bodies of the message follow unframed."""
     CALL = 16
@@ -149,7 +149,7 @@ class FrameChannel:
 
         Raises:
             InvalidFrameError: The frame is too long, of another kind, or not authentic. The stream is unusable
-            afterwards.
+                afterwards.
         """
         if len(self._arrived) < _HEAD.size:
             return None

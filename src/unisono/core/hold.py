@@ -52,8 +52,8 @@ class Hold:
 
     def engines_of(self, thread: int) -> list[Any]:
         """Return the open engines that a thread owns, including held ones, largest group first."""
-        # Skip closed engines: thread identifiers are reused, so an exited thread with the same identifier may have left
-        # some.
+        # Skip closed engines: thread identifiers are reused, so an exited thread with this identifier may have left
+        # engines behind.
         usable = [engine for engine in list(self._engines) if not engine.closed]
         found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)

@@ -124,7 +124,7 @@ def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
     return f"{message}; did you mean {nearest[0]!r}?" if nearest else message
 
 
-# Cached: a search for files and entry points takes milliseconds, and every collective looks up its algorithm.
+# Cached, because a search for files and entry points takes milliseconds, and every collective looks up its algorithm.
 @cache
 def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))

@@ -66,7 +66,7 @@ class Staging:
     def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         """Return flat memory, filled from the tensor if `read`, and copied back to it later if `write`.
 
-        Without a copy if the transport can use the tensor's own memory.
+        Returns the tensor's own memory, without a copy, if the transport can use it.
         """
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

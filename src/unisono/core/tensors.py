@@ -278,7 +278,8 @@ def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
 
     Raises:
         TypeError: The argument is not a buffer, is a single number that would be written to, or has a dtype that torch
-        lacks. ValueError: The buffer is read-only and would be written to, or its strides cannot be used.
+            lacks.
+        ValueError: The buffer is read-only and would be written to, or its strides cannot be used.
     """
     numpy = sys.modules.get("numpy")
     if isinstance(buffer, complex | float | int) or (numpy is not None and isinstance(buffer, numpy.generic)):

@@ -305,14 +305,14 @@ class Transport(ABC):
             deadline: Deadline on the library's clock.
 
         Raises:
-            MismatchError: Ranks make different calls; raised on every rank. CommTimeoutError: A rank has not made its
-            call in time.
+            MismatchError: Ranks make different calls; raised on every rank.
+            CommTimeoutError: A rank has not made its call in time.
         """
 
     def plain(self) -> Transport | None:
         """Return the transport that runs native calls on the caller's own tensors, for `PlainCalls`, or None.
 
-        This transport itself, or the transport inside a wrapper that only compares calls.
+        The result is this transport itself, or the transport inside a wrapper that only compares calls.
         """
         return None
 
@@ -478,7 +478,8 @@ class Mailbox(ABC):
             timeout: Seconds to wait for the receiver to make room.
 
         Raises:
-            PeerLostError: The peer is gone. CommTimeoutError: The peer isn't receiving. The peer now counts as lost.
+            PeerLostError: The peer is gone.
+            CommTimeoutError: The peer isn't receiving. The peer now counts as lost.
         """
 
     @abstractmethod

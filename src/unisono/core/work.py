@@ -148,8 +148,8 @@ def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
     """Return a wait's timeout in seconds: the given timeout, or the default if None.
 
     Raises:
-        TypeError: `timeout` is neither a number of seconds nor a timedelta. ValueError: `timeout` is negative, or more
-        than 1e9 seconds (or infinite).
+        TypeError: `timeout` is neither a number of seconds nor a timedelta.
+        ValueError: `timeout` is negative, or more than 1e9 seconds (or infinite).
 
     Example:
         >>> resolve_timeout(None, 300.0), resolve_timeout(5, 300.0), resolve_timeout(timedelta(minutes=1), 300.0)

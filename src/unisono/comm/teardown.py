@@ -55,7 +55,8 @@ class Teardown:
         self._parts: list[Teardown] = []
         self._settled = threading.Event()
         self._process = os.getpid()
-        # Skip this in simulations: their threads end with the simulation, which must not depend on when memory is freed.
+        # Skip this in simulations: their threads end with the simulation, which must not depend on when memory is
+        # freed.
         if not control.simulated:
             close_at_exit(self)
 

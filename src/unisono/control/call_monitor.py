@@ -74,8 +74,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # In its own session, because Ctrl-C and the launcher's signals must not end the process that reports their
-        # effects.
+        # Start it in its own session, because Ctrl-C and the launcher's signals must not end the process that reports
+        # their effects.
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -86,8 +86,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         answer = process.stdout.readline()
     if not answer:
         raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
-    # Set by hand: nobody waits for this child, which outlives this process, and Python would warn that it is still
-    # running.
+    # Set the status by hand: nobody waits for this child, which outlives this process, and Python would warn that it is
+    # still running.
     process.returncode = 0
     where = json.loads(answer)
     return where[0], where[1]

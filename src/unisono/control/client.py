@@ -49,7 +49,7 @@ class SocketControl(ControlClient):
         address: Host and port of the server. The server may start later than this client.
         secret: The server's secret.
         timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
-        on_orphan: Called if the server disappears without a goodbye.
+        on_orphan: Called if the server disappears without announcing its end.
         reach_within_s: Seconds to reach the server; `timeout` if None.
         host_rank: Rank of the job that hosts the server, if any, to name in the error if it is lost.
         rank: This rank in the job, reported to the other ranks if its secret differs from theirs.
@@ -102,7 +102,7 @@ class SocketControl(ControlClient):
         """Return this host's address for the other ranks of a group, the same on all of its ranks. Collective.
 
         If the server is on this host, this is the address at which ranks on other hosts have reached it: a host that
-        resolves its own name often gets its loopback, or an address of another protocol than other hosts use.
+        resolves its own name often gets its loopback, or an address of a different protocol than other hosts use.
         """
         here = host_identity()
         reports = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
@@ -116,7 +116,7 @@ class SocketControl(ControlClient):
         return place_of(self.address)
 
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
-        """Join the next world of a job, and return its name: "world1", then "world2", ...
+        """Join the next world group of a job, and return its name: "world1", then "world2", ...
 
         This is the group's name; the caller must also join the group to be notified of failures.
 
@@ -365,7 +365,7 @@ def _milliseconds(seconds: float) -> int:
 def connect(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
 ) -> tuple[ClientConnection, ClientConnection]:
-    """Open two connections to the server, for requests and for news. The server may start later.
+    """Open two connections to the server, for requests and for notifications. The server may start later.
 
     If the secrets differ, the server is notified of the `rank`, if given.
 

@@ -1,4 +1,4 @@
-"""All requests of a rank to the control plane, based on a method that sends a request and receives replies."""
+"""All requests of a rank to the control plane, on top of methods that send a request and receive a reply."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class ControlClient(ControlPlane, ABC):
     def _end(self, cause: Cause, *, fails_groups: bool, failed_rank: int | None = None) -> list[Callback]:
         """Notify all waiting threads, and optionally the groups, that no more answers will arrive.
 
-        `failed_rank` is the number, in the job's first group, of the rank that caused it; other groups number that rank
+        `failed_rank` is the responsible rank's number in the job's first group; other groups number that rank
         differently.
         """
         with self._ending:
@@ -275,7 +275,7 @@ class ControlClient(ControlPlane, ABC):
         self._boundaries.pop(group.name, None)
         if self._members.pop(group.name, None) is None:
             return
-        # Without a control plane there is nothing to leave.
+        # Without a control plane, there is nothing to leave.
         with contextlib.suppress(PeerLostError, ClosedError, CommTimeoutError):
             waiter = self._begin("leave", group.name, patience > 0)
             if not self._wait(waiter, self._within(patience or self._patience_s)) and not self._silent:

@@ -13,10 +13,10 @@ __all__ = ["ExchangeEntry", "Groups"]
 
 
 class ExchangeEntry(NamedTuple):
-    """One rank's value in an exchange, and the request that is answered with the others' values.
+    """One rank's value in an exchange, and the request that is answered with all ranks' values.
 
     Attributes:
-        agree: Whether None suffices as the answer if all contributed the same bytes.
+        agree: Whether None suffices as the answer if all ranks contributed the same bytes.
     """
 
     client: int
@@ -46,7 +46,7 @@ class _GroupState:
         return len(self.present) + len(self.left) == self.size
 
     def fail(self, cause: Cause) -> Outgoing:
-        """Store the first cause, notify every member, and end every exchange with it."""
+        """Store the first cause, notify every member, and fail every exchange with this cause."""
         if self.cause is not None:
             return []
         self.cause = cause

@@ -176,14 +176,14 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
         OSError: The server cannot be reached.
     """
     found = len(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
-    # Limit each address, so that an unreachable one leaves time for the others, and for the handshake.
+    # Limit each address, so that an unreachable one leaves time for the other addresses, and for the handshake.
     peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
     try:
         if peer.getsockname() == peer.getpeername():
             # Nobody listens on that port, and the kernel assigned it to this socket, which is now connected to itself.
             raise ConnectionRefusedError("nobody listens there")
     except OSError:
-        # A server that ends may already have reset the connection, which then has no peer name.
+        # A server that is shutting down may already have reset the connection, which then has no peer name.
         peer.close()
         raise
     return peer

@@ -167,7 +167,7 @@ def _ancestors(pid: int) -> list[int]:
     """
     parent = int(process_stat(pid)[1])
     found: list[int] = []
-    # The host's first process is the ancestor of all others, so stop before it.
+    # The host's first process is the ancestor of all processes, so stop before it.
     while parent not in found and (parent > 1 or not found):
         found.append(parent)
         parent = int(process_stat(parent)[1])

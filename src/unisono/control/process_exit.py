@@ -73,12 +73,12 @@ def _take_leave() -> None:
     error = _what_ends_the_process()
     _close_all(error)
     if isinstance(error, PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
-        # Launchers blame the process that exits first, so let the one that failed exit first.
+        # Launchers blame the process that exits first, so let the failed process exit first.
         time.sleep(_GRACE_S)
 
 
 def end_at_once() -> None:
-    """Exit without waiting for the failed process: the launcher knows from reports which one failed first."""
+    """Don't wait for the failed process at exit: the launcher knows from reports which process failed first."""
     _end_at_once.add(os.getpid())
 
 

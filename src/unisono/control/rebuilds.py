@@ -19,7 +19,7 @@ class RebuildRequest:
     Attributes:
         grow: Number of newcomers.
         members: Job-wide numbers of the group's members.
-        terms: Terms for newcomers.
+        terms: Terms that newcomers receive.
         size: Total number of ranks afterwards, survivors and newcomers; 0 to use `grow`.
     """
 
@@ -129,7 +129,7 @@ class Rebuilds:
         members = [*(rebuild.members[rank] for rank in ranks), *numbers]
         calls = [rebuild.calls[rank] for rank in ranks]
         for index, (client, _) in enumerate([*calls, *newcomers]):
-            # Join all ranks now, so that one that dies before joining by itself is also reported as lost.
+            # Join all ranks now, so that a rank that dies before it joins by itself is also reported as lost.
             self._groups.join(client, 0, made, index, len(members), members)
         out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
         for index, (client, request) in enumerate(newcomers):

@@ -190,7 +190,7 @@ class ControlServer:
         if words == ("number",):
             self._deliver([(connection.number, (request, "ok", connection.number))])
         elif words[0] == "news":
-            # A client's second connection, which carries unsolicited messages.
+            # This is a client's second connection, which carries unsolicited messages.
             connection.serves = words[1]
             self._news[connection.serves] = self._known.pop(connection.number)
             self._deliver([(connection.serves, (request, "ok", None))])

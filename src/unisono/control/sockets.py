@@ -76,7 +76,7 @@ def tune(peer: socket.socket) -> None:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_silence(peer, _OUTAGE_S, _IDLE_S)
     if sys.platform == "linux":
-        # Otherwise retry intervals double, so that the next one may be up to two minutes after the link is back.
+        # Otherwise, retry intervals double, and the next retry may be up to two minutes after the link is back.
         for option, value in _RETRIES.items():
             with contextlib.suppress(OSError):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -175,7 +175,7 @@ def port_range() -> range | None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on exactly this address, or, for a name of this host, on all of its addresses.
 
-    Hosts may resolve a name to different addresses; on the host itself, it is often the loopback. For port 0, the
+    Hosts may resolve a name to different addresses; the host itself often resolves it to the loopback. For port 0, the
     socket listens on any port allowed for ranks.
 
     Raises:

@@ -73,7 +73,8 @@ class ControlState:
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
             raise ValueError(f"unknown request {verb!r}")
-        # Checked now: arguments are kept, and used later for other clients, which would then get the error.
+        # Check the form now: arguments are stored, and used later for other clients, which would otherwise get the
+        # error.
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
@@ -268,10 +269,10 @@ class ControlState:
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
-        """Join the next world of a job; the answer is its name.
+        """Join the next world group of a job; the answer is its name.
 
-        Each `init` of a rank joins the next world. A rank's new process may take over after its previous one has ended;
-        a second process at the same time is an error, and fails the world if it is still forming.
+        Each `init` of a rank joins the next world group. A rank's new process may take over after its previous one has
+        ended; a second process at the same time is an error, and fails the group if it is still forming.
         """
         number, holder, last = self._registrations.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:

@@ -48,7 +48,7 @@ class Overdue(NamedTuple):
 
     Attributes:
         rank: A rank that has not made the call.
-        text: Description of what the others are waiting for, and for how long.
+        text: Description of what the other ranks are waiting for, and for how long.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Group:
-    """A torch process group whose members are ranks of the watch."""
+    """A torch process group whose members are watched ranks."""
 
     text: str
     members: tuple[int, ...]
@@ -115,7 +115,7 @@ class _Client:
 
 
 class WatchedCalls(ControlState):
-    """Control plane whose clients report their calls, and receive the first mismatch as the failure of the world.
+    """Control plane whose clients report their calls, and receive the first mismatch as the failure of the world group.
 
     A rank that exits without a known failure is not an error until another rank needs it: a program's processes may
     exit at any time once they have no more calls in common.
@@ -250,7 +250,7 @@ class WatchedCalls(ControlState):
         return self._fail("MismatchError", None, f"{problem}. This is call {number} of {where.text}{silent}. {sent}")
 
     def _fail(self, kind: str, rank: int | None, message: str) -> Outgoing:
-        """Fail the world, and all calls that are waiting to be compared."""
+        """Fail the world group, and all calls that are waiting to be compared."""
         cause = Cause(kind, rank, message)
         waiting = [asked for _, _, call in self._open() for asked in call.asked]
         for group in self._known.values():
@@ -288,7 +288,7 @@ class WatchedCalls(ControlState):
         return []
 
     def _look_for_failed(self) -> Outgoing:
-        """Fail if a rank's exit shows a failure, or an error has waited long enough for its cause."""
+        """Fail if a rank's exit status shows a failure, or if the cause of an error has not been reported in time."""
         for rank, pid in list(self._unclear.items()):
             status = exit_status(pid)
             if status is None:

@@ -118,8 +118,8 @@ class Steps(Protocol):
 class Call(NamedTuple):
     """A rank's collective call, as transports, wrappers and recorders see it.
 
-    Created once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. Contents
-    of `inputs` and `outputs`:
+    A `Call` is created once, when a method of `Communicator` is called. All tensors are one-dimensional and contiguous.
+    Contents of `inputs` and `outputs`:
 
     | name | inputs | outputs |
     |---|---|---|

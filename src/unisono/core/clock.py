@@ -45,7 +45,8 @@ def real() -> float:
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]
-        # Retry if the clock was stopped or resumed in between: `at_s` must not be corrected with another stop's value.
+        # Retry if the clock was stopped or resumed in between: otherwise, `at_s` would be corrected with a value from
+        # another stop.
         if stands is _stands:
             return at_s - stands[0]
 
@@ -82,7 +83,7 @@ def _stand(stood_s: float, stopped_at: float | None) -> tuple[float, float | Non
 def _choose(read: Callable[[], float] | None) -> None:
     global now, _virtual  # noqa: PLW0603  # as above
     _virtual = read
-    # Consider both: a simulation may end while the clock is stopped, and the clock may resume during a simulation.
+    # Check for both: a simulation may end while the clock is stopped, and the clock may resume during a simulation.
     now = read or (_python if _stands == (0.0, None) else real)
 
 
@@ -125,7 +126,7 @@ def poll_until(
         _give_way()
         if done():
             return True
-        # With oversubscribed processors each yield may take milliseconds.
+        # Check the deadline each time: with oversubscribed processors, a yield may take milliseconds.
         if now() >= deadline:
             return False
     pause_s = _FIRST_PAUSE_S

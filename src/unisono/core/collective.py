@@ -172,7 +172,7 @@ FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name
 
 
 def header_of(collective: Collective) -> Collective:
-    """Return the shape exchange that precedes a collective which allocates its output; its name is the collective's.
+    """Return the collective that exchanges shapes before `collective` allocates its output; it has the same name.
 
     Example:
         >>> header_of(COLLECTIVES["scatter_v"]).family

@@ -70,7 +70,7 @@ def _add_rules(dynamo: ModuleType) -> None:
         return
 
     # A graph that calls functions in these files traces them; for frames outside a graph, Dynamo treats all our files
-    # alike. The list is rebuilt when its cache is cleared, for example by `init_process_group`.
+    # alike. Dynamo rebuilds this list when the list's cache is cleared, for example by `init_process_group`.
     dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
     def call(self: Any, frame: Any, *given: Any) -> Any:

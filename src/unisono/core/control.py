@@ -115,7 +115,7 @@ class ControlPlane(ABC):
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """Return the successor of this group: its remaining members plus `grow` newcomers, or as many as `size` needs.
+        """Return the successor of this group: its remaining members plus `grow` newcomers, or enough to reach `size`.
 
         Every live member calls this with the same arguments, except that a member may omit `grow` and `size` to accept
         the other members' `size`. A member that has not joined by the first caller's deadline is excluded, and gets
@@ -154,7 +154,8 @@ class ControlPlane(ABC):
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
         """Return the report of every rank of a group (`ActivityRegistry.report`); None for ranks that do not reply.
 
-        Keys are group and rank. Without a group, every client of the control plane that is in any group is queried.
+        Each key is a pair of group name and rank. Without a group, every client of the control plane that is in any
+        group is queried.
         """
 
     @abstractmethod
@@ -163,7 +164,7 @@ class ControlPlane(ABC):
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
-        """Treat ranks as lost once their host is silent this long, and this rank once its own host is cut off.
+        """Treat ranks as lost once their host is silent this long, including this rank if its own host is cut off.
 
         Only the first call counts. Without a heartbeat, or if ranks share a process, hosts may be silent indefinitely.
         """

@@ -75,7 +75,7 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
 
 
 def left_error(rank: int) -> PeerLostError:
-    """Return the error for waiting for a rank that has exited without a failure.
+    """Return the error of a wait for a rank that has exited without a failure.
 
     Example:
         >>> print(left_error(2))
@@ -96,7 +96,7 @@ def connection_error(rank: int | None) -> PeerLostError:
 
 
 def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
-    """Return the error text for waiting for ranks that have not arrived.
+    """Return the error text of a wait for ranks that have not arrived.
 
     Example:
         >>> waited_for([1], 2.0)

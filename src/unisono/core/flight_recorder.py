@@ -157,7 +157,7 @@ class Activity:
         place: Place,
         awaited: tuple[PendingMessage, ...] = (),
     ) -> Record:
-        """Mark a call as running or waited for; return its record. Arguments as for `format_call`."""
+        """Mark a call as running or awaited; return its record. Arguments as for `format_call`."""
         now = clock.now()
         self.outside_s = outside_s = self.outside_s + now - self.since
         self.now = (name, number, detail, place, now, outside_s)
@@ -177,12 +177,12 @@ class Activity:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
 
     def fail(self, *, timed_out: bool) -> None:
-        """Mark the communicator as failed. Reports include it even after the program has dropped it."""
+        """Mark the communicator as failed. Reports include the communicator even after the program has dropped it."""
         self.timed_out = timed_out
         _LAST_FAILED.append(self)
 
     def log_event(self, kind: str, text: str) -> None:
-        """Record another event."""
+        """Record an event other than a call."""
         if self.record is not None:
             self.record.put(kind, self.group.name, self.group.rank, None, text)
 

@@ -18,7 +18,8 @@ class ForkUnsafeResource(Protocol):
         ...
 
 
-# One set for the process, because a fork copies every descriptor; weak, so that it keeps no descriptors open.
+# One set for the process, because a fork copies every descriptor; the set is weak, so that it keeps no descriptors
+# open.
 _holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 

@@ -73,7 +73,7 @@ class Hold:
             self.held = True
 
     def go(self) -> None:
-        """Continue all ranks."""
+        """Release all held ranks."""
         for observe in self.on_go:
             observe()
         with self._lock:

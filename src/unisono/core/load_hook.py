@@ -39,7 +39,7 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
     """Call a method whenever a module of a model, loaded as a whole or by itself, gets new values for its tensors.
 
     Args:
-        model: The model. Scripted modules in it are not followed.
+        model: The model. Scripted modules in the model are not followed.
         follower: Object whose deletion removes the hooks.
         call: Method of `follower`, called with the name of the module in the model, and the module.
 

@@ -57,7 +57,7 @@ def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | N
     end = begin + length
     if len(data) < end:
         return None, end
-    # Most messages have no bodies.
+    # Skip the allocation for most messages, which have no bodies.
     bodies = _allocate(struct.unpack_from(f"<{count}Q", data, _HEADER.size)) if count else ()
     return Envelope(peer, bytes(data[begin:end]), bodies), end
 

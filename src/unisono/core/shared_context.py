@@ -56,6 +56,7 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
         yield
     finally:
         for owner, name, value, old in before:
-            # A context that began before this one may have ended first, and restored an earlier value.
+            # Restore only what is unchanged: a context that began earlier may have ended first, and restored an earlier
+            # value.
             if getattr(owner, name) is value:
                 setattr(owner, name, old)

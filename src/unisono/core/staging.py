@@ -113,7 +113,8 @@ class Staging:
     def begin(self) -> None:
         """Copy the inputs, and run the functions in `before`."""
         for target, tensor in self._copies:
-            # Torch conjugates and negates in host memory, where an asynchronous copy may not have arrived yet.
+            # Resolve these before the copy: torch conjugates and negates in host memory, where an asynchronous copy may
+            # not have arrived yet.
             target.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         if self._copies:
             self._synchronize()

@@ -254,7 +254,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """Beginning of a DLPack capsule since version 1.0. The lowest flag is "read-only"."""
+    """Beginning of a DLPack capsule since version 1.0. The lowest bit of `flags` means "read-only"."""
 
     _fields_ = (
         ("version", ctypes.c_uint32 * 2),
@@ -342,7 +342,7 @@ def _of_array(array: np.ndarray[Any, Any], name: str, *, written: bool) -> torch
     try:
         # C types that are identical on this machine, such as long and long long, have the same dtype string.
         plain = array.view(array.dtype.str)
-        # For read-only memory, use DLPack: through any other protocol, torch warns about it.
+        # For read-only memory, use DLPack: with any other protocol, torch warns.
         return torch.from_numpy(plain) if array.flags.writeable else torch.from_dlpack(plain)
     except BufferError:
         return torch.from_numpy(array.copy())
@@ -354,7 +354,7 @@ def _of_dlpack(buffer: Any, name: str, *, written: bool) -> torch.Tensor:
     try:
         read_only, negative = _capsule_traits(buffer)
         if negative:
-            # Torch would abort the process.
+            # Raise here, because torch would abort the process.
             raise ValueError(f"{name} has a negative stride, which torch cannot use; pass a contiguous array")
         if written and read_only:
             raise ValueError(_READ_ONLY.format(name))
@@ -424,7 +424,7 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out` (which may be either). `low` comes from the lower rank, so that bits match."""
+    """Write `low` op `high` to `out` (which may be either). `low` is from the lower rank, so bits match everywhere."""
     COMBINE[op](low, high, out=out)
 
 

@@ -55,8 +55,8 @@ class AutoResetEvent:
 class DaemonThreadPool:
     """Pool that runs each task immediately, on an idle thread or a new one. Threads exit after being idle for 5 s.
 
-    Not a `ThreadPoolExecutor`: that class limits the number of threads, so queued waits could deadlock, and joins its
-    threads at interpreter exit, which an endless wait would block.
+    A `ThreadPoolExecutor` would not do: it limits the number of threads, so queued waits could deadlock, and it joins
+    its threads at interpreter exit, which an endless wait would block.
     """
 
     def __init__(self, name: str) -> None:
@@ -129,7 +129,7 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def spawn_thread(task: Callable[[], None], name: str) -> None:
-    """Run a task soon in a new thread. For use in finalizers, which may run while this thread holds any lock.
+    """Run a task soon in a new thread. Use it in finalizers, which may run while this thread holds any lock.
 
     Starting a `threading.Thread` acquires a lock in `threading`, so a bare thread, which holds no locks, starts it.
     """

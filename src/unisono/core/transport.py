@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties that a transport declares before it is connected; the same attributes as those of `Transport`."""
+    """Properties that a transport declares before it is connected; the attributes are those of `Transport`."""
 
     devices: frozenset[str]
     host_staged: frozenset[str]
@@ -110,11 +110,11 @@ class Transport(ABC):
         host_staged: Device types that are staged in CPU memory, so that `post` gets CPU tensors.
         overlaps: Whether a native collective progresses, once started, while the caller does other work.
         background: Whether completing collectives in a thread pays off, because the thread mostly waits for a network,
-            or because each rank has a spare core. The same on every rank.
+            or because each rank has a spare core. Must be the same on every rank.
         fast_path: Implementation of blocking calls on plain tensors with one native call each; None if there is none.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
-        reconnect: Function that chooses a transport anew for a different set of ranks; set if this transport was chosen
-            to suit the ranks' hosts.
+        reconnect: Function that chooses a new transport for a different set of ranks; set only if this transport was
+            chosen to suit the ranks' hosts.
     """
 
     in_process: ClassVar[bool] = False
@@ -167,7 +167,7 @@ class Transport(ABC):
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
         """Return the subsets of a group within which `connect` is known to work: the whole group, or each host's ranks.
 
-        Collective over the control plane; the ranks must have joined the group there.
+        Collective over the control plane, in which the ranks must have joined the group.
 
         Args:
             group, control: As for `connect`.
@@ -200,8 +200,8 @@ class Transport(ABC):
     def iprobe(self, peer: int, tag: int) -> bool:
         """Return whether a message from `peer` with this tag has arrived and matches no posted receive. Never blocks.
 
-        On transports where messages in flight otherwise progress only during waits, this progresses them, too. With
-        `any_source`, only one thread at a time may call this.
+        Some transports make progress on messages in flight only during waits; on these, this call makes progress as
+        well. With `any_source`, only one thread at a time may call this.
 
         Args:
             peer: A rank of the group.
@@ -233,7 +233,7 @@ class Transport(ABC):
         return None
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return a transport of the same kind for a group that replaces this one. This transport may be broken.
+        """Return a transport of the same kind for a group that replaces this transport's own. This one may be broken.
 
         Args:
             group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
@@ -390,8 +390,8 @@ def renewed(transport: Transport, group: Group) -> Transport:
 class FastPath(Protocol):
     """Blocking calls directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. They do their own
-    comparison of calls.
+    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. This path does its
+    own comparison of calls.
     """
 
     def try_collective(
@@ -448,8 +448,9 @@ class Mailbox(ABC):
     """A rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
 
     Unlike a transport, it has no posted receives, and does not fail as a whole: a lost rank is marked with `mark_lost`,
-    and the others continue. Any thread may send; one thread at a time may `poll`; only the permanent service thread may
-    `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting thread remains asleep.
+    and the other ranks continue. Any thread may send; one thread at a time may `poll`; only the permanent service
+    thread may `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting thread remains
+    asleep.
 
     Attributes:
         group: The ranks' group.

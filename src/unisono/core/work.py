@@ -53,7 +53,7 @@ class Completion(Work):
 
     def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
         self.timeout_s = timeout_s
-        # A counter, because a message may be posted twice.
+        # Values are counts, because a message may be posted twice.
         self._left: dict[Message, int] = {}
         for message in messages:
             self._left[message] = self._left.get(message, 0) + 1
@@ -190,7 +190,7 @@ def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
 
 
 def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
-    """Return the error for a wait for these messages that has timed out."""
+    """Return the error of a wait for these messages that has timed out."""
     if not messages:
         return CommTimeoutError(f"waited {waited_s:.1f} s", waited_s=waited_s)
     first = messages[0]
@@ -203,7 +203,7 @@ def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutEr
 
 
 def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
-    """Return the error for a wait for ranks that has timed out."""
+    """Return the error of a wait for these ranks that has timed out."""
     if not ranks:
         return timeout_error((), waited_s)
     return CommTimeoutError(waited_for(ranks, waited_s), peer=ranks[0], waited_s=waited_s)
@@ -257,8 +257,8 @@ def format_bytes(nbytes: int) -> str:
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     """Wait until one of the works ends, and return its index.
 
-    Only uses `get_future` of each work. Raises `CommTimeoutError` after `timeout`, and `ValueError` for an empty list.
-    It does not raise the work's error: call the work's `wait` for that.
+    This uses only `get_future` of each work. Raises `CommTimeoutError` after `timeout`, and `ValueError` for an empty
+    list. It does not raise the work's error: call the work's `wait` for that.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
@@ -365,7 +365,8 @@ class ChainedWork(Work):
 
     Args:
         inner: The work to continue.
-        after: Called once, in the first thread that sees `inner` succeed; an error that it raises becomes the work's.
+        after: Called once, in the first thread that sees `inner` succeed; an error that it raises becomes the error of
+            this work.
         translate: Converts an error of `inner` to the error to raise.
     """
 

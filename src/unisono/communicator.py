@@ -189,7 +189,7 @@ class Communicator(Place):
     ) -> Communicator:
         """Return a communicator on top of an existing torch process group, which unisono never destroys.
 
-        Collective over the group: every member calls it. The group's owner may still use it whenever the communicator
+        Collective over the group: every member calls it. Its owner may still use the group whenever the communicator
         does not. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the communicator
         gets its own transport of the same kind.
 
@@ -339,7 +339,7 @@ class Communicator(Place):
             tensor: Any dtype that torch can reduce with `op`; a sum of bools is "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
             scale: Factor applied to each contribution, in the tensor's dtype (torch's PREMUL_SUM), for "sum" and "avg"
-                of floating-point and complex dtypes. The same on all ranks. With a scale, the tensor is copied.
+                of floating-point and complex dtypes. Must be the same on all ranks. With a scale, the tensor is copied.
             algorithm: "auto" for the algorithm with the lowest predicted time (see `plan`), a file in
                 `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native" if
                 the backend has a native collective, or None for native if possible, and otherwise the algorithm with
@@ -386,7 +386,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Replace rank `dst`'s tensor with the sum (or `op`) of all ranks' tensors; the others remain unchanged.
+        """Replace rank `dst`'s tensor with the sum (or `op`) of all ranks' tensors; the other tensors remain unchanged.
 
         Collective. In place on `dst`.
 
@@ -534,11 +534,11 @@ class Communicator(Place):
     def agree(self, value: Any, name: str) -> None:
         """Check, in the next collective, that all ranks have the same value here.
 
-        All ranks call this in the same order. This sends nothing: this thread's next collective on this communicator,
-        or on another communicator of the same ranks, compares a digest of the value as it is now. `flush_agreements`,
-        `barrier` and `close` compare all pending values. Values are equal if they have the same types, shapes, dtypes
-        and bits; dicts and sets may be in any order, and tensors on any device. With `check="off"`, only
-        `flush_agreements` and `close` compare the values.
+        All ranks call this in the same order. The method itself sends nothing: this thread's next collective on this
+        communicator, or on another communicator of the same ranks, compares a digest of the value as it is now.
+        `flush_agreements`, `barrier` and `close` compare all pending values. Values are equal if they have the same
+        types, shapes, dtypes and bits; dicts and sets may be in any order, and tensors on any device. With
+        `check="off"`, only `flush_agreements` and `close` compare the values.
 
         Args:
             value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
@@ -546,8 +546,9 @@ class Communicator(Place):
 
         Raises:
             TypeError: The value contains a type that cannot be compared.
-            MismatchError: Raised on every rank by the collective that compares; names the first differing element and
-                the ranks with each value, or a rank that has not called `agree`. `close` raises it on one rank only.
+            MismatchError: Raised on every rank by the collective that compares; the error names the first differing
+                element and the ranks with each value, or a rank that has not called `agree`. `close` raises it on one
+                rank only.
 
         Cost: a hash of the value and about 10 us now, and about 0.1 ms in the next collective.
 
@@ -765,7 +766,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Receive the tensor of rank r into `tensor_list[r]` on every rank.
+        """On every rank, receive the tensor of each rank r into `tensor_list[r]`.
 
         Collective. Tensors may differ in length between ranks, as long as all ranks' lists have the same lengths.
 
@@ -944,7 +945,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
-        """Return the tensors of all ranks, in rank order. No rank needs to know the others' lengths.
+        """Return the tensors of all ranks, in rank order. No rank needs to know the other ranks' lengths.
 
         Collective. Cost: as `all_gather`, preceded by an all_gather of 18 numbers per rank.
 
@@ -996,7 +997,7 @@ class Communicator(Place):
             algorithm: A gather algorithm; as for `all_reduce`.
             async_op, timeout: As in `all_gather_v`.
 
-        Returns: On rank `dst` new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
+        Returns: On rank `dst`, new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
             MismatchError, ValueError: As `all_gather_v`; also if ranks differ in `dst`.
@@ -1106,8 +1107,8 @@ class Communicator(Place):
         Args:
             obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
             src: The rank that sends.
-            trusted: Whether to send anything that cloudpickle supports, which lets peers run code here. The same on all
-                ranks.
+            trusted: Whether to send anything that cloudpickle supports, which lets peers run code here. Must be the
+                same on all ranks.
             timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
                 timeout if None.
 
@@ -1146,7 +1147,7 @@ class Communicator(Place):
         """
         self._engine.enter("all_gather_object")
         data = self._bytes(encode(obj, self.rank, trusted))
-        # Two fast-path calls, because all_gather_v has no fast path, and saving and loading checkpoints calls this
+        # Make two fast-path calls, because all_gather_v has no fast path, and saving and loading checkpoints calls this
         # often.
         lengths = data.new_empty(self.size, dtype=torch.int64)
         self.all_gather_single(lengths, lengths.new_tensor([data.numel()]), timeout=timeout)
@@ -1371,7 +1372,7 @@ class Communicator(Place):
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Wait for a message that no posted receive matches, and return the rank that sent it.
 
-        This does not receive the message: the next receive from that rank with this tag gets it.
+        The message is not received: the next receive from that rank with this tag gets it.
 
         Args:
             src: The sender's rank; any rank if None.
@@ -1566,10 +1567,10 @@ class Communicator(Place):
     def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Return a new communicator of the remaining ranks, renumbered in their old order, and any newcomers.
 
-        Collective over the live ranks: each calls this after a failed call, or all call it at the same point of the
-        program to admit newcomers. This does not wait for ranks that have left or that die meanwhile. This communicator
-        is unusable afterwards; its subgroups are unaffected. The new communicator takes over everything that the old
-        one would have closed.
+        Collective over the live ranks: each rank calls this after a failed call, or all ranks call it at the same point
+        of the program to admit newcomers. The method does not wait for ranks that have left or that die meanwhile. This
+        communicator is unusable afterwards; its subgroups are unaffected. The new communicator takes over everything
+        that the old one would have closed.
 
         Args:
             grow: Number of newcomers (calling `unisono.join`) to wait for and admit; they get the highest ranks.
@@ -1586,7 +1587,7 @@ class Communicator(Place):
             MismatchError: Ranks passed different arguments.
             CommError: More ranks remain than `size`.
 
-        If `is_replacement` is true, this joins the other ranks and ignores every argument but the timeout.
+        If `is_replacement` is true, the method joins the other ranks and ignores every argument but the timeout.
 
         Cost: one exchange over the control plane, and the time to connect: a few milliseconds on one host.
 
@@ -1672,9 +1673,9 @@ class Communicator(Place):
     def tune(self, seconds: float = 2.0) -> CostTable:
         """Measure the cost of messages, so that `algorithm="auto"` relies on measurements from now on. Collective.
 
-        This times a few algorithms and sizes, and fits latency, bandwidth, reduction speed and overhead per message to
-        the times. All ranks use rank 0's result, which rank 0 stores in the user's cache folder for later programs with
-        the same backend, processor and ranks per host.
+        The method times a few algorithms and sizes, and fits latency, bandwidth, reduction speed and overhead per
+        message to the times. All ranks use rank 0's result, which rank 0 stores in the user's cache folder for later
+        programs with the same backend, processor and ranks per host.
 
         Args:
             seconds: Approximate upper limit of the time taken.
@@ -1749,7 +1750,7 @@ class Communicator(Place):
             from other ranks.
 
         Raises:
-            CommError: As any collective.
+            CommError: As for any collective.
 
         Cost: 2 short collectives with 24 bytes per recorded call; recording adds 50 ns to every call.
 
@@ -1809,15 +1810,15 @@ class Communicator(Place):
     def stop_requested(self) -> bool:
         """Return whether all ranks stop here. Every rank calls this once per step, at the same place in its loop.
 
-        Each call is a step boundary. After any rank has requested a stop, this returns True on all ranks from the same
-        boundary on: the first that no rank has passed yet. Until a request, this sends nothing and never waits.
-        `un.stop.batches` calls it for each batch of a loader; `un.stop.enable` lets signals, deadlines and files
-        request a stop.
+        Each call is a step boundary. After any rank has requested a stop, the method returns True on all ranks from the
+        same boundary on: the first that no rank has passed yet. Until a request, it sends nothing and never waits.
+        `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals, deadlines and
+        files request a stop.
 
         Raises:
             ClosedError: The communicator is closed.
-            CommTimeoutError: After a request, a rank did not report its step in time. Raised on every rank; names that
-                rank.
+            CommTimeoutError: After a request, a rank did not report its step in time. Raised on every rank; the error
+                names the silent rank.
             CommError: After a request, the communicator has failed.
 
         Cost: 0.2 us, and, once after a request, one exchange over the control plane.
@@ -1871,7 +1872,7 @@ class Communicator(Place):
 
     @property
     def latest(self) -> Communicator:
-        """The latest communicator that `rebuild` has made from this one; this one if there is none."""
+        """The latest communicator that `rebuild` has made from this one; this communicator if there is none."""
         return self if self._successor is None else self._successor.latest
 
     def abort(self, reason: str = "the program asked for it") -> None:
@@ -1896,11 +1897,11 @@ class Communicator(Place):
     def close(self) -> None:
         """Release all resources, including those of sub-communicators. Every rank calls this at the end. Idempotent.
 
-        This first waits for background saves, then up to a second for the other ranks, so that nothing in flight is cut
-        off. Both waits end immediately if the communicator is broken. If a save has failed, its error is raised at the
-        end. On nccl, a mismatch between the last calls, which ranks compare while they run, is raised here as well. A
-        communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
-        works.
+        The method first waits for background saves, then up to a second for the other ranks, so that nothing in flight
+        is cut off. Both waits end immediately if the communicator is broken. If a save has failed, its error is raised
+        at the end. On nccl, a mismatch between the last calls, which ranks compare while they run, is raised here as
+        well. A communicator is closed in the background once nothing refers to it, its sub-communicators or its
+        unfinished works.
 
         Example:
             >>> comm = un.init()

@@ -57,7 +57,7 @@ ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
 SUSPENDABLE = frozenset({"thread", "shm", "tcp", "sim"})
 """Backends whose deadlines stop while a debugger holds the ranks."""
 
-# Bound here for the fast path, which checks the phase in every call.
+# Shortcut for the fast path, which checks the phase in every call.
 _OPEN = Phase.OPEN
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
 _NEVER: list[tuple[int, Agreed]] = []
@@ -113,7 +113,7 @@ class Engine:
         self.life: Life = Life()
         self.uneven_batches = False
         self.broken: Cause | None = None
-        # Whether a background comparison of calls has failed; whether the program has seen an error of the group.
+        # Whether a background comparison of calls has failed, and whether the program has seen an error of the group.
         self._differed = False
         self._raised = False
         self.agreements: Agreements = Agreements()
@@ -168,7 +168,7 @@ class Engine:
         if self.owner != here and self.owner != ANY_THREAD:
             self.own(operation)
         if self.life.phase is not _OPEN:
-            # A loop, because the ranks may be held again before this thread has run.
+            # Check in a loop, because the ranks may be held again before this thread has run.
             while self.life.phase is Phase.HELD:
                 HOLD.wait()
             self.check(operation)
@@ -205,7 +205,7 @@ class Engine:
             raise failure
 
     def check_open(self, operation: str) -> None:
-        """Raise if the communicator is closed. It may be broken."""
+        """Raise if the communicator is closed. A broken communicator passes."""
         if self.closed:
             self.check(operation)
 
@@ -439,7 +439,7 @@ class Engine:
         """Run a call, and return None when it is done; or start it, and return its work.
 
         Args:
-            call: As from `make`.
+            call: Call created by `make`.
             async_op: Whether to return without waiting.
             then: Function that makes the second half of a two-part call, given this call and its results.
         """
@@ -621,7 +621,7 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # For the program, only its waits count as time inside a call.
+        # From the program's point of view, only its waits count as time inside a call.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
@@ -756,7 +756,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a call in the helper thread. Time that the program waits for it counts as time inside a call."""
+    """Work for a call in the helper thread. The program's waits for it count as time inside a call."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)

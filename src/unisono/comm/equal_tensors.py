@@ -79,7 +79,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     keys = _keys().to(tensor.device)
     turns = random.Random(_CHUNK)
     for chunk in words.split(_CHUNK):
-        # Integers wrap around, which gives the modulus.
+        # Integer overflow wraps around, which gives the sum modulo 2**64.
         total += (chunk * keys[: chunk.numel()]).sum() * _odd(turns)
     return total
 

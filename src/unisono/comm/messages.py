@@ -48,7 +48,7 @@ class AnySource:
         self._found: dict[int, int] = {}
 
     def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
-        """Return a work that calls `begin` with the sender of the first unmatched message, and then wraps the result.
+        """Return a work that calls `begin` with the sender of the first unmatched message, and wraps the work it returns.
 
         Args:
             tag: Tag of the message.
@@ -226,7 +226,7 @@ class PointToPointWork(Work):
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Publish the messages that this rank waits for, for reports."""
+        """Make the messages that this rank waits for visible in reports."""
         activity = self._engine.activity
         activity.enter(*self._record, self._awaited)
         try:

@@ -95,7 +95,7 @@ class PlainCalls:
         return Status.OK
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As in `FastPath`; the transport's `compare` has already raised it."""
+        """As in `FastPath`; the transport's `compare` usually raises the error earlier."""
         raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:

@@ -64,7 +64,7 @@ class ShapeExchange:
         self.lengths: tuple[int, ...] = ()
 
     def give(self, tensors: Tensors, device: str) -> None:
-        """Make the headers for this rank's tensors; on a rank that only receives, allocate room for others' headers.
+        """Make the headers for this rank's tensors; on a rank that only receives, allocate room for the other headers.
 
         The output will be on the device of this rank's tensors, or on `device` if it has none. Headers are in CPU
         memory if the transport can send that.

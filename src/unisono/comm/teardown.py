@@ -125,7 +125,7 @@ class Teardown:
 
     # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:
-        """Mark as dropped. Called from a finalizer, so it takes no lock: this thread may hold the control plane's."""
+        """Mark as dropped. Called in finalizers, so it takes no lock: this thread may hold the control plane's lock."""
         if self._control.simulated or os.getpid() != self._process:
             return
         self.dropped = True

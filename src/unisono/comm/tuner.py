@@ -37,7 +37,7 @@ class Tuner:
         hosts: Name of each rank's host.
 
     Attributes:
-        control: As passed; replaced while the communicator is recorded.
+        control: The control plane as passed, or its replacement while the communicator is recorded.
         hosts: Name of each rank's host.
     """
 

@@ -142,7 +142,7 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """Seconds to wait for an answer: few once the server is silent, because a failing rank sends many requests."""
+        """Seconds to wait for an answer: few once the server is silent, as a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     @property

@@ -383,7 +383,7 @@ def share_capabilities(transport: Transport, other: Transport, *names: str) -> N
 
 
 def renewed(transport: Transport, group: Group) -> Transport:
-    """Return a transport for the group that replaces a transport's own, from `reconnect` if set, else `reconfigure`."""
+    """Return a transport for a group that replaces that of `transport`, with `reconnect` if set, else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 

@@ -189,8 +189,8 @@ class Communicator(Place):
     ) -> Communicator:
         """Return a communicator on top of an existing torch process group, which unisono never destroys.
 
-        Collective over the group: every member calls it. Its owner may still use the group whenever the communicator
-        does not. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the communicator
+        Collective over the group: every member calls it. The owner of the group may still use it while the communicator
+        is idle. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the communicator
         gets its own transport of the same kind.
 
         Args:
@@ -1899,9 +1899,9 @@ class Communicator(Place):
 
         The method first waits for background saves, then up to a second for the other ranks, so that nothing in flight
         is cut off. Both waits end immediately if the communicator is broken. If a save has failed, its error is raised
-        at the end. On nccl, a mismatch between the last calls, which ranks compare while they run, is raised here as
-        well. A communicator is closed in the background once nothing refers to it, its sub-communicators or its
-        unfinished works.
+        at the end. On nccl, `close` also raises a mismatch between the last calls, which ranks compare while they run.
+        A communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
+        works.
 
         Example:
             >>> comm = un.init()

@@ -131,7 +131,7 @@ class Engine:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._sink = SINK
         self._limit_s = options.timeout_s
-        # Threads inside a collective; a signal handler must not start another one there.
+        # Threads inside a collective, in which a signal handler must not start another one.
         self._inside: set[int] = set()
         self._helper = SerialWorker(f"unisono {group.name} rank {group.rank}")
         self._pending = 0
@@ -187,7 +187,7 @@ class Engine:
         self.life.change(Event.GO)
 
     def own(self, operation: str) -> None:
-        """Raise unless this thread may make calls; the first thread to make one becomes the owner."""
+        """Raise unless this thread may make calls; the first thread to make a call becomes the owner."""
         here = get_ident()
         if self.owner is None:
             self.owner = self.activity.owner = here
@@ -638,7 +638,7 @@ class Engine:
             HOLD.go()
         if self.broken is None and (not self.closed or unfinished):
             # Set `broken` before the phase, because a call that finds the phase broken raises the cause. Two threads
-            # may both get here: both have the group's first cause, and everything below is idempotent.
+            # may reach this line: both pass the group's first cause, and everything below is idempotent.
             self.broken = cause
             self.life.change(Event.FAIL)
             self.activity.broken = True
@@ -756,7 +756,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a call in the helper thread. The program's waits for it count as time inside a call."""
+    """Work for a call that runs in the helper thread. The program's waits for it count as time inside a call."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)

@@ -130,7 +130,7 @@ class PointToPointMailbox(Mailbox):
                 if patience <= 0:
                     raise
             except CommError as error:
-                # The other end has closed, or is about to be reported as lost.
+                # The peer has closed its end, or is about to be reported as lost.
                 self.mark_lost(peer, error)
                 raise PeerLostError(f"rank {peer} has left: {error.message}", peer=peer) from error
 

@@ -48,7 +48,7 @@ class AnySource:
         self._found: dict[int, int] = {}
 
     def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
-        """Return a work that calls `begin` with the sender of the first unmatched message, and wraps the work it returns.
+        """Return a work that calls `begin` with the sender of the first unmatched message, and wraps the returned work.
 
         Args:
             tag: Tag of the message.

@@ -296,7 +296,8 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # The other ranks are notified and raise the same error; the answer to the exchange contains the outcome.
+            # This notifies the other ranks, which raise the same error; the answer to the exchange contains the
+            # outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 

@@ -65,7 +65,7 @@ class UntrustedError(ConnectionError):
 
 
 def tls_context(*, server: bool) -> ssl.SSLContext | None:
-    """Return the TLS settings for one side, which presents its certificate and requests the other's.
+    """Return the TLS settings for a server or a client; each presents its certificate and requests its peer's.
 
     Returns: The settings; None unless connections between ranks are encrypted.
 
@@ -262,7 +262,7 @@ class _Pipe:
         try:
             return self._rank_ended or not (self._outgoing or select.select([self._far], [], [], 0)[0])
         except ValueError:
-            # The connection was closed meanwhile.
+            # The connection has been closed in the meantime.
             return True
 
     def close(self, error: OSError | None = None) -> None:
@@ -347,7 +347,7 @@ class _TLSRelay:
     def _flush(self) -> None:
         deadline = clock.now() + _FLUSH_S
         while clock.now() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
-            # The relay's thread keeps sending meanwhile.
+            # The relay's thread sends while this thread sleeps.
             time.sleep(0.005)
 
     def invalidate_after_fork(self) -> None:
@@ -377,6 +377,6 @@ def _write(end: socket.socket, pending: bytearray, *, ended: bool) -> None:
         with suppress(BlockingIOError):
             del pending[: end.send(pending)]
     if ended and not pending:
-        # The other side may already have closed.
+        # The peer may already have closed the connection.
         with suppress(OSError):
             end.shutdown(socket.SHUT_WR)

@@ -207,7 +207,7 @@ class Groups:
     def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
         """Handle a rank's timeout in an exchange: if ranks are still missing, fail the group.
 
-        `report` contains what the waiting rank found out about the others.
+        `report` contains what the waiting rank found out about the missing ranks.
         """
         group = self._groups.get(name)
         exchange = group.exchanges.get(topic) if group is not None else None

@@ -80,7 +80,7 @@ def path_of(kind: str, pid: int, number: int) -> str:
 
 
 def opened(kind: str) -> socket.socket | None:
-    """Return a new socket listening under this process's name for a kind; None if the platform has no such sockets."""
+    """Return a new socket that listens under a name of this process; None if the platform has no such sockets."""
     if sys.platform != "linux":
         return None
     for number in range(_MOST):
@@ -132,7 +132,7 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
 
 
 def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
-    """Return the control planes of this user's processes on this host, each with those processes.
+    """Return the control planes of this user's processes on this host, each with the processes that use it.
 
     Raises:
         UnavailableError: The platform is not Linux.

@@ -347,7 +347,8 @@ class WatchedCalls(ControlState):
             made = next(iter(call.made.values())).fingerprint
             needed = self._missing_in(where, call)
             root = None if made.root is None else where.members[made.root]
-            # The root of a broadcast need not wait for the other ranks, nor they for the root of a reduce.
+            # In a broadcast, the root need not wait for the other ranks; in a reduce, the other ranks need not wait for
+            # the root.
             if made.operation in _DOWN:
                 needed &= {root}
             elif made.operation in _UP and root in needed:

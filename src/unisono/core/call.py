@@ -195,10 +195,10 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
         if differing == ["agreed"]:
             return disagreement(sides)
         if "operation" in differing:
-            # Every other difference follows from a different operation.
+            # A different operation explains all other differences.
             differing = ["operation"]
         elif differing != ["algorithm"]:
-            # The algorithm is chosen from the other values, so report those instead.
+            # The algorithm follows from the other values, so report the values that differ.
             differing = [name for name in differing if name != "algorithm"]
         quoted = _sides({rank: call_text(p, algorithm="algorithm" in differing) for rank, p in sides.items()})
         text = f"ranks differ in {', '.join(differing)}: {quoted}"

@@ -272,7 +272,7 @@ class ActivityRegistry:
 
 
 def _position(thread: int) -> dict[str, Any]:
-    """Return the current position of a thread, which keeps running meanwhile."""
+    """Return the current position of a thread without stopping that thread."""
     frame = thread_frames().get(thread)
     at = users_frame(frame)
     return {
@@ -330,7 +330,7 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
-# Also excludes the standard modules that call a program's functions: context managers, decorators and threads.
+# This includes the standard modules that call a program's functions: context managers, decorators and threads.
 NOT_THE_USERS = (*_OTHERS, threading.__file__, contextlib.__file__, functools.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 

@@ -80,9 +80,9 @@ class StepBoundaries:
     def end(self, comm: Any, successor: StepBoundaries) -> None:
         """Hand over the request and the followers to the communicator that replaces this one.
 
-        The new communicator is already the current one, so a request that arrives too late for this one reaches the new
-        one. The request is repeated, because the surviving ranks have not stopped yet, and newcomers don't know about
-        it.
+        The replacement is already the current communicator, so a request that arrives too late for this one reaches the
+        replacement. The request is repeated, because the surviving ranks have not stopped yet, and newcomers don't know
+        about it.
         """
         successor.followers = self.followers
         for follow in self.followers:

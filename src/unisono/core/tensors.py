@@ -268,7 +268,7 @@ class _Versioned(ctypes.Structure):
 def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
     """Return a tensor that shares a buffer's memory and keeps the buffer alive.
 
-    Makes a copy if torch cannot use the memory: for numbers, lists of numbers, read-only memory without DLPack, and
+    It is a copy if torch cannot use the memory: for numbers, lists of numbers, read-only memory without DLPack, and
     arrays with negative strides. The caller must write results back to a list.
 
     Args:

@@ -19,8 +19,8 @@ _GREEN = ("threading", "queue")
 def refuse_green_threads() -> None:
     """Raise `RuntimeError` if gevent has replaced threads, or their queues, with coroutines.
 
-    Coroutines share one system thread, so a rank that waits in native code would block all others, and all ranks would
-    share the library's per-thread state.
+    Coroutines share one system thread, so a rank that waits in native code would block all other ranks, and all ranks
+    would share the library's per-thread state.
     """
     if "gevent.monkey" in sys.modules and any(map(sys.modules["gevent.monkey"].is_module_patched, _GREEN)):
         raise RuntimeError(

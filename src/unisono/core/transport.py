@@ -56,7 +56,8 @@ class Options:
         chunk_bytes: Maximum size of a message that an algorithm sends; longer messages are split and pipelined.
         deterministic: Whether floating-point sums have a fixed order; see `unisono.init`.
         heartbeat_s: Seconds after which an unresponsive host counts as lost. If None, slightly more than `timeout_s`,
-            so that a call that waits for such a host times out first, and its error names what it waited for.
+            so that a call that waits for an unresponsive host times out first, with an error that names what the call
+            waited for.
         hosts: Ranks on each host, as numbers in the job's first group; detected if None.
         extra: Options for transports from other packages.
     """
@@ -97,7 +98,7 @@ class Transport(ABC):
 
     Attributes:
         in_process: Whether ranks are threads of one process; read by `launch`.
-        simulated: Whether these threads take turns on a virtual clock; read by `launch`.
+        simulated: Whether ranks are threads that run one at a time, on a virtual clock; read by `launch`.
         launcher: Launcher for ranks that are processes: "forkserver" or "mpirun"; read by `launch`.
         native: Names of the collectives (see `Call`) that `run` performs natively, without messages.
         tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` is always distinguished.

@@ -348,7 +348,7 @@ class Communicator(Place):
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
-        Returns: None when the call is done; with `async_op`, the `Work` in flight.
+        Returns: None when the collective is done; with `async_op`, the `Work` in flight.
 
         Raises:
             MismatchError: Ranks disagree on operation, op, dtype, n, algorithm or scale; no data moved.

@@ -1,4 +1,4 @@
-"""Engine of one communicator: makes calls, runs them in order, and keeps the first cause of a failure."""
+"""Engine of one communicator: creates and runs its collectives, and keeps the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ _PATIENCE_S = 1.0
 class Engine:
     """Progress engine of one communicator. Collectives run one at a time, in call order.
 
-    A blocking call runs in the caller's thread: on the transport's fast path, if that suffices. An asynchronous call
-    runs in one helper thread, created on first use; a blocking call made while that thread is busy is queued behind its
-    calls.
+    A blocking collective runs in the caller's thread: on the transport's fast path, if that suffices. An asynchronous
+    collective runs in one helper thread, created on first use; a blocking collective called while that thread is busy
+    is queued behind its work.
 
     Communicators and pending works hold references to the engine. When the last reference is dropped without
     `close`, `ending` stops the threads.
@@ -86,10 +86,10 @@ class Engine:
         group: The communicator's group.
         activity: This rank's activity.
         slow_rank: Finder of the rank that holds up the other ranks.
-        owner: The thread that makes calls; None before the first call.
+        owner: The thread that uses the communicator; None before the first call.
         life: Phase, which determines what happens to the next call.
         broken: The first cause of the group's failure.
-        checked: Whether ranks compare their calls.
+        checked: Whether ranks compare their collectives.
         uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued.
         fast_path: The transport's fast path, or `PlainCalls`; None without a fast path.
         selection: Chooses algorithms.
@@ -113,7 +113,8 @@ class Engine:
         self.life: Life = Life()
         self.uneven_batches = False
         self.broken: Cause | None = None
-        # Whether a background comparison of calls has failed, and whether the program has seen an error of the group.
+        # Whether a background comparison of collectives has failed, and whether the program has seen an error of the
+        # group.
         self._differed = False
         self._raised = False
         self.agreements: Agreements = Agreements()
@@ -152,7 +153,7 @@ class Engine:
 
     def _fast_path_of(self, transport: Transport) -> FastPath | None:
         if self.options.deterministic:
-            # The fast path sums in a different order than deterministic calls do.
+            # The fast path sums in a different order than deterministic collectives do.
             return None
         plain = transport.plain()
         return transport.fast_path if plain is None else PlainCalls(transport, plain, self.activity)
@@ -163,7 +164,7 @@ class Engine:
 
     # -- whether calls can be made -------------------------------------------------------------
     def enter(self, operation: str) -> None:
-        """Raise unless this thread may make calls and the communicator still works."""
+        """Raise unless this thread may use the communicator and the communicator still works."""
         here = get_ident()
         if self.owner != here and self.owner != ANY_THREAD:
             self.own(operation)
@@ -187,7 +188,7 @@ class Engine:
         self.life.change(Event.GO)
 
     def own(self, operation: str) -> None:
-        """Raise unless this thread may make calls; the first thread to make a call becomes the owner."""
+        """Raise unless this thread may use the communicator; the first thread to use it becomes the owner."""
         here = get_ident()
         if self.owner is None:
             self.owner = self.activity.owner = here
@@ -238,7 +239,7 @@ class Engine:
         timeout: Timeout | None,
         /,
     ) -> bool:
-        """Make a blocking call on the transport's fast path; return False, with no effect, if that doesn't suffice."""
+        """Run a blocking collective on the transport's fast path; return False, with no effect, if not possible."""
         fast = self.fast_path
         here = get_ident()
         if fast is None or (self.owner != here and self.owner != ANY_THREAD):
@@ -268,7 +269,7 @@ class Engine:
                 if (sink := self._sink.get()) is not None:
                     record_collective(sink, activity, what, (output, input), op, root)
         except BaseException as error:
-            # Report even an interrupt, because other ranks have seen part of the call.
+            # Report even an interrupt, because other ranks have seen part of the collective.
             raise_caused(self._report_fast(error, record), error)
         finally:
             self._inside.discard(here)
@@ -342,15 +343,15 @@ class Engine:
         after: Call | None = None,
         scale: float | None = None,
     ) -> Call:
-        """Return a call with the caller's arguments; raise an error if this rank alone can tell that they are invalid.
+        """Return a `Call` with the caller's arguments; raise if this rank alone can tell that they are invalid.
 
         Args:
             what: The collective.
             output, input: The caller's tensors to write to and read from.
             op, root, algorithm, timeout: The caller's arguments.
             splits, lengths: As for `make_call`.
-            origin: In a backward pass, the number and line of the call whose gradients this call moves.
-            after: Previous half of a two-part call; this call reuses its call site.
+            origin: In a backward pass, the number and line of the collective whose gradients this one moves.
+            after: Previous half of a two-part collective; this half reuses its call site.
             scale: Factor for each contribution to a sum.
         """
         if after is None and (self.owner != get_ident() or self.life.phase is not _OPEN):
@@ -374,7 +375,7 @@ class Engine:
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self.selection.choose(call, algorithm)
         if scale is not None and self.checked:
-            # Add it only after all checks: a call that is rejected must leave no value to compare.
+            # Add the value only after all checks: a rejected collective must leave no value to compare.
             self.agreements.add(scale, "scale")
         if after is None:
             number = self._calls + 1
@@ -404,7 +405,7 @@ class Engine:
         lengths: tuple[int, ...] = (),
         origin: tuple[int, str] | None = None,
     ) -> None:
-        """Make a call, with arguments as for `make`, and return when it is done; use the fast path if possible."""
+        """Run a collective, with arguments as for `make`, and return when it is done; use the fast path if possible."""
         plain = not lengths and origin is None
         if not (plain and self.try_collective(what, output, input, op, root, algorithm, timeout)):
             call = self.make(
@@ -422,7 +423,7 @@ class Engine:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is already inside a call, as can happen in a signal handler."""
+        """Whether this thread is already inside a collective, as can happen in a signal handler."""
         return get_ident() in self._inside
 
     def _called_inside(self, operation: str) -> CommError:
@@ -436,18 +437,18 @@ class Engine:
         )
 
     def run(self, call: Call, *, async_op: bool = False, then: Callable[[Call], Call] | None = None) -> Work | None:
-        """Run a call, and return None when it is done; or start it, and return its work.
+        """Run a collective, and return None when it is done; or start it, and return its work.
 
         Args:
             call: Call created by `make`.
             async_op: Whether to return without waiting.
-            then: Function that makes the second half of a two-part call, given this call and its results.
+            then: Function that makes the second half of a two-part collective, given the first half and its results.
         """
         fingerprint = call.fingerprint
         if self.is_inside:
             raise self._called_inside(fingerprint.operation)
         if self._waiting and (agreed := self.agreements.take(fingerprint.call)) is not None:
-            # Take the values here and not in `make`: a call that is made and then rejected must not consume them.
+            # Take the values here and not in `make`: a collective that is made and then rejected must not consume them.
             fingerprint = fingerprint._replace(call=fingerprint.call + 1)
             call = call._replace(agreed=agreed, fingerprint=fingerprint)
         self._calls = fingerprint.call if then is None else fingerprint.call + 1
@@ -478,7 +479,7 @@ class Engine:
         """Compare the pending values now. Collective. A mismatch doesn't break the communicator: every rank raises."""
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
-        # The barrier detects ranks that make a different call.
+        # The barrier detects ranks that call a different collective.
         self.block(barrier, timeout=limit)
         topic = f"agreements before call {self._calls}"
         try:
@@ -490,7 +491,7 @@ class Engine:
         self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
 
     def settle(self) -> None:
-        """Compare pending values before closing; raise a mismatch unless a call has already raised it."""
+        """Compare pending values before closing; raise a mismatch unless a collective has already raised it."""
         if not self.closed:
             self.transport.settle()
         if self._differed and not self._raised:
@@ -537,7 +538,7 @@ class Engine:
             raise self.with_context(MismatchError(difference), "agree")
 
     def skip(self) -> None:
-        """Increment the call count for a call that no rank makes."""
+        """Increment the sequence number for a collective that no rank runs."""
         self._calls += 1
 
     def _perform(self, call: Call, transport: Transport, then: Callable[[Call], Call] | None = None) -> None:
@@ -559,14 +560,14 @@ class Engine:
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
-        """Return once the call may write to memory: all ranks have compared it, and the pending values."""
+        """Return once the collective may write to memory: all ranks have compared it, and the pending values."""
         if call.agreed is not None:
-            # Pass empty steps, so that every transport compares it as a separate call.
+            # Pass empty steps, so that every transport compares the values as a separate collective.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
     def _start(self, call: Call, transport: Transport) -> Work:
-        """Start a call on a transport that makes progress by itself; the thread that waits completes the call."""
+        """Start a collective on a transport that makes progress by itself; the thread that waits completes it."""
         with self._carrying_out(call):
             self._compare(call, transport, clock.now() + call.timeout)
             call.staging.begin()
@@ -582,9 +583,9 @@ class Engine:
 
     @contextmanager
     def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
-        """Mark this rank as inside the call, and report a failure in this block to every rank.
+        """Mark this rank as inside the collective, and report a failure in this block to every rank.
 
-        Without `refusals`, errors that reject a call are not reported, because every rank raises them.
+        Without `refusals`, errors that reject a collective are not reported, because every rank raises them.
         """
         here = get_ident()
         fingerprint = call.fingerprint
@@ -606,12 +607,12 @@ class Engine:
     def _progress(
         self, call: Call, transport: Transport, then: Callable[[Call], Call] | None, work: Completion
     ) -> None:
-        """Run a queued call in the helper thread."""
+        """Run a queued collective in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True
         begun_s = clock.now()
         try:
-            # A call that was started before `close` still completes, unless another group has replaced this one.
+            # A collective that was started before `close` still completes, unless another group has replaced this one.
             if self.broken is not None or self.life.phase is Phase.RETIRED:
                 self.check(call.fingerprint.operation)
             with torch.inference_mode(call.inference):
@@ -621,7 +622,7 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # From the program's point of view, only its waits count as time inside a call.
+        # From the program's point of view, only its waits count as time inside a collective.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
@@ -630,7 +631,7 @@ class Engine:
         """Break the group, and end every wait in it. No effect if already broken, or closed with nothing queued.
 
         Callable from any thread: the control plane's thread calls it for a cause reported elsewhere, a caller's thread
-        for its own error or `abort`, and the helper thread for an error in an asynchronous call.
+        for its own error or `abort`, and the helper thread for an error in an asynchronous collective.
         """
         unfinished = self._pending > 0 and self.life.phase is not Phase.RETIRED
         if HOLD.holds(self):
@@ -645,7 +646,7 @@ class Engine:
             self.transport.abort(error_of(cause, self.group))
 
     def report_later(self, error: BaseException, fingerprint: Fingerprint) -> None:
-        """Break the group for a mismatch found while a call was running; the next call, or `settle`, raises it."""
+        """Break the group for a mismatch found while a collective was running; the next one, or `settle`, raises it."""
         if not self.closed:
             # Set this before the group breaks, because `settle` may be called at any time.
             self._differed = True
@@ -756,7 +757,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a call that runs in the helper thread. The program's waits for it count as time inside a call."""
+    """Work for a collective that runs in the helper thread. Waits of the program count as time inside a collective."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)
@@ -788,7 +789,7 @@ class FailureRelay:
             engine.on_failure(cause)
 
     def report(self, error: BaseException, fingerprint: Fingerprint) -> None:
-        """Pass on a mismatch found while a call was running."""
+        """Pass on a mismatch found while a collective was running."""
         engine = self._engine()
         if engine is not None:
             engine.report_later(error, fingerprint)
@@ -801,7 +802,7 @@ class FailureRelay:
 
 
 def _refuses(error: BaseException) -> bool:
-    """Return whether an error rejects a call because of its arguments, before anything is done."""
+    """Return whether an error rejects a collective because of its arguments, before anything is done."""
     return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
 
 
@@ -833,7 +834,7 @@ def _fingerprint(
     place: Place,
     origin: tuple[int, str] | None = None,
 ) -> Fingerprint:
-    """Return a call's fingerprint; `like` is a tensor of its dtype, device and shape."""
+    """Return a collective's fingerprint; `like` is a tensor of its dtype, device and shape."""
     op = ReduceOp.AVG if call.average else call.op
     read: tuple[int, ...] = ()
     written: tuple[int, ...] = ()

@@ -23,13 +23,13 @@ _OPS = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
 class PlainCalls:
     """Native calls that write directly to the caller's own tensor: the general path without staging.
 
-    Averages, reductions to a root, barriers and calls on several tensors take the general path, which makes the same
-    transport calls.
+    Averages, reductions to a root, barriers and collectives on several tensors take the general path, which calls the
+    same transport methods.
 
     Args:
-        transport: Transport that compares the calls.
-        plain: Transport that runs the calls, as from `Transport.plain`.
-        activity: This rank's activity, whose current call is the one to make.
+        transport: Transport that compares the collectives.
+        plain: Transport that runs the collectives, as from `Transport.plain`.
+        activity: This rank's activity, whose current call is the collective to run.
     """
 
     def __init__(self, transport: Transport, plain: Transport, activity: Activity) -> None:

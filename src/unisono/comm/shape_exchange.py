@@ -30,11 +30,11 @@ _REFUSED = -1
 
 
 class ShapeExchange:
-    """One rank's view of one call: the headers that it sends and receives, and the tensors that they describe.
+    """One rank's view of one collective: the headers that it sends and receives, and the tensors that they describe.
 
     Args:
         collective: A collective that allocates its output.
-        root: Root of the call, if it has one.
+        root: Root of the collective, if it has one.
         rank, size: This rank, and the number of ranks.
         devices: Device types that the transport supports.
 
@@ -156,7 +156,7 @@ def run_uneven(
     async_op: bool,
     timeout: Timeout | None,
 ) -> Any:
-    """Exchange shapes, allocate the output, and move the data. A blocking call may use the fast path for both."""
+    """Exchange shapes, allocate the output, and move the data. If blocking, both collectives may use the fast path."""
     engine.enter(what.name)
     group = engine.group
     if what.root is not None:

@@ -1,4 +1,4 @@
-"""Finds the rank that holds up the others, based on the time that each rank spends outside calls."""
+"""Finds the rank that holds up the others, based on the time that each rank spends outside the library's calls."""
 
 from __future__ import annotations
 

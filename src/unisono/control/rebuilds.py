@@ -38,7 +38,7 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """Attempts to rebuild groups; each is complete once all ranks of its group have requested it and newcomers arrived.
+    """Attempts to rebuild groups, each complete once all ranks of the group requested it and newcomers have arrived.
 
     A member receives the new group's name, and its members' job-wide numbers: the survivors in their old order, then
     the newcomers. A newcomer also receives its own rank, and the terms that a member passed.

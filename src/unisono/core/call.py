@@ -1,4 +1,4 @@
-"""A rank's collective call, and the parts of it that ranks compare before any data moves."""
+"""One rank's collective, and the fields that ranks compare before any data moves."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Fingerprint(NamedTuple):
         return (*self[:-1], site_text(self.site))
 
     def __str__(self) -> str:
-        """The call's arguments as text."""
+        """The arguments of the collective as text."""
         root = None if self.root is None else f"root {self.root}"
         shape = None if self.shape is None else str(self.shape)
         return ", ".join(filter(None, (self.op, self.dtype, shape, root)))
@@ -109,14 +109,14 @@ _COMPARED = Fingerprint._fields[: Fingerprint._fields.index("sends")]
 
 
 class Steps(Protocol):
-    """Performs a call by exchanging messages."""
+    """Performs a collective by exchanging messages."""
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
         """Perform this rank's share of the collective; raise an error after the deadline."""
 
 
 class Call(NamedTuple):
-    """A rank's collective call, as transports, wrappers and recorders see it.
+    """One rank's collective, as transports, wrappers and recorders see it.
 
     A `Call` is created once, when a method of `Communicator` is called. All tensors are one-dimensional and contiguous.
     Contents of `inputs` and `outputs`:
@@ -144,13 +144,13 @@ class Call(NamedTuple):
         lengths: Element count of each rank's tensor, if the tensors of a gather or scatter differ in length; otherwise
             empty.
         fingerprint: Description for comparison between ranks and for reports.
-        steps: The chosen algorithm, which exchanges messages; None if the transport implements the call itself.
-        staging: Copies between the caller's tensors and the tensors of this call; None if this call is a phase of
-            another one.
-        timeout: Time limit for the whole call in seconds.
-        checked: Whether ranks compare the call before the collective writes to memory; False with `check="off"`.
-        inference: Whether the call was made in inference mode.
-        agreed: Pending `agree` values to compare before this call, if any.
+        steps: The chosen algorithm, which exchanges messages; None if the transport implements the collective itself.
+        staging: Copies between the caller's tensors and the tensors here; None if this collective is a phase of another
+            one.
+        timeout: Time limit for the whole collective in seconds.
+        checked: Whether ranks compare their collectives before any of them writes to memory; False with `check="off"`.
+        inference: Whether the collective was called in inference mode.
+        agreed: Pending `agree` values to compare before this collective, if any.
     """
 
     name: str
@@ -257,7 +257,7 @@ def _at(counts: tuple[int, ...], index: int) -> int | None:
 
 
 def call_text(p: Fingerprint, *, algorithm: bool = False) -> str:
-    """Return a call as text, with its arguments and call site.
+    """Return a collective as text, with its arguments and call site.
 
     Example:
         >>> call_text(Fingerprint(1, "broadcast", root=0, dtype="torch.int8", counts=(4,), site="train.py:7"))

@@ -1,8 +1,9 @@
 """The description of every collective: which ranks contribute, which receive, and how contributions are divided.
 
 Everything that other modules know about a collective is derived from its entry in `COLLECTIVES`: argument checks, the
-call, the values that ranks compare, native calls, the initial and final state of algorithms, the results that the test
-kit expects, and the bytes that benchmarks count. To add a collective, add an entry here and a method to `Communicator`.
+`Call`, the values that ranks compare, native calls, the initial and final state of algorithms, the results that the
+test kit expects, and the bytes that benchmarks count. To add a collective, add an entry here and a method to
+`Communicator`.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next call, giving debuggers the reason; None releases all ranks."""
+        """Hold every rank of the job at its next library call, giving debuggers the reason; None releases all ranks."""
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
@@ -210,7 +210,8 @@ def compare_in_full(
 
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
-    """Raise an error that quotes each rank's call, once all ranks know that their calls differ."""
-    # Ignore call numbers: the fast path does not number its calls here, and all ranks are known to be at the same call.
+    """Raise an error that quotes each rank's collective, once all ranks know that these differ."""
+    # Ignore sequence numbers: the fast path does not assign them here, and all ranks are known to be at the same
+    # number.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
     raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")

@@ -90,7 +90,7 @@ def format_call(name: str, number: int | None, detail: object, place: Place) -> 
 
 
 class Activity:
-    """Recent activity of a communicator on this rank. Readable from any thread.
+    """Recent calls of a communicator on this rank: collectives and messages. Readable from any thread.
 
     Recording a call costs a fraction of a microsecond; everything else is computed on request.
 

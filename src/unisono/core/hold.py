@@ -1,4 +1,4 @@
-"""Ranks held by a debugger: they wait at their next call, and the library's clock is stopped."""
+"""Ranks held by a debugger: they wait at their next library call, and the library's clock is stopped."""
 
 from __future__ import annotations
 

@@ -103,9 +103,10 @@ class Transport(ABC):
         native: Names of the collectives (see `Call`) that `run` performs natively, without messages.
         tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` is always distinguished.
         any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
-        checks: Whether `compare` or `run` compares the calls of all ranks.
+        checks: Whether `compare` or `run` compares the collectives of all ranks.
         full: Whether that comparison includes shapes and contents, as needed for `check="full"`.
-        compares_later: Whether ranks may compare a native call while it runs, because `abort` ends a mismatched call.
+        compares_later: Whether ranks may compare a native collective while it runs, because `abort` ends a mismatched
+            one.
         balanced: Whether message-based sums must be reduced along the balanced tree over the ranks, like native sums.
         devices: The supported device types of tensors.
         host_staged: Device types that are staged in CPU memory, so that `post` gets CPU tensors.
@@ -289,36 +290,36 @@ class Transport(ABC):
 
     # -- collectives ---------------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
-        """Return whether the transport has a native collective for this call. The answer is the same on every rank.
+        """Return whether the transport implements this collective natively. The answer is the same on every rank.
 
         Args:
-            call: The call, with this rank's tensors, before its algorithm is chosen.
+            call: The collective, with this rank's tensors, before its algorithm is chosen.
         """
         return call.name in self.native and not call.lengths
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return once the call may write to memory; by default, immediately. Every rank then calls `run`.
+        """Return once the collective may write to memory; by default, immediately. Every rank then calls `run`.
 
-        A transport with `checks` set waits here, or in `run`, until all ranks are known to make the same call.
+        A transport with `checks` set waits here, or in `run`, until all ranks are known to run the same collective.
 
         Args:
-            call: This rank's call.
+            call: This rank's collective.
             deadline: Deadline on the library's clock.
 
         Raises:
-            MismatchError: Ranks make different calls; raised on every rank.
-            CommTimeoutError: A rank has not made its call in time.
+            MismatchError: Ranks run different collectives; raised on every rank.
+            CommTimeoutError: A rank has not called its collective in time.
         """
 
     def plain(self) -> Transport | None:
         """Return the transport that runs native calls on the caller's own tensors, for `PlainCalls`, or None.
 
-        The result is this transport itself, or the transport inside a wrapper that only compares calls.
+        The result is this transport itself, or the transport inside a wrapper that only compares collectives.
         """
         return None
 
     def starts(self, call: Call) -> bool:
-        """Return whether `compare` and `run` only start a native call, so that an asynchronous call needs no thread.
+        """Return whether `compare` and `run` only start a native collective, so that an asynchronous one needs no thread.
 
         Args:
             call: The call.
@@ -326,14 +327,14 @@ class Transport(ABC):
         return self.overlaps
 
     def settle(self) -> None:
-        """Return once all calls so far have been compared, including calls that are compared while they run."""
+        """Return once all collectives so far have been compared, including those that are compared while they run."""
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         """Start a collective. By default, it is performed with messages, in the thread that waits.
 
         Args:
-            call: The call, whose tensors belong to the returned work until it completes. Without `steps`, it must be a
-                call that `supports` accepts.
+            call: The collective, whose tensors belong to the returned work until it completes. Without `steps`, it must
+                be a collective that `supports` accepts.
             over: Transport that posts the messages: the outermost wrapper around this one, if there is one.
 
         Returns:
@@ -344,10 +345,10 @@ class Transport(ABC):
         return Deferred(partial(call.steps, over or self, call), call.timeout)
 
     def returned(self, work: Work) -> Work:
-        """Return the `Work` to hand to the caller of an asynchronous call: a recording's wrapper, or the work itself.
+        """Return the `Work` for the caller of an asynchronous operation: a recording's wrapper, or the work itself.
 
         Args:
-            work: The call's `Work`.
+            work: The operation's `Work`.
 
         Example:
             >>> def program(comm):
@@ -389,10 +390,10 @@ def renewed(transport: Transport, group: Group) -> Transport:
 
 
 class FastPath(Protocol):
-    """Blocking calls directly on the caller's tensors, each with one native call.
+    """Blocking operations directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. This path does its
-    own comparison of calls.
+    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. This path compares
+    collectives by itself.
     """
 
     def try_collective(
@@ -405,9 +406,10 @@ class FastPath(Protocol):
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """Make the call.
+        """Run a collective.
 
-        Return `UNSUPPORTED`, without effect, if the call needs the general path; `MISMATCH` if ranks' calls differ.
+        Return `UNSUPPORTED`, without effect, if the collective needs the general path; `MISMATCH` if ranks' collectives
+        differ.
 
         Args:
             what: Description of the collective.

@@ -130,7 +130,7 @@ Message = Send | Recv
 
 
 class Work(ABC):
-    """Handle of an operation in flight, returned by every transport and every asynchronous call.
+    """Handle of an operation in flight, returned by every transport and every asynchronous operation.
 
     Example:
         >>> def program(comm):

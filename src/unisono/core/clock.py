@@ -21,8 +21,8 @@ _python = time.monotonic
 now: Callable[[], float] = _python
 """The time in seconds. Call it through the module, `clock.now()`, because `stop` and `virtual` replace it.
 
-A one-microsecond call reads the clock twice, and this C function takes half as long as a Python function that first
-checks whether the clock is stopped.
+It is a C function, because a one-microsecond collective reads the clock twice, and a Python function that first checks
+whether the clock is stopped would take twice as long.
 """
 
 _virtual: Callable[[], float] | None = None

@@ -319,7 +319,7 @@ class Transport(ABC):
         return None
 
     def starts(self, call: Call) -> bool:
-        """Return whether `compare` and `run` only start a native collective, so that an asynchronous one needs no thread.
+        """Return whether `compare` and `run` only start a native collective; an asynchronous one then needs no thread.
 
         Args:
             call: The call.

@@ -88,8 +88,8 @@ class Communicator(Place):
         check: "auto" compares all ranks' operations before each collective, or on nccl while it runs; "off" never does;
             "full" also compares shapes and the contents sent and received, and detects tensors that are modified before
             `wait`.
-        admission: For a rank that replaces a lost one: function that takes a deadline on the library's clock and
-            returns the communicator of the job that admitted this rank. `rebuild` calls it.
+        admission: Function for a rank that replaces a lost one: takes a deadline on the library's clock, and returns
+            the communicator of the job that admitted this rank. `rebuild` calls it.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -1811,9 +1811,9 @@ class Communicator(Place):
         """Return whether all ranks stop here. Every rank calls this once per step, at the same place in its loop.
 
         Each call is a step boundary. After any rank has requested a stop, the method returns True on all ranks from the
-        same boundary on: the first that no rank has passed yet. Until a request, it sends nothing and never waits.
-        `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals, deadlines and
-        files request a stop.
+        same boundary on, which is the first that no rank has passed yet. Until a request, it sends nothing and never
+        waits. `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals, deadlines
+        and files request a stop.
 
         Raises:
             ClosedError: The communicator is closed.

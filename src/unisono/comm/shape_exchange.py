@@ -40,8 +40,9 @@ class ShapeExchange:
 
     Attributes:
         header: Collective that moves the headers.
-        mine, table: Input and output of the header collective: dtype, number of dimensions and shape of each tensor
-            that this rank sends, and of each that it needs to know.
+        mine, table: Input and output of the header collective. A header is the dtype, number of dimensions and shape of
+            a tensor; `mine` has one for each tensor that this rank sends, `table` one for each tensor that it must know
+            about.
         input, output: Arguments of the collective itself; the output exists after `allocate`.
         device: Device of the output.
         lengths: As in `Call`.

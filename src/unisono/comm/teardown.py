@@ -26,9 +26,9 @@ class Teardown:
     """All resources that a communicator releases. It does not reference the communicator, and so can outlive it.
 
     A top-level communicator without references is closed in the background, as if by `close`. A subgroup waits for its
-    parent, because its messages may still be in flight, and other ranks may not have finished. It is released when all
-    its ranks have dropped it, which they report when they create the next subgroup; at the latest, it is released with
-    the parent.
+    parent, because its messages may still be in flight, and other ranks may not have finished. A subgroup is released
+    once all its ranks have dropped it, or with its parent at the latest. Ranks report the subgroups that they have
+    dropped when they create the next one.
 
     Args:
         transport: Transport to close.

@@ -113,8 +113,8 @@ def _write_own(
 class ClockReading:
     """This rank's clock relative to rank 0's. Collective.
 
-    In each round, all ranks gather their times. No rank can receive all times before the last rank has sent its own, so
-    each rank's time is earlier than the end of the round on any other rank; over several rounds, this bounds the offset
+    In each round, all ranks gather their times. No rank can receive all times before the last rank has sent its own. So
+    each rank's time is earlier than the end of the round on any other rank. Over several rounds, this bounds the offset
     from both sides. Clocks that may be equal within these bounds count as equal: ranks on one host read the same clock,
     and clocks on different hosts start at different moments.
 

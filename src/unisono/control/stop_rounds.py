@@ -31,9 +31,9 @@ class _StopRound:
 class StopRounds:
     """One request to stop per group: the first one counts.
 
-    A request is pushed to all ranks of the group. Each reports how many step boundaries it has passed, and passes no
-    further one without the verdict, so the largest reported number plus 1 is a boundary that no rank has passed. JAX's
-    preemption sync manager works in the same way.
+    A request is pushed to all ranks of the group. Each rank reports how many step boundaries it has passed, and passes
+    no further boundary without the verdict. So the largest reported number plus 1 is a boundary that no rank has
+    passed. JAX's preemption sync manager works in the same way.
 
     Args:
         groups: The groups of the job.

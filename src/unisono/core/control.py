@@ -35,8 +35,8 @@ class NewMembership(NamedTuple):
 class ControlPlane(ABC):
     """Key-value store, agreement, membership and first causes of failure. Thread-safe.
 
-    Groups are identified by `Group.name`. A rank is in a group from `join` to `leave`; if its connection ends without
-    `leave`, it is lost, and its loss becomes the first cause of failure of every group it was in.
+    Groups are identified by `Group.name`. A rank is in a group from `join` to `leave`. A rank whose connection ends
+    without `leave` is lost, and the loss becomes the first cause of failure of every group that it was in.
 
     Attributes:
         simulated: Whether ranks are threads of a simulation, which end when the simulation does.

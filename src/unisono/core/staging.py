@@ -39,8 +39,8 @@ class Staging:
     Accelerator tensors that are staged in CPU memory are copied through pinned memory, on the communicator's streams.
     The copies are ordered after any work that the caller queued before the call, and are complete when the call ends. A
     call waits only for its own copies, never for the whole device: once for all inputs, and once for all results. The
-    copies run on dedicated streams, which wait for the point in the caller's stream at which the call was made: by the
-    time another thread performs the call, the caller may have queued much more work.
+    copies run on dedicated streams. These wait for the point in the caller's stream at which the call was made, because
+    the caller may have queued much more work by the time another thread performs the call.
 
     Args:
         away: Device types whose tensors are staged in CPU memory.

@@ -120,8 +120,8 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
 def _has_history(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has an autograd history, or would have one after a write.
 
-    Torch reports a view created without gradients as a leaf until the view is written to, and a collective writes to it
-    on some ranks only.
+    Torch reports a view created without gradients as a leaf until something writes to the view. A collective writes on
+    some ranks only, so ranks would disagree.
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf

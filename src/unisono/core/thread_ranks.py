@@ -1,11 +1,11 @@
 """Ranks that are threads: which rank a thread belongs to, and each rank's random generators.
 
-A process has one default generator each for torch, Python and numpy. While ranks are threads, these depend on the
-calling thread: all three are Python objects, which are replaced with objects that forward to the calling rank's
-generator. That is enough for code that calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation
-checkpointing), but torch's operators look up the generator in C++. So the aten operators that accept a generator are
-intercepted in the dispatcher. On the CPU, an operator that is called without a generator, or with the default one, gets
-the calling rank's generator. All of this is undone when the last rank exits.
+A process has one default generator each for torch, Python and numpy. While ranks are threads, each of these depends on
+the calling thread: it is replaced with a Python object that forwards to the calling rank's generator. That is enough
+for code that calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but torch's
+operators look up the generator in C++. So the aten operators that accept a generator are intercepted in the dispatcher.
+On the CPU, an operator that is called without a generator, or with the default one, gets the calling rank's generator.
+All of this is undone when the last rank exits.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _overridden() -> Iterator[None]:
         operators = generator_operators() if OWN_GENERATORS else []
         for operator in operators:
             library.impl(operator, _given_a_generator(operator), "BackendSelect", with_keyset=True)
-        # Ending a registration frees its function, although a thread that belongs to no rank may be about to run the
-        # function as soon as it gets the GIL. So functions are kept until the next ones are registered.
+        # When a registration ends, its function is freed, although a thread that belongs to no rank may be waiting for
+        # the GIL to run it. So functions are kept until the next ones are registered.
         keep = getattr(torch.library, "get_kernel", None)
         _kept[:] = [keep(operator, "BackendSelect") for operator in operators if keep is not None]
         with replaced([*_of_torch(), *_of_python(), *_of_numpy(), *_of_threads()]):

@@ -55,9 +55,8 @@ class Options:
         address: Address of this host at which its peers reach it.
         chunk_bytes: Maximum size of a message that an algorithm sends; longer messages are split and pipelined.
         deterministic: Whether floating-point sums have a fixed order; see `unisono.init`.
-        heartbeat_s: Seconds after which an unresponsive host counts as lost. If None, slightly more than `timeout_s`,
-            so that a call that waits for an unresponsive host times out first, with an error that names what the call
-            waited for.
+        heartbeat_s: Seconds after which an unresponsive host counts as lost. If None, slightly more than `timeout_s`: a
+            call that waits for an unresponsive host then times out first, and the error names what the call waited for.
         hosts: Ranks on each host, as numbers in the job's first group; detected if None.
         extra: Options for transports from other packages.
     """

@@ -356,7 +356,7 @@ class Communicator(Place):
                 algorithm.
             CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
 
-        Cost for p ranks: at least ceil(log2 p) rounds; each rank sends at least 2(p-1)/p of the tensor's bytes.
+        Cost: with p ranks, at least ceil(log2 p) rounds; each rank sends at least 2(p-1)/p of the tensor's bytes.
 
         Example:
             >>> def program(comm):
@@ -397,7 +397,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: ceil(log2 p) rounds.
+        Cost: with p ranks, ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -448,7 +448,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: each rank sends (p-1)/p of its inputs' bytes, and copies its inputs once.
+        Cost: with p ranks, each rank sends (p-1)/p of its inputs' bytes, and copies its inputs once.
 
         Example:
             >>> def program(comm):
@@ -524,7 +524,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: ceil(log2 p) rounds of one byte.
+        Cost: with p ranks, ceil(log2 p) rounds of one byte.
         """
         if not async_op and self._engine.try_collective(_BARRIER, None, None, None, None, algorithm, timeout):
             return None
@@ -645,7 +645,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: ceil(log2 p) rounds.
+        Cost: with p ranks, ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -691,7 +691,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: ceil(log2 p) rounds.
+        Cost: with p ranks, ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -737,7 +737,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: ceil(log2 p) rounds.
+        Cost: with p ranks, ceil(log2 p) rounds.
 
         Example:
             >>> def program(comm):
@@ -777,7 +777,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: each rank sends (p-1)/p of the list's bytes.
+        Cost: with p ranks, each rank sends (p-1)/p of the list's bytes.
 
         Example:
             >>> def program(comm):
@@ -860,7 +860,7 @@ class Communicator(Place):
 
         Returns: As `all_reduce`.
 
-        Cost for p ranks: each rank sends (p-1)/p of its inputs' bytes.
+        Cost: with p ranks, each rank sends (p-1)/p of its inputs' bytes.
 
         Example:
             >>> def program(comm):

@@ -196,8 +196,8 @@ class Communicator(Place):
         Args:
             group: Group created by `dist.init_process_group` or `dist.new_group`; None for the default group.
             timeout: Default for every operation: seconds or a `timedelta`.
-            check: As for `init`.
-            chunk_bytes: As for `init`.
+            check: See `init`.
+            chunk_bytes: See `init`.
 
         Raises:
             TypeError, ValueError: `group` is not a group, or this process is not in it.
@@ -248,8 +248,8 @@ class Communicator(Place):
         Args:
             comm: An mpi4py intracommunicator, such as `MPI.COMM_WORLD`.
             timeout: Default for every operation: seconds or a `timedelta`.
-            check: As for `init`.
-            chunk_bytes: As for `init`.
+            check: See `init`.
+            chunk_bytes: See `init`.
 
         Raises:
             UnavailableError: mpi4py or an MPI library is missing.
@@ -388,14 +388,15 @@ class Communicator(Place):
     ) -> Work | None:
         """Replace rank `dst`'s tensor with the sum (or `op`) of all ranks' tensors; the other tensors remain unchanged.
 
-        Collective. In place on `dst`.
+        Collective. The operation is in place on rank `dst`.
 
         Args:
-            tensor, op: As for `all_reduce`.
-            dst: The rank that gets the result; 0 by default. May precede `op`, as in torch: `reduce(tensor, 1, "max")`.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            tensor, op: See `all_reduce`.
+            dst: The rank that gets the result; 0 by default. It may precede `op`, as in torch:
+                `reduce(tensor, 1, "max")`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, ceil(log2 p) rounds.
 
@@ -443,10 +444,10 @@ class Communicator(Place):
         Args:
             output: Any shape and strides, with as many elements as every rank's input for this rank.
             input_list: One tensor per rank, of the same dtype.
-            op: As for `all_reduce`.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            op: See `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, each rank sends (p-1)/p of its inputs' bytes, and copies its inputs once.
 
@@ -485,15 +486,15 @@ class Communicator(Place):
     ) -> Work | None:
         """Write this rank's part of the sum (or `op`) of every rank's `input` to `output`.
 
-        Otherwise as `reduce_scatter`.
+        Otherwise, the same as `reduce_scatter`.
 
         Args:
             output: Any shape and strides, with the same number of elements on every rank.
             input: Tensor of the same dtype, with p times as many elements for p ranks; the first part is for rank 0.
-            op: As for `all_reduce`.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            op: See `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Example:
             >>> def program(comm):
@@ -520,9 +521,9 @@ class Communicator(Place):
         """Wait until every rank has reached the barrier. Collective.
 
         Args:
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, ceil(log2 p) rounds of one byte.
         """
@@ -641,9 +642,9 @@ class Communicator(Place):
         Args:
             tensor: Any shape and strides; the same number of elements and dtype on every rank.
             src: The rank whose tensor is sent.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, ceil(log2 p) rounds.
 
@@ -687,9 +688,9 @@ class Communicator(Place):
             scatter_list: On rank `src`, one tensor per rank, each with the length and dtype of `tensor`; None on the
                 other ranks.
             src: The rank that sends.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, ceil(log2 p) rounds.
 
@@ -733,9 +734,9 @@ class Communicator(Place):
             gather_list: On rank `dst`, one tensor per rank, each with the length and dtype of `tensor`; None on the
                 other ranks.
             dst: The rank that receives.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, ceil(log2 p) rounds.
 
@@ -773,9 +774,9 @@ class Communicator(Place):
         Args:
             tensor_list: One tensor per rank, of any shape and strides; entry r has as many elements as rank r's tensor.
             tensor: This rank's tensor, of the same dtype.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, each rank sends (p-1)/p of the list's bytes.
 
@@ -807,14 +808,14 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise as `all_gather`.
+        """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise, the same as `all_gather`.
 
         Args:
             output: Any shape and strides, with p times as many elements as `input` for p ranks, of the same dtype.
             input: This rank's tensor: any shape and strides, the same number of elements on every rank.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Example:
             >>> def program(comm):
@@ -856,9 +857,9 @@ class Communicator(Place):
             output_list: One tensor per rank, of any shape and strides; entry s has as many elements as rank s sends to
                 this rank.
             input_list: One tensor per rank, of the same dtype; entry r is sent to rank r.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Cost: with p ranks, each rank sends (p-1)/p of its inputs' bytes.
 
@@ -906,16 +907,18 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Exchange rows of one tensor: each rank sends some rows of `input` to every rank. Otherwise as `all_to_all`.
+        """Exchange rows of one tensor: each rank sends some rows of `input` to every rank.
+
+        Otherwise, the same as `all_to_all`.
 
         Args:
             output: Any shape with at least one dimension; the rows of rank 0 come first.
             input: Tensor of the same dtype; its first rows are sent to rank 0.
             output_split_sizes: Rows of `output` from each rank; equal parts if None.
             input_split_sizes: Rows of `input` for each rank; equal parts if None.
-            algorithm, async_op, timeout: As in `all_reduce`.
+            algorithm, async_op, timeout: See `all_reduce`.
 
-        Returns: As `all_reduce`.
+        Returns: See `all_reduce`.
 
         Example:
             >>> def program(comm):
@@ -947,7 +950,7 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
         """Return the tensors of all ranks, in rank order. No rank needs to know the other ranks' lengths.
 
-        Collective. Cost: as `all_gather`, preceded by an all_gather of 18 numbers per rank.
+        Collective. Cost: that of `all_gather`, plus an all_gather of 18 numbers per rank.
 
         Args:
             tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
@@ -989,18 +992,18 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None:
         """Return the tensors of all ranks, in rank order, on rank `dst`; None on the other ranks.
 
-        Collective. Cost: as `gather`, preceded by an all_gather of 18 numbers per rank.
+        Collective. Cost: that of `gather`, plus an all_gather of 18 numbers per rank.
 
         Args:
             tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
             dst: The rank that receives.
             algorithm: A gather algorithm; as for `all_reduce`.
-            async_op, timeout: As in `all_gather_v`.
+            async_op, timeout: See `all_gather_v`.
 
         Returns: On rank `dst`, new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
-            MismatchError, ValueError: As `all_gather_v`; also if ranks differ in `dst`.
+            MismatchError, ValueError: As for `all_gather_v`; also raised if ranks differ in `dst`.
 
         Example:
             >>> def program(comm):
@@ -1033,14 +1036,14 @@ class Communicator(Place):
     ) -> torch.Tensor | ResultWork[torch.Tensor]:
         """Return this rank's tensor from rank `src`'s list; only `src` needs to know shapes and dtype.
 
-        Collective. Cost: as `scatter`, preceded by a broadcast of 18 numbers per rank.
+        Collective. Cost: that of `scatter`, plus a broadcast of 18 numbers per rank.
 
         Args:
             tensors: On rank `src`, one tensor per rank, of at most 16 dimensions, equal in all but the first dimension;
                 None on the other ranks.
             src: The rank that sends.
             algorithm: A scatter algorithm; as for `all_reduce`.
-            async_op, timeout: As in `all_gather_v`.
+            async_op, timeout: See `all_gather_v`.
 
         Returns: A new contiguous tensor, on the communicator's device; with `async_op`, the `ResultWork` in flight.
 
@@ -1074,18 +1077,18 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
         """Return the tensor from each rank, in rank order: `tensors[r]` of rank s becomes entry s on rank r.
 
-        Collective. Cost: as `all_to_all`, preceded by an all_to_all of 18 numbers per rank.
+        Collective. Cost: that of `all_to_all`, plus an all_to_all of 18 numbers per rank.
 
         Args:
             tensors: One tensor per rank, of at most 16 dimensions; the size of the first dimension may differ between
                 tensors.
             algorithm: An all_to_all algorithm; as for `all_reduce`.
-            async_op, timeout: As in `all_gather_v`.
+            async_op, timeout: See `all_gather_v`.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
-            MismatchError, ValueError: As `all_gather_v`.
+            MismatchError, ValueError: See `all_gather_v`.
 
         Example:
             >>> def program(comm):
@@ -1136,10 +1139,10 @@ class Communicator(Place):
 
         Args:
             obj: This rank's value, as for `broadcast_object`.
-            trusted, timeout: As for `broadcast_object`.
+            trusted, timeout: See `broadcast_object`.
 
         Raises:
-            TypeError, ValueError: As `broadcast_object`.
+            TypeError, ValueError: See `broadcast_object`.
 
         Example:
             >>> un.launch(lambda comm: comm.all_gather_object(comm.rank * "x"), nprocs=3, backend="thread")[0]
@@ -1164,10 +1167,10 @@ class Communicator(Place):
         Args:
             obj: This rank's value, as for `broadcast_object`.
             dst: The rank that receives.
-            trusted, timeout: As for `broadcast_object`.
+            trusted, timeout: See `broadcast_object`.
 
         Raises:
-            TypeError, ValueError: As `broadcast_object`, on rank `dst` and on the rank that sent the value.
+            TypeError, ValueError: As for `broadcast_object`, on rank `dst` and on the rank that sent the value.
 
         Example:
             >>> un.launch(lambda comm: comm.gather_object({"rank": comm.rank}, dst=1), nprocs=2, backend="thread")
@@ -1188,7 +1191,7 @@ class Communicator(Place):
         Args:
             objs: On rank `src`, one value per rank, as for `broadcast_object`; None on the other ranks.
             src: The rank that sends.
-            trusted, timeout: As for `broadcast_object`.
+            trusted, timeout: See `broadcast_object`.
 
         Raises:
             TypeError: A value cannot be sent; raised on all ranks.
@@ -1239,13 +1242,13 @@ class Communicator(Place):
         self._messages.post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
     def recv(self, tensor: Buffer, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
-        """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
+        """Receive a tensor in place, and return the rank that sent it. Otherwise, the same as `send`.
 
         Args:
-            tensor: As for `send`.
+            tensor: See `send`.
             src: The sender's rank. None accepts any rank; if several ranks have sent, they are served in turn.
-            tag: As for `send`.
-            timeout: As for `send`.
+            tag: See `send`.
+            timeout: See `send`.
 
         Returns: The sender's rank.
 
@@ -1272,7 +1275,7 @@ class Communicator(Place):
         """Start a send. The tensor must not change until the work's `wait` has returned.
 
         Args:
-            tensor, dst, tag: As for `send`.
+            tensor, dst, tag: See `send`.
 
         Returns: The work in flight.
 
@@ -1294,7 +1297,7 @@ class Communicator(Place):
         without `src` match, in call order, messages from ranks that no other posted receive names.
 
         Args:
-            tensor, src, tag: As for `recv`.
+            tensor, src, tag: See `recv`.
 
         Returns: The work in flight.
         """
@@ -1314,7 +1317,7 @@ class Communicator(Place):
         """Send one tensor and receive another at the same time, which cannot deadlock in a ring of ranks.
 
         Args:
-            send_tensor, dst, sendtag: As for `send`.
+            send_tensor, dst, sendtag: See `send`.
             recv_tensor, src, recvtag: As for `recv`, but `recv_tensor` must not share memory with `send_tensor`, and
                 `src` must not be None.
             timeout: As for `send`, for both messages.
@@ -1406,10 +1409,10 @@ class Communicator(Place):
         return work.source_rank()
 
     def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
-        """Return the sender of a message that has already arrived, or None. Otherwise as `probe`.
+        """Return the sender of a message that has already arrived, or None. Otherwise, the same as `probe`.
 
         Args:
-            src, tag: As for `probe`.
+            src, tag: See `probe`.
         """
         work = self._messages.probe("iprobe", src, tag)
         if not work.is_completed():
@@ -1519,7 +1522,7 @@ class Communicator(Place):
             MismatchError: Ranks passed different lists.
             ValueError: The list is empty, repeats a rank, or contains one that does not exist.
 
-        Cost: as `split`, plus one `flush_agreements`.
+        Cost: that of `split`, plus one `flush_agreements`.
 
         Example:
             >>> def program(comm):
@@ -2019,7 +2022,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
     Args:
         comm: The communicator of all ranks.
         part: A child of its group.
-        check: As for `init`.
+        check: See `init`.
         options: Options of its transport.
 
     Raises:

@@ -349,7 +349,7 @@ class Engine:
             what: The collective.
             output, input: The caller's tensors to write to and read from.
             op, root, algorithm, timeout: The caller's arguments.
-            splits, lengths: As for `make_call`.
+            splits, lengths: See `make_call`.
             origin: In a backward pass, the number and line of the collective whose gradients this one moves.
             after: Previous half of a two-part collective; this half reuses its call site.
             scale: Factor for each contribution to a sum.
@@ -757,7 +757,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a collective that runs in the helper thread. Waits of the program count as time inside a collective."""
+    """Work for a collective that runs in the helper thread. The program's waits count as time inside a collective."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)

@@ -207,7 +207,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     Args:
         engine: Engine of the communicator.
         number: Index of the mailbox among the communicator's mailboxes.
-        metadata: As for `Communicator.mailbox`.
+        metadata: See `Communicator.mailbox`.
     """
     control = engine.control
     timeout = engine.options.timeout_s

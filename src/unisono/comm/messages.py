@@ -325,7 +325,7 @@ class Messages:
 
         Args:
             operation: Name of the method, for error messages.
-            tensor, src, tag: As for `Communicator.recv`.
+            tensor, src, tag: See `Communicator.recv`.
         """
         if src is not None:
             return self.post(operation, [Recv(tensor, src, tag)])
@@ -375,7 +375,7 @@ class Messages:
 
         Args:
             operation: Name of the method, for error messages.
-            src, tag: As for `Communicator.probe`.
+            src, tag: See `Communicator.probe`.
         """
         self._engine.enter(operation)
         self._check_source(src, tag)

@@ -45,7 +45,7 @@ class ShapeExchange:
             about.
         input, output: Arguments of the collective itself; the output exists after `allocate`.
         device: Device of the output.
-        lengths: As in `Call`.
+        lengths: See `Call`.
     """
 
     mine: torch.Tensor

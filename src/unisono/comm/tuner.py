@@ -31,9 +31,9 @@ class Tuner:
     """Cost table of a communicator.
 
     Args:
-        transport: Source of default constants if there is no table.
+        transport: Transport that supplies default constants if there is no table.
         control: Control plane that passes rank 0's table to all ranks.
-        options: Source of the backend and the timeout.
+        options: Options that supply the backend and the timeout.
         hosts: Name of each rank's host.
 
     Attributes:

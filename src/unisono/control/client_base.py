@@ -108,7 +108,7 @@ class ControlClient(ControlPlane, ABC):
     @property
     @abstractmethod
     def _where(self) -> str:
-        """Name of the server, for messages."""
+        """Name of the server, for error messages."""
 
     # -- requests and replies ----------------------------------------------------------------------
     def _begin(self, *words: Any) -> PendingRequest:

@@ -48,7 +48,7 @@ class ControlServer:
         port: 0 selects any free port.
         on_left: Called in the server's thread with the label of a client that has left or disappeared; see
             `SocketControl.identify`.
-        restarts: As for `ControlState`.
+        restarts: See `ControlState`.
         state: Class of the state machine that answers requests.
 
     Attributes:

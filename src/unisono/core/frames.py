@@ -181,7 +181,7 @@ class FrameChannel:
 
         Raises:
             ConnectionError: The connection has ended.
-            InvalidFrameError: As for `next`.
+            InvalidFrameError: See `next`.
         """
         try:
             data = peer.recv(READ_BYTES)
@@ -201,7 +201,7 @@ class FrameChannel:
 
         Raises:
             ConnectionError: The stream ends within a frame.
-            InvalidFrameError: As for `next`.
+            InvalidFrameError: See `next`.
         """
         while (frame := self.next(*kinds)) is None:
             data = read()

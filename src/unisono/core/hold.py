@@ -40,7 +40,7 @@ class Hold:
         self.held: bool = False
         self.on_go: list[Callable[[], None]] = []
         self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
-        # Also contains engines that are released for a single step.
+        # This list also contains engines that are released for a single step.
         self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()

@@ -113,8 +113,8 @@ class Staging:
     def begin(self) -> None:
         """Copy the inputs, and run the functions in `before`."""
         for target, tensor in self._copies:
-            # Resolve these before the copy: torch conjugates and negates in host memory, where an asynchronous copy may
-            # not have arrived yet.
+            # Resolve conjugation and negation first: torch does so in host memory, where an asynchronous copy may not
+            # have arrived yet.
             target.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         if self._copies:
             self._synchronize()
@@ -209,7 +209,7 @@ class BufferGuard(Staging):
     Cost: a copy and two hashes of every tensor.
 
     Args:
-        away, streams: As for `Staging`.
+        away, streams: See `Staging`.
     """
 
     def __init__(self, away: frozenset[str], streams: dict[torch.device, torch.Stream]) -> None:

@@ -21,10 +21,10 @@ class StepBoundaries:
     | running | a stop was requested: `hold`, in the control thread | held |
     | held | the training thread reaches a boundary, and receives the verdict | decided |
 
-    Nothing is sent while running. `hold` sets `requested` and only then reads `passed`; the training thread counts a
-    boundary and only then reads `requested`. So each boundary is either included in the number that `hold` returns, or
-    waits for the verdict. If either order were reversed, a boundary could be passed without the verdict taking it into
-    account.
+    In the state "running", nothing is sent. `hold` sets `requested` and only then reads `passed`; the training thread
+    counts a boundary and only then reads `requested`. So each boundary is either included in the number that `hold`
+    returns, or waits for the verdict. If either order were reversed, a boundary could be passed without the verdict
+    taking it into account.
 
     Attributes:
         passed: Number of boundaries that this rank has reached.

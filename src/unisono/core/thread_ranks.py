@@ -201,7 +201,7 @@ def _given_a_generator(operator: Any) -> Callable[..., Any]:
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("generator")
-        # Sparse CPU tensors also have the CPU key: CPU kernels generate their values.
+        # Sparse CPU tensors also have the CPU key, because CPU kernels generate their values.
         if keys.has(cpu) and (given is None or given._cdata in _DEFAULTS):
             rank = _thread.rank
             if rank is not None or given is not None:

@@ -171,7 +171,7 @@ class Transport(ABC):
         Collective over the control plane, in which the ranks must have joined the group.
 
         Args:
-            group, control: As for `connect`.
+            group, control: See `connect`.
             timeout_s: Seconds to wait for the other ranks.
         """
         return (tuple(range(group.size)),)
@@ -391,8 +391,8 @@ def renewed(transport: Transport, group: Group) -> Transport:
 class FastPath(Protocol):
     """Blocking operations directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. This path compares
-    collectives by itself.
+    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. The path itself
+    compares the ranks' collectives.
     """
 
     def try_collective(

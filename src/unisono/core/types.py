@@ -40,7 +40,7 @@ class Blocking(TypedDict, total=False):
     """Keyword arguments of a collective that returns when it is done.
 
     Attributes:
-        algorithm, async_op, timeout: As for `Communicator.all_reduce`.
+        algorithm, async_op, timeout: See `Communicator.all_reduce`.
 
     Example:
         >>> Blocking(timeout=5.0)
@@ -56,7 +56,7 @@ class NonBlocking(TypedDict, total=False):
     """Keyword arguments of a collective that returns a `Work` immediately.
 
     Attributes:
-        algorithm, async_op, timeout: As for `Communicator.all_reduce`.
+        algorithm, async_op, timeout: See `Communicator.all_reduce`.
 
     Example:
         >>> NonBlocking(async_op=True)
@@ -94,7 +94,7 @@ class Send:
         tensor: Tensor or buffer, which must not be modified until the work is done. A transport gets it as a
             one-dimensional contiguous tensor.
         peer: Rank that receives it.
-        tag: As for `Communicator.send`.
+        tag: See `Communicator.send`.
 
     Example:
         >>> un.Send(torch.ones(2), 1).peer
@@ -114,7 +114,7 @@ class Recv:
         tensor: Tensor or buffer to write to, with the same dtype and length as the sent one. A transport gets it as a
             one-dimensional contiguous tensor.
         peer: Rank that sends it.
-        tag: As for `Communicator.recv`.
+        tag: See `Communicator.recv`.
 
     Example:
         >>> un.Recv(torch.empty(2), 1, tag=7).tag
@@ -158,7 +158,7 @@ class Work(ABC):
         """Wait until all receives have completed; sends may still be in flight. Same as `wait` by default.
 
         Args:
-            timeout: As for `wait`.
+            timeout: See `wait`.
         """
         self.wait(timeout)
 

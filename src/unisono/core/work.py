@@ -455,7 +455,7 @@ class ResultWork(ChainedWork, Generic[T]):
         """Return the result once the work is done; raise its error if it failed.
 
         Args:
-            timeout: As for `wait`.
+            timeout: See `wait`.
         """
         self.wait(timeout)
         return self._read()

@@ -140,7 +140,7 @@ class Engine:
         self.parent: Engine | None = None
         self.ending: Teardown = Teardown(transport, control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
-        # At process exit, the control plane's handle closes communicators that are still open.
+        # Don't run it at process exit: the control plane's handle then closes communicators that are still open.
         self._dropped.atexit = False
         invalidate_after_fork(self)
         HOLD.add(self)
@@ -578,7 +578,7 @@ class Engine:
                 work.wait(seconds_left(deadline))
                 call.staging.end()
 
-        # A wait ends immediately, with the first cause, if the group has failed.
+        # If the group has failed, a wait ends immediately, with the first cause.
         return Deferred(complete, call.timeout, lambda: work.is_completed() or self.broken is not None)
 
     @contextmanager
@@ -691,7 +691,7 @@ class Engine:
     def with_context(self, error: CommError, operation: str | None, call: int | None = None) -> CommError:
         """Return the error with its context: rank, location, and call number (by default, the next one)."""
         if call is None and operation is not None:
-            # Messages are counted separately.
+            # Messages and collectives are numbered separately.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
         return error.locate(**self._here, operation=operation, call=call)
 

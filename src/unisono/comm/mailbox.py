@@ -113,7 +113,8 @@ class PointToPointMailbox(Mailbox):
         try:
             self._wait_for(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # The message may or may not arrive. After a timeout, by contrast, posted messages remain in flight.
+            # After an interrupt, the message may or may not arrive. After a timeout, by contrast, posted messages
+            # remain in flight.
             self.abort_message(peer, error)
             raise
 

@@ -192,7 +192,7 @@ class PointToPointWork(Work):
         self._awaited = awaited
         self._inner = inner
         self._staging = staging
-        # Messages are counted separately, because their number differs between ranks.
+        # Messages are numbered separately from collectives, because their number differs between ranks.
         self._operation = record[0]
         self._number = engine.activity.messages
         self._lock = threading.Lock()
@@ -239,7 +239,7 @@ class PointToPointWork(Work):
         if not self._inner.is_completed():
             return False
         if self._inner.exception() is None:
-            # The next wait reports the error.
+            # Suppress the error, because the next wait reports it.
             with suppress(CommError):
                 self._finish()
         return True
@@ -274,7 +274,7 @@ class PointToPointWork(Work):
             try:
                 self._staging.end()
             except CommError as error:
-                # Every later wait must report how this one ended.
+                # Store the error, because every later wait must report how this one ended.
                 self._staging.after.clear()
                 self._error = self._failed(error)
         if self._error is not None:

@@ -221,7 +221,7 @@ class _Pipe:
                 self._rank_ended = data == b""
                 self._tls.write(data or b"")
         finally:
-            # This includes the alert that tells the peer why it is not trusted.
+            # The bytes to send include the alert that tells the peer why it is not trusted.
             self._outgoing += self._to_send.read()
             _write(self._connection, self._outgoing, ended=self._rank_ended)
         _write(self._far, self._incoming, ended=self._peer_ended)

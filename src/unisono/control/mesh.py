@@ -136,7 +136,7 @@ class Mesh:
         """Connect to a rank; return None, or the reason for a failure."""
         host, port = address
         if not host:
-            # That rank cannot listen, and reports the reason itself.
+            # The other rank cannot listen, and reports the reason itself.
             return None
         host = in_zone_of(host, self._address)
         try:

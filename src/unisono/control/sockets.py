@@ -76,7 +76,8 @@ def tune(peer: socket.socket) -> None:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_silence(peer, _OUTAGE_S, _IDLE_S)
     if sys.platform == "linux":
-        # Otherwise, retry intervals double, and the next retry may be up to two minutes after the link is back.
+        # Without these options, retry intervals double, and the next retry may be up to two minutes after the link is
+        # back.
         for option, value in _RETRIES.items():
             with contextlib.suppress(OSError):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -103,7 +104,7 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
         "TCP_KEEPALIVE": probe_s,
         "TCP_KEEPIDLE": probe_s,
         "TCP_KEEPINTVL": probe_s,
-        # Only takes effect on kernels without TCP_USER_TIMEOUT.
+        # This option only takes effect on kernels without TCP_USER_TIMEOUT.
         "TCP_KEEPCNT": max(1, int(silence_s / probe_s)),
         "TCP_USER_TIMEOUT": int(min(silence_s, _OUTAGE_S) * 1000),
     }
@@ -343,7 +344,7 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
 def secret_bytes(given: str | bytes) -> bytes:
     """Return a secret from the caller or the environment, as bytes. Raises the same errors as `find_secret`."""
-    # For a number, bytes() would return that many zeros.
+    # Reject numbers, for which bytes() would return that many zeros.
     if not isinstance(given, str | bytes | bytearray | memoryview):
         raise TypeError(f"the secret must be text or bytes, not {type(given).__name__}")
     # Environment variables may contain arbitrary bytes.

@@ -87,7 +87,7 @@ class ControlState:
         names = self._groups.names(client)
         for (job, rank), (number, _, last) in list(self._registrations.items()):
             if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
-                # A new process may replace this one in the same world, which is still incomplete.
+                # A new process may replace this one in the same world group, which is still incomplete.
                 self._registrations[job, rank] = number - 1, "", client
                 self._absent(rank, f"rank {rank} had joined, and was lost: its process ended before all had joined")
         out = [*self._forget(client), *self._groups.lose(client, outage)]

@@ -234,7 +234,7 @@ def disagreement(prints: Mapping[int, Fingerprint]) -> str:
         paths = sorted({path for table in tables.values() for path in table})
         path, *later = (path for path in paths if len({str(table.get(path)) for table in tables.values()}) > 1)
         for inner in later:
-            # A missing element is more informative than the length of its container.
+            # Prefer a missing element, which is more informative than the length of its container.
             kinds = {table[path][1].partition(" of ")[0] for table in tables.values() if path in table}
             if inner.startswith(path) and len(kinds) == 1:
                 path = inner

@@ -172,7 +172,7 @@ class Activity:
         """Mark the call as ended."""
         self.inside = False
         self.since = clock.now()
-        # The error of a failed call has been reported already.
+        # Don't record the end of a failed call, whose error has been recorded already.
         if self.record is not None and self.now is not None and not self.broken:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
 

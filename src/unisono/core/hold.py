@@ -123,7 +123,7 @@ class Hold:
         try:
             gate.acquire()
         finally:
-            # After an interrupt, the gate is still registered.
+            # Remove the gate, which is still registered after an interrupt.
             self._gates.pop(here, None)
         if here in self._steps:
             self._steps.discard(here)

@@ -93,7 +93,7 @@ class Staging:
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return uninitialised flat memory of a tensor's dtype that the transport can use."""
         if like.device.type in self._away:
-            # An accelerator copies to and from pinned memory at full speed and without involving the host.
+            # Pin the memory, because an accelerator then copies at full speed, without involving the host.
             pinned = like.device.type in ACCELERATORS
             self._pinned.append(torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned))
             return self._pinned[-1]
@@ -149,8 +149,8 @@ class Staging:
                 yield
         except RuntimeError as error:
             if not isinstance(error, CommError):
-                # A kernel has failed. If pinned memory is freed now, torch aborts the process before the error is
-                # reported.
+                # A kernel has failed. Leak the pinned memory: if it were freed now, torch would abort the process
+                # before the error is reported.
                 for pinned in self._pinned:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pinned))
             raise

@@ -1,4 +1,5 @@
-// The module `unisono._native`: numbers and layouts shared with Python, and the core for each kind of group.
+// The module `unisono._native`: the native cores for shared memory and TCP, and the enumerations and layouts that they
+// share with Python.
 #include <nanobind/nanobind.h>
 
 #include <initializer_list>
@@ -18,7 +19,7 @@ namespace nb = nanobind;
 namespace unisono {
 namespace {
 
-// Addresses and lengths of the targets, and addresses of the sources.
+// Copies gradients into buckets, given addresses and byte lengths.
 void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vector<uintptr_t>& sources,
                     const std::vector<int64_t>& lengths) {
     int64_t total = 0;
@@ -30,7 +31,7 @@ void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vecto
                       total >= kNonTemporalBytes);
 }
 
-// An enumeration's values by their Python names.
+// Returns an enumeration as a dict from Python names to numbers.
 template <class Enum>
 nb::dict numbers(std::initializer_list<std::pair<const char*, Enum>> names) {
     nb::dict found;
@@ -43,8 +44,8 @@ nb::dict numbers(std::initializer_list<std::pair<const char*, Enum>> names) {
 
 NB_MODULE(_native, module) {
     using namespace unisono;
-    // An uncaught exception keeps frames, and so communicators, alive until after the interpreter: nanobind would
-    // report leaks.
+    // After an uncaught exception, the traceback keeps stack frames, and so communicators, alive until the interpreter
+    // has shut down, and nanobind would report them as leaks.
     nb::set_leak_warnings(false);
     module.doc() = "Collectives in shared memory and over connections; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;

@@ -1,4 +1,5 @@
-// A collective as both cores receive it: its tensors, the checks of their lengths, and what ranks compare of it.
+// A collective as both native cores receive it: its tensors, checks of their lengths, and the signature that ranks
+// compare.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +15,9 @@ namespace unisono {
 
 enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported, peer_lost };
 
-// How a call ended and, if it failed, the rank that it waited for (-1 for none) and for how long. It is returned
-// instead of stored, because threads that move messages fail independently of the one that makes collectives.
+// How a call ended. If it failed: the rank that it waited for (-1 for none), and for how long. Each call returns its
+// outcome instead of storing it in the core, because a thread that moves messages may fail while another thread runs a
+// collective.
 struct Outcome {
     Status status = Status::ok;
     int missing = -1;
@@ -28,8 +30,8 @@ struct Outcome {
     bool operator==(Status other) const { return status == other; }
 };
 
-// Held during a call. The call's tensors and progress are fields of the core, so a second thread would corrupt them.
-// Python's lock does not prevent that: a waiting call releases it.
+// Guard that exists during a call. The call's tensors and progress are fields of the core, so a second thread would
+// corrupt them. The GIL does not prevent that, because a waiting call releases the GIL.
 class Exclusive {
   public:
     explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
@@ -43,12 +45,12 @@ class Exclusive {
     std::atomic<bool>& busy_;
 };
 
-// Words that ranks compare in the first round of a call, except the last, which is only published.
+// Ranks compare the first three words in the first round of a call. The last word is only published to the other ranks.
 struct Signature {
     uint64_t words[4];
 };
 
-// Callbacks of a waiting thread.
+// Callbacks that a thread makes while it waits.
 class WaitCallbacks {
   public:
     // Called before a wait that may sleep.
@@ -57,8 +59,8 @@ class WaitCallbacks {
     virtual bool interrupted() { return false; }
     virtual ~WaitCallbacks() = default;
 
-    // The same while bytes move, but queried at most every 50 ms: the answer needs Python's lock, which a thread that
-    // computes in Python releases only now and then.
+    // Like `interrupted`, for a thread that is moving bytes. Checks at most every 50 ms, because each check acquires
+    // the GIL, and a thread that computes in Python releases the GIL only now and then.
     bool interrupted_lately() {
         const double now = monotonic_s();
         if (now < next_look_s_) return false;
@@ -84,7 +86,7 @@ enum class OpType {
     scatter
 };
 
-// Address and number of elements of a call's tensor.
+// Address and element count of a tensor.
 struct Buffer {
     char* data;
     int64_t count;
@@ -103,8 +105,8 @@ struct CollectiveCall {
     double deadline = 0;
     WaitCallbacks* callbacks = nullptr;
 
-    // The sum of the counts, and, if there are several, their FNV-1a hash (Fowler, Noll, Vo), over numbers instead of
-    // bytes.
+    // Adds the sum of the tensors' element counts to the signature. If there are several tensors, also adds a hash of
+    // the counts: FNV-1a (Fowler, Noll, Vo) over numbers instead of bytes.
     void sign_counts() {
         uint64_t total = 0, uneven = 0;
         const bool by_inputs = type == OpType::reduce || type == OpType::reduce_scatter || type == OpType::gather;
@@ -119,7 +121,7 @@ struct CollectiveCall {
         signature.words[1] = total, signature.words[2] = uneven, signature.words[3] = 0;
     }
 
-    // Whether the tensors have the required lengths, and no written tensor overlaps another one.
+    // Whether the tensors have the required lengths, and no output overlaps another tensor.
     bool has_valid_buffers(int rank, int size) const {
         const bool lists = type == OpType::all_gather || type == OpType::gather || type == OpType::scatter ||
                            type == OpType::reduce_scatter || type == OpType::all_to_all;
@@ -155,8 +157,8 @@ struct CollectiveCall {
         return std::all_of(parts.begin(), parts.end(), [&](const Buffer& part) { return part.count == count; });
     }
 
-    // Whether no output overlaps another tensor, except that this rank's entry of a list may be the single tensor
-    // itself.
+    // Whether no output overlaps another tensor. In collectives with a list and a single tensor, this rank's entry in
+    // the list may be the single tensor.
     bool are_disjoint(size_t own) const {
         const bool may_alias = type != OpType::reduce_scatter && type != OpType::all_to_all;
         const auto end = [&](const Buffer& part) { return part.data + part.count * width; };

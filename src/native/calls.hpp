@@ -1,4 +1,4 @@
-// Calls as Python passes them to a core. Python checks the tensors, and passes addresses.
+// Collectives as Python passes them to a native core. Python checks the tensors and passes their addresses.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,10 +21,10 @@ namespace unisono {
 
 namespace nb = nanobind;
 
-// Longer calls release Python's lock throughout; shorter ones only when they wait.
+// Calls that move more bytes than this release the GIL throughout; shorter calls release it only while they wait.
 inline constexpr int64_t kLongBytes = 64 << 10;
 
-// Releases Python's lock during long waits and copies, and ends waits when a signal arrives.
+// Releases the GIL during long waits and copies, and ends a wait when a signal arrives.
 class PythonWaitCallbacks : public WaitCallbacks {
   public:
     ~PythonWaitCallbacks() override {
@@ -34,7 +34,7 @@ class PythonWaitCallbacks : public WaitCallbacks {
         if (!saved_) saved_ = PyEval_SaveThread();
     }
     bool interrupted() override {
-        // Before the first sleep this thread still holds Python's lock.
+        // Before its first sleep, this thread still holds the GIL.
         if (!saved_) return PyErr_CheckSignals() != 0;
         PyEval_RestoreThread(saved_);
         const bool raised = PyErr_CheckSignals() != 0;
@@ -46,12 +46,14 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// First word of the signature of a call that ranks compare by hash: one without kernels, or with an algorithm's steps.
+// First word of the signature if ranks compare a hash of their calls: for a call without kernels (kGeneralCall), and
+// for a call that runs an algorithm's steps (kStepsCall).
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
-// Operations by their Python names. Their numbers are the indices here, 0 for none; an average is a divided sum.
+// Reduce operations with their Python names. An operation's number is its index in kReduceOps; 0 means no operation. An
+// average is a sum that is divided afterwards.
 struct NamedOp {
     const char* name;
     std::optional<ReduceOp> op;
@@ -62,7 +64,7 @@ inline constexpr NamedOp kReduceOps[] = {
     {"product", ReduceOp::product}, {"min", ReduceOp::min},   {"max", ReduceOp::max},
     {"band", ReduceOp::band},  {"bor", ReduceOp::bor},   {"bxor", ReduceOp::bxor}};
 
-// Properties of a dtype. Its number is its index in a list common to all ranks.
+// Properties of a dtype. A dtype's number is its index in a list that is the same on all ranks.
 struct DType {
     int64_t width = 1;
     std::array<Reduction, std::size(kReduceOps)> reductions{};
@@ -74,10 +76,10 @@ struct DType {
     }
 };
 
-// How a call failed; none if it did not.
+// How a call failed; empty if it succeeded.
 using Failure = std::optional<Outcome>;
 
-// Runs a native call, without Python's lock if it is long or waits.
+// Runs a native call. Releases the GIL if the call is long or has to wait.
 template <class Function>
 Failure run_interruptible(int64_t nbytes, const Function& function) {
     Outcome outcome;
@@ -91,7 +93,7 @@ Failure run_interruptible(int64_t nbytes, const Function& function) {
     return outcome;
 }
 
-// Calls with numbers for their collective, operation and dtype.
+// Entry points from Python, which passes the collective, the operation and the dtype as numbers.
 class Calls {
   public:
     Calls(int rank, int size, const std::vector<std::pair<std::string, int64_t>>& dtypes) : rank_(rank), size_(size) {
@@ -100,8 +102,9 @@ class Calls {
     }
     virtual ~Calls() = default;
 
-    // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds all parts. Runs the
-    // steps of the program, or, if that has no chunks, the core's preferred ones.
+    // Runs a collective on one target tensor and one source tensor, given by address and element count. If each rank
+    // contributes or receives its own part, the longer tensor contains all ranks' parts. Runs the steps of `program`,
+    // or the core's preferred steps if `program` has no chunks.
     Failure call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source,
                  int64_t read, double deadline, const Program& program) {
         const Exclusive held(busy_);
@@ -134,7 +137,8 @@ class Calls {
         return start(op, dtype, true);
     }
 
-    // Addresses and counts of the tensors to write and to read. Averages are divided on request.
+    // Runs a collective on lists of tensors: addresses and element counts of the tensors to write and to read.
+    // `divides` says whether to divide the sum for an average.
     Failure call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                        const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                        const std::vector<int64_t>& read, bool divides, double deadline, const Program& program) {
@@ -143,8 +147,8 @@ class Calls {
         return start(op, dtype, divides);
     }
 
-    // A call from the general path, with the steps of the caller's algorithm. `lengths` has the length of each rank's
-    // part where these differ.
+    // Runs a call from the general path with the steps of the caller's algorithm. If the ranks' parts differ in length,
+    // `lengths` contains the length of each rank's part.
     Failure call_program(const Program& program, int type, int op, int dtype, int root,
                          const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
                          const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
@@ -157,7 +161,7 @@ class Calls {
         return run();
     }
 
-    // Whether there is a kernel for a reduction.
+    // Whether the core has a kernel for this operation and dtype.
     bool has_kernel(int op, int dtype) const { return reduction(op, dtype).kernel != nullptr; }
 
   protected:
@@ -191,7 +195,7 @@ class Calls {
         for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({pointer(sources[n]), read.at(n)});
     }
 
-    // Runs a call with valid tensors, without Python's lock if it is long or waits.
+    // Runs the current call, whose tensors are valid. Releases the GIL if the call is long or has to wait.
     Failure run() {
         int64_t nbytes = 0;
         for (const Buffers* side : {&call_.inputs, &call_.outputs})
@@ -226,7 +230,7 @@ class Calls {
 
     const int rank_, size_;
     std::atomic<bool> busy_{false};
-    // The steps of the current call; null for the core's preferred ones.
+    // The steps of the current call; null for the core's preferred steps.
     const Program* program_ = nullptr;
     StepsCall steps_;
 
@@ -241,8 +245,8 @@ class Calls {
         for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
     }
 
-    // Unsupported if the core does not support the call, or a tensor is invalid: then the general path raises the
-    // error.
+    // Returns `unsupported` if the core does not support the call or a tensor is invalid. The general path then raises
+    // the error.
     Failure start(int op, int dtype, bool divides) {
         const OpType type = call_.type;
         call_.divisor = divides && op == kAverage ? size_ : 1;
@@ -256,7 +260,7 @@ class Calls {
         return run();
     }
 
-    // Identifies a call on every rank that makes it.
+    // A hash that is equal on all ranks that make the same call.
     uint64_t signature(const CollectiveCall& call) const {
         uint64_t mixed = program_ ? program_->label : 0;
         const auto mix = [&](uint64_t word) {
@@ -299,7 +303,7 @@ class Calls {
         }
     }
 
-    // One tensor, in chunks of almost equal length.
+    // Cuts one tensor into chunks of almost equal length.
     void cut_evenly(const CollectiveCall& call) {
         const Buffer& part = call.outputs.empty() ? call.inputs[0] : call.outputs[0];
         const bool writes = call.root < 0 || (rank_ == call.root) == (call.type == OpType::reduce);
@@ -312,7 +316,7 @@ class Calls {
         }
     }
 
-    // One part per rank, beginning with the root's: gathered, or scattered by the root.
+    // Adds one chunk per rank, beginning with the root's, for a gather or a scatter.
     void cut_by_rank(const CollectiveCall& call) {
         const bool gathers = call.type != OpType::scatter;
         const Buffers &many = gathers ? call.outputs : call.inputs, &one = gathers ? call.inputs : call.outputs;
@@ -320,7 +324,7 @@ class Calls {
             const int r = (place + std::max(0, call.root)) % size_;
             char* here = many.empty() ? nullptr : many[r].data;
             char* mine = r == rank_ ? one[0].data : nullptr;
-            // A rank that only forwards a part of another length knows that length.
+            // A rank may only forward a part whose length differs from its own part's: `lengths_` then has that length.
             const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
             add_chunk(gathers ? mine : here, gathers ? here : mine, count);
         }
@@ -328,11 +332,11 @@ class Calls {
 
     std::vector<DType> dtypes_;
     CollectiveCall call_;
-    // Lengths of all ranks' parts, if the general path has passed them.
+    // Lengths of all ranks' parts if the general path has passed them; empty otherwise.
     std::vector<int64_t> lengths_;
 };
 
-// Bound as methods of each core, because those of a bound base class take longer to call.
+// Binds these methods in each core's class: methods of a bound base class take longer to call.
 template <class Bound>
 Bound& add_calls(Bound&& bound) {
     using Type = typename std::decay_t<Bound>::Type;

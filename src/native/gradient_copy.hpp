@@ -1,4 +1,4 @@
-// Copies of gradients to their places in a bucket.
+// Copies gradients to their places in a bucket.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,13 @@
 
 namespace unisono {
 
-// From this size on, stores bypass the caches: other ranks accessed these lines last, perhaps from cores that share no
-// cache with this one, and the data would not remain in this core's cache until it is reduced.
+// Copies of at least this size use non-temporal stores, which bypass the caches. Other ranks accessed these cache lines
+// last, perhaps on cores that share no cache with this one, which makes ordinary stores slow. The data would be evicted
+// from this core's cache before its reduction anyway.
 inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
 inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {
-    // The gradient may already be in place, since an earlier step.
+    // The gradient may already be in the bucket since an earlier training step.
     if (destination == gradient || !nbytes) return;
     if (non_temporal)
         copy_non_temporal(destination, gradient, nbytes);

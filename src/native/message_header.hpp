@@ -1,4 +1,4 @@
-// Header that precedes the bytes of a message between two ranks, in shared memory and on connections.
+// Header of a message between two ranks, both in shared memory and over TCP connections.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace unisono {
 struct Header {
     int64_t tag, count, dtype;
 };
-// Its format for Python's struct module.
+// The header's format for Python's struct module.
 inline constexpr const char* kHeaderFormat = "<qqq";
 static_assert(sizeof(Header) == 3 * 8);
 

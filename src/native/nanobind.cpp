@@ -1,2 +1,2 @@
-// Nanobind's sources, which it combines in one file for builds without CMake.
+// Compiles nanobind's sources, which nanobind combines in one file for builds without CMake.
 #include "nb_combined.cpp"

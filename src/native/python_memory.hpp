@@ -1,4 +1,4 @@
-// Memory of Python objects.
+// Access to the memory of Python objects.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,7 +7,7 @@
 
 namespace unisono {
 
-// The memory of an object, kept in place as long as this lives.
+// The memory of a Python object, which cannot move or be freed as long as this exists.
 class PythonMemory {
   public:
     PythonMemory(nanobind::handle object, int flags, uint64_t least = 0) {
@@ -22,7 +22,7 @@ class PythonMemory {
     char* begin() const { return static_cast<char*>(buffer_.buf); }
     uint64_t nbytes() const { return static_cast<uint64_t>(buffer_.len); }
 
-    // A memoryview of a slice.
+    // Returns a memoryview of `nbytes` bytes, beginning at byte `from`.
     nanobind::object part(uint64_t from, uint64_t nbytes) const {
         const auto whole = nanobind::steal(PyMemoryView_FromObject(buffer_.obj));
         const auto start = static_cast<Py_ssize_t>(from), stop = static_cast<Py_ssize_t>(from + nbytes);

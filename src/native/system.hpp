@@ -1,4 +1,5 @@
-// Operating system services that the core needs: clocks, sleeping and waking threads, and sockets that raise no signal.
+// Operating system services for the native cores: clocks, putting threads to sleep and waking them, and sockets that
+// don't raise SIGPIPE.
 #pragma once
 
 #include <atomic>
@@ -12,8 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-// Linux has futexes, which shared memory needs, and eventfd. UNISONO_PORTABLE leaves both out on Linux as well, so that
-// what other systems get can be tested there.
+// Futexes, which transport over shared memory needs, and eventfd exist only on Linux. UNISONO_PORTABLE disables both,
+// so that the code for other systems can be tested on Linux.
 #if defined(__linux__) && !defined(UNISONO_PORTABLE)
 #define UNISONO_LINUX 1
 #include <linux/futex.h>
@@ -25,7 +26,7 @@
 
 namespace unisono {
 
-// Seconds on the clock that Python's time.monotonic() reads. On macOS it stops while the machine sleeps, unlike
+// Time in seconds on the clock of Python's time.monotonic(). On macOS this clock stops while the machine sleeps, unlike
 // CLOCK_MONOTONIC.
 inline double monotonic_s() {
 #if defined(__APPLE__)
@@ -38,12 +39,12 @@ inline double monotonic_s() {
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Set by a debugger that holds the ranks of this process: the seconds for which the deadline clock was stopped, and
-// when the current stop began; negative while it runs.
+// Set by a debugger that stops the ranks of this process. `stood_s`: total seconds for which the deadline clock has
+// been stopped. `stopped_at_s`: time at which the current stop began; negative while the clock is running.
 inline std::atomic<double> stood_s{0};
 inline std::atomic<double> stopped_at_s{-1};
 
-// The clock of deadlines.
+// Time in seconds on the clock that deadlines refer to.
 inline double deadline_clock_s() {
     const double stopped = stopped_at_s.load(std::memory_order_relaxed);
     return (stopped < 0 ? monotonic_s() : stopped) - stood_s.load(std::memory_order_relaxed);
@@ -58,7 +59,7 @@ inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
 inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 #endif
 
-// A descriptor that any thread can make readable for good, which ends a sleep in poll and all later ones.
+// A descriptor that any thread can make readable permanently, which ends the current `poll` and all later ones.
 class Wakeup {
   public:
     Wakeup() {
@@ -81,7 +82,7 @@ class Wakeup {
     Wakeup& operator=(const Wakeup&) = delete;
 
     int descriptor() const { return ends_[0]; }
-    // From any thread. If the write fails, the descriptor is readable already.
+    // May be called from any thread. If the write fails, the descriptor is already readable.
     void wake() const {
         const uint64_t one = 1;
         [[maybe_unused]] const ssize_t written = write(ends_[1], &one, sizeof one);
@@ -91,8 +92,8 @@ class Wakeup {
     int ends_[2];
 };
 
-// Writing to a closed connection must fail instead of raising SIGPIPE, which would end the process. Linux has a flag
-// for each call; macOS has a socket option, and the flag only in its latest versions.
+// Writing to a closed connection must fail instead of raising SIGPIPE, which would terminate the process. On Linux, a
+// flag of each send prevents the signal; on macOS, a socket option does, and only the latest versions have the flag.
 #if defined(__APPLE__)
 inline constexpr int kNoSignal = 0;
 inline void raise_no_signal(int socket) {

@@ -1,5 +1,6 @@
-// 16-bit floats, as bits. Each operation is computed in float and rounded once, to nearest even, as in torch. The
-// double rounding is harmless, because a float has more than twice the significant bits of either type.
+// 16-bit floats, represented by their bits. Each operation is computed in float, and the result is rounded to nearest
+// even, as in torch. Rounding twice, to float and then to 16 bits, is harmless: a float has more than twice the
+// significant bits of either 16-bit type.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +53,7 @@ struct Float16 {
 
     static float to_float(uint16_t half) {
         const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7FFF;
-        // Below the least normal number: its bits count multiples of 2**-24, so the product is exact.
+        // A subnormal number: its bits are a multiple of 2**-24, so the product is exact.
         if (magnitude < 0x400) return float_of_bits(bits_of_float(static_cast<float>(magnitude) * 0x1p-24f) | sign);
         const uint32_t exponent = magnitude < 0x7C00 ? magnitude + (112 << 10) : magnitude + (224 << 10);
         return float_of_bits(exponent << 13 | sign | (magnitude > 0x7C00 ? 0x400000 : 0));
@@ -62,10 +63,11 @@ struct Float16 {
         const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7FFFFFFF;
         const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
         if (magnitude > 0x7F800000) return sign | 0x7E00;
-        // Infinity from 65520 on, which is halfway between the largest half and the next one.
+        // Values from 65520 up become infinity: 65520 is halfway between the largest finite half, 65504, and 65536.
         if (magnitude >= 0x477FF000) return sign | 0x7C00;
         if (magnitude < 0x38800000) {
-            // Adding 0.5 leaves multiples of 2**-24 in the last bits, rounded by the processor.
+            // In a float near 0.5, the last bit is worth 2**-24, so this addition rounds the value to a multiple of
+            // 2**-24.
             return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f));
         }
         return sign | static_cast<uint16_t>((magnitude - (112 << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13);

@@ -19,8 +19,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// A copy that does not load the target's lines into this processor's caches. Non-temporal stores are unordered without
-// the fence, which must precede any store that notifies other ranks of the copy.
+// Copies without loading the target's cache lines into this processor's caches. Non-temporal stores are unordered, so a
+// fence must precede any store that notifies other ranks of the copy.
 inline void copy_non_temporal(char* to, const char* from, size_t nbytes) {
 #if defined(__x86_64__)
     size_t head = -reinterpret_cast<uintptr_t>(to) & 15;
@@ -42,7 +42,7 @@ inline void copy_non_temporal(char* to, const char* from, size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-// Eight floats per instruction, if the processor has such instructions: 16-bit floats are slow one by one.
+// With AVX2 and F16C, one instruction processes eight floats. Without them, 16-bit floats are slow.
 #if defined(__x86_64__)
 #define UNISONO_AVX2 __attribute__((target("avx2,f16c")))
 
@@ -55,7 +55,7 @@ using FloatVector = __m256;
 
 UNISONO_AVX2 inline FloatVector add(FloatVector a, FloatVector b) { return _mm256_add_ps(a, b); }
 UNISONO_AVX2 inline FloatVector multiply(FloatVector a, FloatVector b) { return _mm256_mul_ps(a, b); }
-// Returns the NaN if there is one; the processor's own instruction drops a NaN in the first operand.
+// If either operand is NaN, returns NaN. The processor's instruction alone would drop a NaN in the first operand.
 UNISONO_AVX2 inline FloatVector minimum(FloatVector a, FloatVector b) {
     return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }

@@ -1,4 +1,4 @@
-// Reductions of two rows of elements, for each dtype and operation.
+// Kernels that reduce two rows of elements, for each dtype and operation.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace unisono {
 
-// A block summed in one step, small enough for the nearest cache. Longer copies would take memcpy's other path, which
-// is slow to start.
+// Size of the blocks in which rows are reduced: small enough for the L1 cache. For longer copies, memcpy switches to
+// another code path with a higher startup cost.
 inline constexpr size_t kBlockBytes = 2048;
 
 enum class ReduceOp { sum, product, min, max, band, bor, bxor };
@@ -24,12 +24,12 @@ inline T apply(T a, T b) {
         if constexpr (op == ReduceOp::product || op == ReduceOp::min || op == ReduceOp::band) return a & b;
         return a ^ b;
     } else if constexpr (op == ReduceOp::min) {
-        // A NaN on either side is the result, as in torch.minimum.
+        // If either operand is NaN, so is the result, as in torch.minimum.
         return a < b || a != a ? a : b;
     } else if constexpr (op == ReduceOp::max) {
         return a > b || a != a ? a : b;
     } else if constexpr (std::is_integral_v<T>) {
-        // Integers wrap. Types shorter than int would be promoted to signed int, and its overflow is undefined.
+        // Integers wrap. Types narrower than int would be promoted to int, whose overflow is undefined.
         using Wide = std::conditional_t<sizeof(T) < sizeof(uint32_t), uint32_t, std::make_unsigned_t<T>>;
         const auto x = static_cast<Wide>(a), y = static_cast<Wide>(b);
         if constexpr (op == ReduceOp::sum) return static_cast<T>(x + y);
@@ -43,7 +43,7 @@ inline T apply(T a, T b) {
     }
 }
 
-// `to` may be `a` or `b`, but must not overlap them otherwise.
+// `to` may equal `a` or `b`, but must not partly overlap either.
 using Kernel = void (*)(const char* a, const char* b, char* to, size_t count);
 
 template <ReduceOp op, class T>
@@ -56,7 +56,7 @@ void combine_elements(const char* a, const char* b, char* to, size_t count) {
 }
 
 #ifdef UNISONO_AVX2
-// Returns the number of elements done: all but the last few.
+// Returns the number of elements reduced: `count` rounded down to a multiple of eight.
 template <ReduceOp op, class Half>
 UNISONO_AVX2 size_t combine_vectors(const char* a, const char* b, char* to, size_t count) {
     const auto* low = reinterpret_cast<const uint16_t*>(a);
@@ -97,7 +97,7 @@ void combine_halves(const char* a, const char* b, char* to, size_t count) {
 template <class T>
 void divide_elements(char* at, size_t count, int64_t divisor) {
     auto* values = reinterpret_cast<T*>(at);
-    // For a power of two, multiplication gives the same bits, and is faster.
+    // For a power of two, multiplying by the inverse gives bit-identical results and is faster.
     const T inverse = 1 / static_cast<T>(divisor), by = static_cast<T>(divisor);
     if (divisor & (divisor - 1))
         for (size_t n = 0; n < count; n++) values[n] /= by;
@@ -120,8 +120,8 @@ void divide_halves(char* at, size_t count, int64_t divisor) {
 
 using Division = void (*)(char* at, size_t count, int64_t divisor);
 
-// Reduction of rows of one dtype with one operation. For an average, halves are divided before the sum, so that it does
-// not overflow, and other floats after it.
+// Kernels for one dtype and one operation. For an average, 16-bit floats are divided before the sum, so that it does
+// not overflow; wider floats are divided after the sum.
 struct Reduction {
     Kernel kernel = nullptr;
     size_t width = 0;
@@ -153,7 +153,7 @@ Reduction halves(ReduceOp op) {
     return {};
 }
 
-// Complex sums and averages are computed by parts; `to` may be `a` or `b`.
+// Complex sums and averages treat the real and imaginary parts as separate elements. `to` may equal `a` or `b`.
 template <class Real>
 void sum_complex(const char* a, const char* b, char* to, size_t count) {
     combine_elements<ReduceOp::sum, Real>(a, b, to, 2 * count);
@@ -183,7 +183,7 @@ Reduction complexes(ReduceOp op) {
     return {};
 }
 
-// Keyed by torch's dtype names, without "torch."; an empty kernel if there is none.
+// `dtype` is torch's name of the dtype, without "torch.". Without a kernel for it, the result is empty.
 inline Reduction reduction_of(std::string_view dtype, ReduceOp op) {
     if (dtype == "float32") return elements<float>(op);
     if (dtype == "float64") return elements<double>(op);

@@ -1,4 +1,4 @@
-// Copies to memory that other ranks read, and reductions into it.
+// Copies into memory that other ranks read, and reductions whose result goes there.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,10 @@
 
 namespace unisono {
 
-// Lines that another rank has read are slow to write if its core shares no cache with this one: ten times as slow as
-// non-temporal stores to memory. If the cores share a cache, such stores cost the readers more than they save. Which is
-// faster changes as the system moves ranks from core to core, so each rank times its copies.
+// Chooses between ordinary and non-temporal stores. If the reader's core shares no cache with this one, writing to
+// cache lines that it has read takes ten times as long as non-temporal stores to memory. If the two cores share a
+// cache, non-temporal stores cost the reader more than they save here. The operating system moves ranks from core to
+// core, so each rank keeps timing its copies.
 class StageWriter {
   public:
     void copy(char* to, const char* from, size_t nbytes) {
@@ -23,19 +24,20 @@ class StageWriter {
             return;
         }
         const unsigned count = ++count_;
-        // The slower kind of store is tried at the 1st, 2nd, 4th, 8th ... copy, and then every 256th.
+        // Try the currently slower kind of store at the 1st, 2nd, 4th, 8th, ... copy, and at every 256th copy.
         const bool probe = count % kProbeInterval == 0 || (count & (count - 1)) == 0;
         const bool non_temporal = non_temporal_is_faster() != probe;
         double& cost = non_temporal ? non_temporal_s_ : temporal_s_;
         const double start = monotonic_s();
         (non_temporal ? copy_non_temporal : copy_temporal)(to, from, nbytes);
         const double measured = (monotonic_s() - start) / static_cast<double>(nbytes);
-        // A single slow copy may have been interrupted.
+        // At most double the cost: the scheduler may have interrupted this one copy.
         cost = cost > 0 && measured > 2 * cost ? 2 * cost : measured;
     }
 
-    // Reduces rows in a balanced binary tree, block by block, to any number of targets, which may include rows.
-    // `shared_target` is memory that other ranks read; the result is divided by the divisor, if it is not 1.
+    // Reduces rows in a balanced binary tree, block by block, and writes the result to all `targets`, which may include
+    // some of the rows, and to `shared_target`, which other ranks read. Divides the result by `divisor` if that is not
+    // 1.
     void reduce(const Reduction& reduction, const std::vector<const char*>& rows, size_t count, int64_t divisor,
                 const std::vector<char*>& targets, char* shared_target) const {
         alignas(64) char blocks[kMaxDepth * kBlockBytes];
@@ -58,12 +60,12 @@ class StageWriter {
     static constexpr size_t kMinTimedBytes = 1 << 12;
     static constexpr double kSlowdown = 3;
     static constexpr unsigned kProbeInterval = 256;
-    // Largest number of blocks that a tree of rows needs, for any number of ranks.
+    // Number of blocks that suffices for a reduction tree over any number of ranks.
     static constexpr size_t kMaxDepth = 16;
 
-    // Sums a block of rows into `to`, and returns that; with a single row, returns the row's block itself. The first
-    // half of the rows is the longer one, as in collectives/algorithms/algorithm.py. `spare` has a block for each
-    // further level.
+    // Reduces a block of all rows into `to`, and returns `to`. If there is only one row, returns that row's block
+    // without copying it. With an odd number of rows, the first half has one more than the second, as in
+    // collectives/algorithms/algorithm.py. `spare` has a block for each further level of the tree.
     static const char* reduce_tree(const Reduction& reduction, const char* const* rows, size_t count, size_t at,
                                    size_t length, char* to, char* spare) {
         if (count == 1) return rows[0] + at;
@@ -74,7 +76,8 @@ class StageWriter {
         return to;
     }
 
-    // Whether the sum may accumulate in the first target: not if it is a row that is read after the first two.
+    // Whether the sum may accumulate in the first target. It may not if that target is also a row other than the first
+    // two, because the tree reads that row after it has written a partial sum.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         if (targets.empty()) return false;
         return rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end();

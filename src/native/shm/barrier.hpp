@@ -1,4 +1,5 @@
-// Barrier in shared memory: counters and signatures, each written by one rank only, and the waits for them.
+// Barrier in shared memory: each rank's counters and signatures, which only that rank writes, and waits for other
+// ranks' counters.
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,7 @@ namespace unisono {
 using Word = std::atomic<uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
 
-// Layout of each rank's four lines of 64 bytes.
+// Word offsets in each rank's four 64-byte cache lines.
 inline constexpr int kWordsPerRank = 32;
 enum Field { kArrived = 0, kReduced = 1, kLeft = 2, kSignatures = 8, kSleeping = 24, kWakeups = 25 };
 
@@ -27,14 +28,15 @@ class SharedBarrier {
     // Last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // From any thread: ends every current and future wait of this rank.
+    // Ends every current and future wait of this rank. May be called from any thread.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         wake(rank);
     }
 
-    // Publishes that this rank's part of the next round is staged, and waits for the others' parts. Release and acquire
-    // on the counter make the part and the signature visible before it.
+    // Publishes that this rank's data for the next round is staged, and waits until the other ranks' data is staged.
+    // The counter is stored with release and loaded with acquire, so a rank that sees the new count also sees the
+    // staged data and the signature.
     Outcome arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
         const uint64_t number = round() + 1;
         const int field = kSignatures + 8 * static_cast<int>(number & 1);
@@ -49,13 +51,14 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of a rank's signature in this round. It is valid until this rank arrives in the next round: only
-    // then can the other rank reach the round after that, which overwrites it.
+    // The last word of a rank's signature in this round. The word is valid until this rank arrives in the next round.
+    // The other rank overwrites it two rounds later, which it cannot reach before this rank has arrived in the next
+    // one.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
 
-    // Publishes that this rank makes no more calls.
+    // Publishes that this rank will make no more calls.
     void leave() { publish(kLeft, 1); }
     bool has_left(int rank) const { return at(rank, kLeft).load(std::memory_order_seq_cst) != 0; }
 
@@ -78,7 +81,7 @@ class SharedBarrier {
     }
 
     // Waits for a condition that depends on one rank: polls for a moment, yields the processor a few times, and then
-    // sleeps until woken, for 2 ms at most, so that nothing depends on the wake-up.
+    // sleeps. Each sleep ends after 2 ms at most, so a lost wake-up does no harm.
     template <class Ready>
     Outcome wait_until(const Ready& ready, int peer, double deadline, WaitCallbacks& callbacks) {
         if (ready()) return Status::ok;
@@ -87,7 +90,7 @@ class SharedBarrier {
             do {
                 for (int n = 0; n < kSpins; n++, cpu_relax())
                     if (ready()) return Status::ok;
-                // Let the other rank run: it may be waiting for this processor.
+                // The peer may be waiting for this processor.
                 sched_yield();
             } while (monotonic_s() < end);
         }
@@ -99,7 +102,7 @@ class SharedBarrier {
         }
         while (!ready()) {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
-            // Check once more: the peer may have arrived before it left.
+            // Check the condition again: the peer may have met it before leaving.
             if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
                 return Outcome(Status::peer_left, peer, monotonic_s() - start);
             if (deadline_clock_s() > deadline) return Outcome(Status::timeout, peer, monotonic_s() - start);
@@ -109,7 +112,7 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // Wakes a rank if it sleeps.
+    // Wakes a rank if it is asleep.
     void wake(int rank) {
         if (!at(rank, kSleeping).load(std::memory_order_relaxed)) return;
         Word& wakeups = at(rank, kWakeups);
@@ -127,8 +130,9 @@ class SharedBarrier {
 
     void publish(Field counter, uint64_t number) {
         own(counter).store(number, std::memory_order_release);
-        // A rank about to sleep sets its flag and then reads the counter; this one writes the counter and then reads
-        // the flag. Without a full fence on both sides, each could miss the other's write, for the length of a sleep.
+        // A rank that is about to sleep sets its flag and then reads the counter; this rank writes the counter and then
+        // reads the flag. Without a full fence in both ranks, each could miss the other's write, and the waiting rank
+        // would sleep for its full 2 ms.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int r = 0; r < size; r++)
             if (r != rank) wake(r);

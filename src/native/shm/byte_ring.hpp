@@ -1,4 +1,4 @@
-// Rings of bytes in shared memory: one for each direction of each pair of ranks, with one writer and one reader.
+// Byte rings in shared memory: one for each direction of each pair of ranks. Each ring has one writer and one reader.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,8 @@
 
 namespace unisono {
 
-// One end of a ring. Both ends count bytes from the beginning; each count has one writer.
+// One end of a ring. The writer counts the bytes written since the beginning and the reader the bytes read; each end
+// stores only its own count.
 struct ByteRing {
     static constexpr uint64_t kBytes = 128 << 10, kCacheLine = 64;
 
@@ -33,14 +34,14 @@ struct ByteRing {
     uint64_t available() const {
         return written().load(std::memory_order_acquire) - read().load(std::memory_order_relaxed);
     }
-    // Number of bytes up to `limit` before the ring wraps.
+    // Number of bytes that can be accessed from this count before the ring wraps, at most `limit`.
     uint64_t contiguous(uint64_t count, uint64_t limit) const {
         return std::min(limit, nbytes - (count & (nbytes - 1)));
     }
-    // The count at which the next part of a message begins if the previous one ends here.
+    // Count at which the next part of a message begins if the previous part ends at `count`: the next cache line.
     static uint64_t padded(uint64_t count) { return (count + kCacheLine - 1) & ~(kCacheLine - 1); }
 
-    // Copy bytes to or from the position of a count, wrapping at the end of the ring.
+    // Copy bytes into the ring (put) or out of it (get) at the position of a count, wrapping at the end of the ring.
     void put(uint64_t count, const char* from, uint64_t length) const {
         if (!length) return;
         const uint64_t first = contiguous(count, length);
@@ -55,7 +56,7 @@ struct ByteRing {
     }
 };
 
-// The rings between all ranks in one block of memory: their counts, then their bytes.
+// The rings between all ranks, in one block of memory: first the counts of all rings, then their bytes.
 struct RingMemory {
     char* begin;
     int size;
@@ -71,18 +72,19 @@ struct RingMemory {
     }
 
   private:
-    // A line for each of the two counts.
+    // A cache line for each of a ring's two counts.
     static constexpr uint64_t kControlBytes = 2 * ByteRing::kCacheLine;
 };
 
-// The rings of a group, whose ends wake each other.
+// The rings of a group. A rank that moves bytes wakes the rank at the other end of the ring.
 class ByteRings {
   public:
     ByteRings(SharedBarrier& barrier, char* memory) : barrier(barrier), memory_{memory, barrier.size} {}
 
     ByteRing between(int from, int to) const { return memory_.between(from, to); }
 
-    // Release: earlier writes, or reads, are complete before the other end sees the count.
+    // The store is a release: this rank's earlier writes to the ring, or reads from it, are complete before the peer
+    // sees the new count.
     void publish(Word& counter, uint64_t value, int peer) const {
         counter.store(value, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -95,23 +97,24 @@ class ByteRings {
     const RingMemory memory_;
 };
 
-// Network of an executor whose frames travel through rings.
+// Network for an executor that sends its frames through rings.
 class RingNetwork {
   public:
-    // Both directions of one pair of ranks.
+    // The two rings, one per direction, between this rank and one peer.
     class Stream {
       public:
-        // Only headers are copied an extra time.
+        // Only headers go through the read-ahead buffer, which costs an extra copy.
         static constexpr size_t kReadAheadBytes = sizeof(FrameHeader), kDirectBytes = 0;
 
         Stream(const ByteRings& rings, int peer)
             : rings_(&rings), peer_(peer), out_(rings.between(rings.barrier.rank, peer)),
               in_(rings.between(peer, rings.barrier.rank)) {}
 
-        // A ring cannot tell: the control plane detects ranks that have ended, and aborts calls.
+        // A ring cannot detect a lost peer. The control plane detects ranks that have exited, and aborts the calls that
+        // wait for them.
         bool lost() const { return false; }
 
-        // Copies as many bytes as fit; returns their number.
+        // Copies as many bytes as fit into the ring; returns their number.
         size_t send(const iovec* parts, size_t count) {
             const uint64_t begin = out_.written().load(std::memory_order_relaxed);
             uint64_t written = begin, room = static_cast<uint64_t>(out_.room(begin));
@@ -143,7 +146,7 @@ class RingNetwork {
 
     Stream stream(int peer) const { return {rings_, peer}; }
 
-    // Sleeps until a ring can move bytes; returns whether the caller has been interrupted.
+    // Sleeps until one of the wanted transfers can move bytes; returns whether a signal has interrupted the wait.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         const int rank = rings_.barrier.rank;
         const auto ready = [&] {
@@ -157,7 +160,7 @@ class RingNetwork {
         return rings_.barrier.wait_until(ready, rank, deadline, callbacks) == Status::interrupted;
     }
 
-    // Nothing to do: the barrier's abort ends the waits.
+    // Nothing to do: aborting the barrier ends the waits.
     void wake() {}
 
   private:

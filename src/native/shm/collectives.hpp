@@ -1,4 +1,5 @@
-// Collectives that move data between ranks, as bytes; and one entry point for all collectives.
+// Collectives that move bytes between ranks without reducing them, and the entry point for all collectives in shared
+// memory.
 #pragma once
 
 #include "shm/reductions.hpp"
@@ -52,7 +53,8 @@ class Collectives {
         return Status::ok;
     }
 
-    // Ranks with a tensor that others read stage it chunk by chunk; ranks with outputs copy the chunks out.
+    // With `stages`, this rank stages its tensor piece by piece. A rank with outputs copies the staged pieces into
+    // them.
     Outcome gather_chunks(CollectiveCall& call, bool stages) {
         const Buffer& input = call.inputs[0];
         const int64_t step = static_cast<int64_t>(rounds.stage_bytes);
@@ -85,7 +87,8 @@ class Collectives {
         return Status::ok;
     }
 
-    // Rows may be uneven. If all rows of all ranks are equally long, the first round already has their first pieces.
+    // Rows may differ in length. If all rows of all ranks are equally long, the first round already moves their first
+    // pieces.
     Outcome all_to_all(CollectiveCall& call) {
         const int64_t step = rounds.piece_bytes(call.width), count = call.inputs[0].count;
         bool even = true;
@@ -110,7 +113,7 @@ class Collectives {
         return exchange_pieces(call, 0, longest * call.width);
     }
 
-    // Exchanges a piece between each pair of ranks, beginning at byte `at`.
+    // Exchanges the rows of all pairs of ranks from byte `at` on, a piece per round.
     Outcome exchange_pieces(CollectiveCall& call, int64_t at, int64_t nbytes) {
         const int64_t step = rounds.piece_bytes(call.width);
         for (; at < nbytes; at += step) {

@@ -1,4 +1,4 @@
-// The core of one rank in shared memory, for Python.
+// The native core of one rank for transport over shared memory, with its Python bindings.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@
 
 namespace unisono {
 
-// Collectives and messages in shared memory.
+// One rank's collectives and messages in shared memory.
 class Core : public Calls {
   public:
     // Uses `nbytes(size)` bytes of memory, zeroed by the first rank.
@@ -32,7 +32,7 @@ class Core : public Calls {
 
     static uint64_t nbytes(int size) { return Places(size).end; }
 
-    // A message of this many elements, to or from another rank.
+    // Sends or receives a message of `count` elements.
     Failure send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * width_of(dtype);
         const Header header{tag, count, dtype};
@@ -48,7 +48,7 @@ class Core : public Calls {
         });
     }
 
-    // For messages that Python moves, waiting in the core.
+    // For messages that Python code copies to and from the rings; only the waiting is done in the core.
     auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }
@@ -59,7 +59,8 @@ class Core : public Calls {
         });
     }
 
-    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    // Runs a round without data, in which ranks compare a hash of their calls. If counts are passed, also compares what
+    // each rank sends with what its peer expects.
     Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         const Exclusive held(busy_);
         CollectiveCall& call = begin(0, 0, 0, -1, deadline);
@@ -87,8 +88,8 @@ class Core : public Calls {
   private:
     static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
 
-    // Offsets in the memory: the counters, two staging buffers for each rank, the rings of messages, and those of
-    // algorithms' steps.
+    // Offsets in the shared memory, which starts with the barrier's counters: two staging buffers per rank, the rings
+    // for messages, and the rings for algorithms' steps.
     struct Places {
         uint64_t stages, rings, steps, end;
 
@@ -102,7 +103,8 @@ class Core : public Calls {
         }
     };
 
-    // Only all_reduce, which works in place: the input of the others is read-only.
+    // Only all_reduce may divide its input before the sum, because it works in place. The other collectives must not
+    // write to their input.
     bool divides_before(const CollectiveCall& call) const override {
         return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
     }
@@ -111,8 +113,8 @@ class Core : public Calls {
         return program_ ? carry_out_steps(call) : collectives_.run(call);
     }
 
-    // Ranks agree in a round of the barrier first, so that even the first bytes may be written straight to the caller's
-    // memory.
+    // Ranks first compare their calls in a barrier round, so that even the first bytes may be written directly to the
+    // caller's memory.
     Outcome carry_out_steps(CollectiveCall& call) {
         StepsCall& steps = steps_of(call);
         call.signature = {kStepsCall, steps.signature, 0, 0};

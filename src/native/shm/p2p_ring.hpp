@@ -1,5 +1,5 @@
-// Messages between two ranks: a ring of bytes for each direction of each pair. A message has two parts, its header and its
-// bytes; each begins at a line of the ring.
+// Messages between two ranks through byte rings, one for each direction of each pair. A message has two parts, its
+// header and its contents; each part begins on a cache line.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class MessageRings {
   public:
     MessageRings(SharedBarrier& barrier, char* memory) : barrier_(barrier), rings_(barrier, memory) {}
 
-    // Returns when the whole message is in the ring. No other message to that rank may be in flight.
+    // Returns when the last bytes of the message are in the ring. No other message to this peer may be in flight.
     Outcome send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
                 WaitCallbacks& callbacks) {
         const ByteRing ring = rings_.between(barrier_.rank, peer);
@@ -31,8 +31,8 @@ class MessageRings {
         std::memcpy(ring.at(written), &header, sizeof header);
         written += kCacheLine;
         for (int64_t sent = 0; sent < nbytes;) {
-            // The first bytes are published together with the header, if they fit, so that a short message wakes the
-            // reader once.
+            // If there is room, publish the first bytes together with the header, so that a short message wakes the
+            // reader only once.
             if (room() <= 0) rings_.publish(ring.written(), written, peer);
             if (sent && callbacks.interrupted_lately()) return Status::interrupted;
             outcome = barrier_.wait_until([&] { return room() > 0; }, peer, deadline, callbacks);
@@ -47,7 +47,7 @@ class MessageRings {
         return Status::ok;
     }
 
-    // Unsupported, with no effect, if the next message is not the expected one.
+    // Returns `unsupported`, and leaves the ring unchanged, if the next message is not the expected one.
     Outcome receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
                    WaitCallbacks& callbacks) {
         const ByteRing ring = rings_.between(peer, barrier_.rank);
@@ -72,10 +72,10 @@ class MessageRings {
         return Status::ok;
     }
 
-    // Number of times that threads of this rank have moved bytes without the core, each ending with `wake`.
+    // Number of calls of `wake`: one each time a thread of this rank has moved bytes from Python.
     uint64_t progress() const { return progress_.load(std::memory_order_acquire); }
 
-    // Wakes the peer of a transfer, and other threads of this rank, because their messages may now be done.
+    // Wakes the peer of a transfer and other threads of this rank: their messages may be complete now.
     void wake(int peer) {
         progress_.fetch_add(1, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -83,8 +83,8 @@ class MessageRings {
         barrier_.wake(barrier_.rank);
     }
 
-    // Waits until there is room towards some ranks, bytes have arrived from others, another thread of this rank has
-    // moved bytes since `progress` was read, or the deadline has passed.
+    // Waits until a ring to one of the ranks `to` has room, bytes have arrived from one of the ranks `from`, another
+    // thread of this rank has moved bytes since `progress` was read, or the deadline has passed.
     Outcome wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress, double deadline,
                 WaitCallbacks& callbacks) {
         const auto ready = [&] {
@@ -107,7 +107,7 @@ class MessageRings {
 
   private:
     static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
-    // A peer that moves messages in Python takes longer than one in the core.
+    // Longer than in the barrier, because a peer that moves messages in Python takes longer than the native core.
     static constexpr double kYieldS = 200e-6;
 
     std::atomic<uint64_t> progress_{0};

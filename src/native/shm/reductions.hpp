@@ -1,5 +1,6 @@
-// Reductions: for short messages each rank reads the data of all ranks (one shot); for long ones each rank reduces its
-// share of a tile, which the others then copy (two shots). Contributions are combined in a balanced tree over the ranks.
+// Reductions in shared memory. For short messages, each rank reads and reduces the data of all ranks (one shot). For
+// long messages, each rank reduces its share of a tile, and the other ranks copy the result (two shots). Contributions
+// are combined in a balanced tree over the ranks.
 #pragma once
 
 #include <mutex>
@@ -9,7 +10,8 @@
 
 namespace unisono {
 
-// Memory mapped by every rank, with a row for each rank. Tensors at the same offset of each row are reduced in place.
+// Symmetric memory: mapped by every rank, with one row per rank. An all_reduce of tensors that have the same offset in
+// each row works in place, without staging.
 struct Segment {
     uint64_t number;
     char* rows;
@@ -25,10 +27,10 @@ class Reductions {
           one_shot_bytes_(std::min(rounds.stage_bytes, size_ <= 2 ? size_t{1} << 20 : size_t{128} << 10)),
           rows_(static_cast<size_t>(size_)) {}
 
-    // Makes ranks compare the offsets of their tensors in symmetric memory. Called on every rank before the first
-    // segment is allocated.
+    // From now on, ranks compare the offsets of their tensors in symmetric memory. Must be called on every rank before
+    // the first segment is allocated.
     void expect_symmetric_memory() { has_symmetric_memory_ = true; }
-    // From any thread.
+    // May be called from any thread.
     void add_segment(const Segment& segment) {
         const std::lock_guard held(lock_);
         segments_.push_back(segment);
@@ -39,7 +41,8 @@ class Reductions {
         segments_.erase(std::remove_if(segments_.begin(), segments_.end(), matches), segments_.end());
     }
 
-    // Memory traffic, in operands: 3p - 1 for short messages, at most 7 - 5/p for long ones.
+    // Memory traffic per rank, in multiples of the message size, for p ranks: 3p - 1 for short messages, at most 7 -
+    // 5/p for long messages.
     Outcome all_reduce(CollectiveCall& call) {
         const Buffer& part = call.outputs[0];
         const size_t nbytes = static_cast<size_t>(part.count * call.width);
@@ -65,16 +68,18 @@ class Reductions {
             all_divide = all_divide && (payload & kAverages);
         }
         if (!in_segment && is_short) return one_shot(call, part, {.first = false, .stages = true, .reads = true});
-        // The rank that reduces a share divides it for all, unless any rank has to divide by itself: then each rank
-        // does.
+        // The rank that reduces a share also divides it, for all ranks. If any rank's call does not expect that, each
+        // rank divides its own result instead.
         const int64_t divisor = std::exchange(call.divisor, all_divide ? 1 : call.divisor);
         const int64_t shared_divisor = all_divide ? divisor : 1;
         if (in_segment) return in_place(call, part, stride, shared_divisor);
-        // If only some ranks' tensors are in shared memory, all use the staging buffers, from the beginning.
+        // If only some ranks' tensors are in symmetric memory, all ranks use the staging buffers, and stage their first
+        // tile again.
         return two_shot(call, part, shared_divisor, true, all_staged);
     }
 
-    // The root alone reduces if the message is short or there are two ranks; otherwise as the long all_reduce.
+    // Only the root reduces if the message is short or there are two ranks; otherwise every rank reduces a share, as in
+    // a long all_reduce.
     Outcome reduce(CollectiveCall& call) {
         const Buffer& part = call.inputs[0];
         const bool is_root = rank_ == call.root;
@@ -94,7 +99,8 @@ class Reductions {
         return Status::ok;
     }
 
-    // Each round holds an equal piece for every rank, which reduces the pieces that all have staged for it.
+    // In each round, every rank stages a piece of equal size for each other rank, and reduces the pieces that the
+    // others have staged for it.
     Outcome reduce_scatter(CollectiveCall& call) {
         const Buffer& target = call.outputs[0];
         const int64_t step = rounds_.piece_bytes(call.width);
@@ -119,13 +125,15 @@ class Reductions {
         bool first, stages, reads;
     };
 
-    // Once symmetric memory is allocated, reducing other tensors of at least this size costs one more round.
+    // Smallest tensor that is reduced in place. Once symmetric memory is allocated, reducing a tensor of at least this
+    // size that is not in it costs one more round.
     static constexpr size_t kInPlaceBytes = 64 << 10;
-    // Flag of the payload: this rank's call expects the average in memory, and does not divide the sum itself.
+    // Flag in the payload: this rank's call expects its result to be divided by the rank that reduces it.
     static constexpr uint64_t kAverages = 1ull << 63;
     static constexpr int kOffsetBits = 44;
 
-    // A number that is equal on all ranks for the same offset in the same segment; 0 for other memory.
+    // A number that encodes a tensor's segment and its offset in this rank's row, for comparison with other ranks; 0 if
+    // the tensor is not in a segment.
     uint64_t symmetric_offset(const char* data, size_t nbytes, int64_t& stride) {
         const std::lock_guard held(lock_);
         for (const Segment& segment : segments_) {
@@ -137,7 +145,8 @@ class Reductions {
         return 0;
     }
 
-    // Some ranks stage their tensor; some read all staging buffers, but their own tensor in place.
+    // Ranks with `stages` stage their tensor. Ranks with `reads` reduce the other ranks' staged tensors with their own,
+    // which they read in place.
     Outcome one_shot(CollectiveCall& call, const Buffer& part, OneShotRole role) {
         const int index = rounds_.next_stage();
         const auto nbytes = static_cast<size_t>(part.count * call.width);
@@ -160,7 +169,7 @@ class Reductions {
     // First element of a rank's share of `count` elements.
     int64_t share_begin(int rank, int64_t count) const { return rank * count / size_; }
 
-    // Stages a tile for the next round: all but this rank's share, which is read in place.
+    // Stages a tile for the next round, except for this rank's share, which this rank reads in place.
     void stage_shares(const CollectiveCall& call, const char* data, int64_t count) {
         char* stage = rounds_.staging_buffer(rank_, rounds_.next_stage());
         const int64_t low = share_begin(rank_, count) * call.width, high = share_begin(rank_ + 1, count) * call.width;
@@ -168,7 +177,8 @@ class Reductions {
         rounds_.writer.copy(stage + high, data + high, static_cast<size_t>(count * call.width - high));
     }
 
-    // Two shots per tile. While waiting for the others' shares, a rank stages the next tile in the other buffer.
+    // Reduces tile by tile, in two shots each. While other ranks reduce their shares of a tile, this rank stages the
+    // next tile in its other buffer.
     Outcome two_shot(CollectiveCall& call, const Buffer& part, int64_t divisor, bool to_all, bool has_arrived) {
         bool staged = has_arrived;
         for (int64_t n = 0, count; n < part.count; n += count) {
@@ -200,7 +210,7 @@ class Reductions {
         return Status::ok;
     }
 
-    // Each rank reduces its share of the columns into all rows.
+    // Each rank reduces its share of the columns, and writes the result to all rows.
     Outcome in_place(CollectiveCall& call, const Buffer& part, int64_t stride, int64_t divisor) {
         const int64_t low = share_begin(rank_, part.count), share = share_begin(rank_ + 1, part.count) - low;
         std::vector<char*> targets;

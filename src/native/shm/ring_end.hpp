@@ -1,4 +1,4 @@
-// Ends of rings for Python, which moves the messages that the core does not support.
+// Access to rings from Python, which copies the messages that the native core does not support.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,23 +15,23 @@
 
 namespace unisono {
 
-// One end of a ring that carries the parts of messages, in pieces. The last bytes of a part are counted together with
-// padding to the end of their line, so each part begins on a line. Long parts move in quarters of the ring, so that
-// both ends copy at the same time.
+// One end of a ring through which Python sends or receives messages. Each part of a message (its header or its
+// contents) is padded to whole cache lines, so every part begins on a cache line. A long part moves in pieces of at
+// most a quarter of the ring, so that writer and reader copy at the same time.
 class RingEnd {
   public:
     RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
 
-    // Bytes that can be read, including padding. A thread about to sleep announces that before it checks here a last
-    // time.
+    // Number of bytes that can be read, including padding. A thread that is about to sleep must set its flag before it
+    // checks this for the last time, hence the sequentially consistent load.
     uint64_t available() const {
         return ring_.written().load(std::memory_order_seq_cst) - ring_.read().load(std::memory_order_relaxed);
     }
-    // Bytes that can be written.
+    // Number of bytes that can be written.
     uint64_t room() const { return static_cast<uint64_t>(std::max<int64_t>(0, ring_.room(written()))); }
 
-    // Copies as much of a part as fits, and returns the number of bytes. With `more`, they are published together with
-    // the next call's.
+    // Copies the beginning of a part, as much as fits, and returns the number of bytes copied. With `more`, the reader
+    // sees these bytes only after the next `write`.
     uint64_t write(nanobind::handle content, bool more) {
         const PythonMemory part(content, PyBUF_SIMPLE);
         const uint64_t count = written(), step = std::min({part.nbytes(), room(), ring_.nbytes / 4});
@@ -42,17 +42,17 @@ class RingEnd {
         return step;
     }
 
-    // The whole lines that can be read in one piece. They remain in the ring.
+    // A view of the contiguous bytes that can be read, including padding. They remain in the ring.
     nanobind::object peek() const {
         const uint64_t count = read_count();
         const auto from = static_cast<uint64_t>(ring_.at(count) - memory_->begin());
         return memory_->part(from, ring_.contiguous(count, available()));
     }
 
-    // Removes a part of this many bytes from the ring.
+    // Removes a part of this length, and its padding, from the ring.
     void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
 
-    // Copies the bytes that have arrived into the memory for the rest of a part, and returns their number.
+    // Copies bytes that have arrived into `into`, the memory for the remainder of a part, and returns their number.
     uint64_t read(nanobind::handle into) {
         const PythonMemory part(into, PyBUF_WRITABLE);
         const uint64_t count = read_count(), step = std::min({part.nbytes(), available(), ring_.nbytes / 4});
@@ -72,7 +72,7 @@ class RingEnd {
     uint64_t held_ = 0;
 };
 
-// The rings from a rank to each rank, and those from each rank to it.
+// The writing ends of the rings from `rank` to every rank, and the reading ends of the rings from every rank to `rank`.
 inline std::pair<std::vector<RingEnd>, std::vector<RingEnd>> ring_ends(const std::shared_ptr<PythonMemory>& memory,
                                                                        const RingMemory& rings, int rank) {
     std::vector<RingEnd> outgoing, incoming;

@@ -1,4 +1,4 @@
-// Words of shared memory for Python.
+// Atomic access to words of shared memory from Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,9 +12,9 @@
 
 namespace unisono {
 
-// Words of shared memory for synchronization in Python, whose plain accesses processors may reorder. A rank that reads
-// a new value sees everything that its writer stored before it, and a rank that sets a value has completed all its
-// earlier reads.
+// Words of shared memory that Python code uses for synchronization. Plain accesses from Python would not do, because
+// processors may reorder them. A rank that reads a new value here also sees everything that its writer stored earlier,
+// and a rank's reads are complete before its next store here becomes visible.
 class SharedWords {
   public:
     explicit SharedWords(nanobind::handle memory) : memory_(memory, PyBUF_WRITABLE) {}
@@ -22,7 +22,8 @@ class SharedWords {
     uint64_t load(size_t index) const { return at(index).load(std::memory_order_seq_cst); }
     void store(size_t index, uint64_t value) { at(index).store(value, std::memory_order_seq_cst); }
 
-    // Sleeps until another rank or thread wakes it, unless the lower half of the word has another value than expected.
+    // Sleeps until `wake` is called for this word, or the timeout passes. Returns immediately if the lower half of the
+    // word differs from `expected`.
     void wait(size_t index, uint64_t expected, double timeout_s) const {
         const Word& word = at(index);
         const nanobind::gil_scoped_release released;

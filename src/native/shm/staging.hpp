@@ -1,6 +1,7 @@
-// Building blocks of collectives in shared memory. In a round each rank copies its part to one of its two staging
-// buffers, waits until all ranks have arrived, and reads the parts that it needs. The buffers alternate, so one wait
-// per round is enough: a rank that arrives in a round has finished reading the data staged for the round before.
+// Building blocks of collectives in shared memory. In each round, a rank copies its data to one of its two staging
+// buffers, waits until all ranks have arrived, and reads the data that it needs from the other ranks' buffers. Rounds
+// alternate between the two buffers, so one wait per round is enough: a rank that arrives in a round has finished
+// reading the data of the previous round.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 
 namespace unisono {
 
-// Length of the next step; 0 at the end.
+// Length of the next piece: `step`, or less at the end.
 inline size_t length_of(int64_t remaining, int64_t step) {
     return static_cast<size_t>(std::max<int64_t>(0, std::min(remaining, step)));
 }
@@ -39,7 +40,7 @@ class StagedRounds {
 
     Outcome barrier(CollectiveCall& call) { return arrive_and_wait(call, true); }
 
-    // Compares the ranks' calls, and what each rank sends with what its peer expects.
+    // Checks that all ranks make the same call, and that each rank sends what its peer expects.
     Outcome check_pairs(CollectiveCall& call, const std::vector<int64_t>& counts) {
         if (const Outcome outcome = arrive_and_wait(call, true); !outcome.ok()) return outcome;
         int64_t longest = 0;
@@ -47,7 +48,7 @@ class StagedRounds {
     }
 
     Outcome arrive_and_wait(CollectiveCall& call, bool first) {
-        // If ranks keep pace, no round of a long call sleeps.
+        // If ranks keep pace, no round of a long call sleeps, and only this check notices a signal.
         if (!first && call.callbacks->interrupted_lately()) return Status::interrupted;
         return shared_barrier.arrive_and_wait(first ? &call.signature : nullptr, call.deadline, *call.callbacks);
     }
@@ -55,7 +56,7 @@ class StagedRounds {
     int next_stage() const { return static_cast<int>((shared_barrier.round() + 1) & 1); }
     char* staging_buffer(int rank, int index) const { return stages_ + (2 * rank + index) * stage_bytes; }
 
-    // Bytes per rank that fit into a staging buffer.
+    // Bytes available to each rank if a staging buffer is divided equally among the ranks, in whole elements.
     int64_t piece_bytes(int64_t width) const {
         return static_cast<int64_t>(stage_bytes) / size / width * width;
     }
@@ -69,8 +70,8 @@ class StagedRounds {
         }
     }
 
-    // Compares what each rank sends with what its peer expects, and sets `longest` to the largest count. Each rank
-    // stages the counts that it sends to each rank, followed by those that it expects.
+    // Checks that each rank sends what its peer expects, and sets `longest` to the largest count. Each rank stages the
+    // counts that it sends to each rank, followed by the counts that it expects from each rank.
     Outcome compare_counts(CollectiveCall& call, const std::vector<int64_t>& counts, int64_t& longest) {
         const int index = next_stage();
         std::memcpy(staging_buffer(rank, index), counts.data(), counts.size() * sizeof counts[0]);

@@ -1,11 +1,11 @@
-// Collectives over links to other ranks: runs this rank's part of an algorithm in one call. Nothing moves before all
-// agree: no rank writes memory of the caller, or returns, before it knows that every rank makes the same call. Each
-// frame names the call. A rank whose result depends on all ranks' contributions knows this when the algorithm ends, so
-// short messages are processed in internal memory, and copied at the end. Before long messages, and beside the short
-// ones of a rooted collective, ranks spread the news of their calls by dissemination: in round k to the rank 2^k
-// further, after hearing from the ranks of the rounds before. Where ranks have other means to agree, such as a barrier
-// in shared memory, they do so before the call. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
-// synchronization", IJPP 17(1), 1988.
+// Collectives over links to other ranks: runs all of this rank's steps of an algorithm in one native call. No rank
+// writes the caller's memory, or returns, before it knows that every rank makes the same call; each frame contains the
+// call's signature. If every rank's result depends on all contributions, receiving the data proves that. Short calls
+// therefore receive into internal memory, and copy the result to the caller's memory at the end. Before long calls, and
+// during the short calls of a rooted collective, ranks confirm their calls with a dissemination barrier: in round k,
+// each rank sends a "heard" frame to the rank 2^k places further, once it has received the frames of the earlier
+// rounds. Ranks that can compare their calls in another way, such as with a barrier in shared memory, do so before the
+// call. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -25,11 +25,11 @@
 
 namespace unisono {
 
-// A chunk of a call, or a slice of one: where its contents are, and where received data is stored.
+// A chunk of a call's tensors, or a slice of a chunk: where its contents are, and where received data goes.
 struct Chunk {
-    // This rank's contribution; null if it has none.
+    // This rank's contribution; null if this rank has none.
     const char* own = nullptr;
-    // Null for the executor's own memory.
+    // Where the caller wants the result; null to keep the chunk in the executor's own memory.
     char* target = nullptr;
     size_t count = 0;
 
@@ -50,21 +50,22 @@ struct StepsCall {
     const Program* program = nullptr;
     std::vector<Chunk> chunks;
     Reduction reduction;
-    // Divisor of sums, for an average.
+    // Divisor of the sum, for an average.
     int64_t divisor = 1;
     size_t width = 1;
-    // Whether every rank's result depends on the contributions of all.
+    // Whether every rank's result depends on all ranks' contributions.
     bool hears_all = false;
     // Whether all ranks are known to make the same call.
     bool agreed = false;
-    // If lengths differ by pair of ranks: what this rank sends to each, and what it expects from each.
+    // If each pair of ranks has its own message length: the lengths that this rank sends to each rank, and the lengths
+    // that it expects from each rank.
     std::vector<int64_t> sends, receives;
     uint64_t signature = 0;
     double deadline = 0;
     WaitCallbacks* callbacks = nullptr;
 };
 
-// A network has a byte stream to each other rank, and can sleep until some of them can move bytes.
+// `Network` provides a byte stream to each other rank, and can sleep until one of these streams can move bytes.
 template <class Network>
 class Executor {
   public:
@@ -81,7 +82,7 @@ class Executor {
     Executor(const Executor&) = delete;
     Executor& operator=(const Executor&) = delete;
 
-    // Carries out a call. Every rank makes the same number of calls, in the same order.
+    // Runs a call. Every rank must make the same calls in the same order.
     Outcome run(StepsCall& call) {
         const Exclusive held(busy_);
         if (!fits(call)) return Status::unsupported;
@@ -90,7 +91,8 @@ class Executor {
         heard_.assign(static_cast<size_t>(size_), false);
         frames_left_.assign(static_cast<size_t>(size_), 0);
         round_ = sent_ = 0;
-        // Also runs if memory for the call cannot be allocated: unsent frames refer to memory of the call.
+        // Drops unsent frames however the call ends, even with a failed allocation, because those frames refer to the
+        // call's memory.
         const Drop drop{links_};
         const double started = monotonic_s();
         Outcome outcome = carry_out(call);
@@ -99,10 +101,11 @@ class Executor {
         return outcome;
     }
 
-    // Length of a slice of a long call, the same on all ranks. Each slice costs a latency in each step.
+    // Sets the length of the slices of long calls; it must be the same on all ranks. Each slice adds one latency to
+    // each step.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // From any thread: ends the current call and all later ones.
+    // Ends the current call and all later calls. May be called from any thread.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();
@@ -117,22 +120,24 @@ class Executor {
     static constexpr size_t kPieceBytes = 32 << 10;
     static constexpr size_t kEagerBytes = 64 << 10;
     static constexpr double kFarewellS = 0.01;
-    // Between two looks at the clock while bytes move.
+    // Number of loop passes between two checks of the clock while bytes are moving.
     static constexpr int kBusyPasses = 64;
 
-    // How the ranks find out that all make the same call. Until they have, nothing may reach the caller's memory: a
-    // short call keeps received data in the executor's own memory until its end.
+    // How ranks find out that all of them make the same call. Until then, no data may reach the caller's memory, so a
+    // short call keeps received data in the executor's own memory until it ends.
     enum class Agreement {
-        // They agreed before the call, in shared memory.
+        // Ranks compared their calls in shared memory before this call.
         known,
-        // They are exchanging the lengths of their parts. Data only follows once these match, so a frame that is not a
-        // length remains on its link.
+        // Ranks are exchanging the lengths of their messages. Data follows only if the lengths match, so a frame that
+        // isn't a length remains unread on its link.
         lengths,
-        // A long call: the news spreads before the first byte is sent.
+        // A long call: "heard" frames travel before the first byte of data.
         before_data,
-        // A short call in which every rank's result needs all contributions: the data is the news.
+        // A short call in which every rank's result needs all contributions: receiving the data proves that the calls
+        // match.
         by_data,
-        // A short call in which some rank needs no data from another: the news spreads beside the data.
+        // A short call in which some rank doesn't need every other rank's data: "heard" frames travel along with the
+        // data.
         beside_data,
     };
     Agreement agreement_of(const StepsCall& call, size_t nbytes) const {
@@ -143,7 +148,7 @@ class Executor {
     bool is_short() const { return agreement_ == Agreement::by_data || agreement_ == Agreement::beside_data; }
     bool spreads() const { return agreement_ == Agreement::before_data || agreement_ == Agreement::beside_data; }
 
-    // Drops frames that are still queued when a call ends; there are none if it succeeds.
+    // Drops the frames that are still queued when a call ends. After a successful call, there are none.
     struct Drop {
         std::vector<Link>& links;
         ~Drop() {
@@ -161,11 +166,11 @@ class Executor {
         std::vector<Part> parts;
         size_t total = 0, got = 0;
         bool begun = false;
-        // The part that is arriving, and how much of it has arrived.
+        // Index of the part that is arriving, and how many of its bytes have been processed.
         size_t part = 0, done = 0;
-        // Memory for a message that is reduced at the end of its step.
+        // Memory for the whole message if it is only reduced at the end of its step.
         std::unique_ptr<char[]> aside;
-        // Bytes of an element that has arrived incompletely.
+        // The first bytes of an element whose remaining bytes have not arrived.
         char cut[16];
         size_t held = 0;
 
@@ -181,7 +186,7 @@ class Executor {
                call.program->frames.size() == links_.size();
     }
 
-    // Long calls are carried out in slices of each chunk, whose results are sent on while they are in the cache.
+    // Runs a long call slice by slice, so that each slice's results are sent on while they are still in the cache.
     Outcome carry_out(StepsCall& call) {
         if (!call.sends.empty()) {
             agreement_ = Agreement::lengths;
@@ -229,7 +234,8 @@ class Executor {
         return outcome;
     }
 
-    // Returns mismatch unless the others send this rank what it expects. That news is spread afterwards.
+    // Returns `mismatch` unless every other rank sends the length that this rank expects. `run` then notifies the other
+    // ranks.
     Outcome compare_lengths(const StepsCall& call) {
         std::vector<int64_t> theirs(call.sends.size());
         slice_.clear();
@@ -243,8 +249,8 @@ class Executor {
         return Status::ok;
     }
 
-    // Sets each chunk's memory. In a short call, received data remains in the executor's own memory until all ranks are
-    // known to agree.
+    // Chooses the memory of each chunk. In a short call, received data remains in the executor's own memory until all
+    // ranks are known to make the same call.
     void prepare_memory() {
         size_t needed = 0;
         for (const Chunk& chunk : slice_)
@@ -296,7 +302,7 @@ class Executor {
                 if (!length) return;
                 char* from = const_cast<char*>(chunk.contents());
                 nbytes += length;
-                // Neighbouring chunks in memory are sent as one part.
+                // Send chunks that are adjacent in memory as one part.
                 if (!parts.empty() && static_cast<char*>(parts.back().iov_base) + parts.back().iov_len == from)
                     parts.back().iov_len += length;
                 else
@@ -308,7 +314,7 @@ class Executor {
         if (outcome.ok() && step.reduces) reduce_aside();
         return outcome;
     }
-    // Both ends know the lengths of a call in progress.
+    // After the first slice, empty messages are skipped: sender and receiver both know the lengths.
     bool is_left_out(size_t nbytes) const { return !nbytes && !first_slice_; }
 
     void send(int peer, FrameKind kind, size_t nbytes, std::vector<iovec> parts) {
@@ -326,7 +332,7 @@ class Executor {
     bool all_heard() const { return 1 << round_ >= size_; }
 
     // -- waiting ----------------------------------------------------------------------------------
-    // Moves bytes until a condition holds.
+    // Sends and receives until a condition holds.
     template <class Condition>
     Outcome advance(const Condition& done) {
         for (int idle = 0, busy = 0;;) {
@@ -345,7 +351,8 @@ class Executor {
                 if (const Link& link = links_[static_cast<size_t>(peer)]; (link.left() || link.lost()) && awaits(peer))
                     return Outcome(link.left() ? Status::peer_left : Status::peer_lost, peer);
             if (aborted_.load(std::memory_order_acquire)) return Outcome(Status::aborted, first_awaited());
-            // A peer that keeps sending a little must not delay the end of a call.
+            // Even while bytes are moving, check the deadline now and then: a peer that keeps sending a few bytes must
+            // not extend it.
             if (moved ? ++busy % kBusyPasses : ++idle < tries_) {
                 if (moved) idle = 0;
                 continue;
@@ -356,7 +363,7 @@ class Executor {
         }
     }
 
-    // Whether this rank waits for a rank's frames, or for room to send it ours.
+    // Whether this rank is waiting for frames from a peer, or for room to send frames to that peer.
     bool awaits(int peer) const {
         if (peer == rank_) return false;
         if (!links_[static_cast<size_t>(peer)].drained()) return true;
@@ -370,13 +377,13 @@ class Executor {
         return -1;
     }
 
-    // Sleeps until a link can move bytes; returns whether the caller has been interrupted.
+    // Sleeps until a link can move bytes; returns whether a signal has interrupted the wait.
     bool sleep() {
         wanted_.clear();
         for (int peer = 0; peer < size_; peer++) {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
-            // A frame for later remains on its link; nothing behind it needs to be read yet.
+            // If a complete header is waiting, its frame is for later, and nothing behind it needs to be read yet.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
@@ -397,7 +404,7 @@ class Executor {
                 if (!link.aside_is_whole()) return Status::ok;
                 const bool aside = in && link.first_aside();
                 const FrameHeader* header = aside ? link.first_aside() : link.peek();
-                // A rank that has finished this call may have begun the next one, or have left.
+                // A peer that has finished this call may have begun its next call, or have left.
                 if (!header || header->call == number_ + 1) return Status::ok;
                 if (header->kind == FrameKind::farewell) {
                     link.mark_left();
@@ -407,12 +414,13 @@ class Executor {
                 if (header->call != number_ || header->signature != call_->signature ||
                     !(heard || header->kind == FrameKind::data))
                     return Status::mismatch;
-                // News of a mismatch may be behind a short message. Long ones are only sent after all have agreed.
+                // A mismatch frame may be queued behind a short message, so short messages are set aside to reach it.
+                // Long messages are sent only after all ranks have agreed.
                 const bool waits = header->nbytes > kEagerBytes || agreement_ == Agreement::lengths;
                 if (!heard && !in && waits) return Status::ok;
                 moved = true;
                 if (heard) {
-                    // A rank sends this once per call, without a payload.
+                    // A peer sends one "heard" frame per call, without a payload.
                     if (header->nbytes || heard_[static_cast<size_t>(peer)]) return Status::mismatch;
                     heard_[static_cast<size_t>(peer)] = true;
                     link.skip_header();
@@ -441,7 +449,7 @@ class Executor {
         }
     }
 
-    // Reads bytes of a message; returns whether any had arrived.
+    // Reads bytes of a message; returns false if none have arrived.
     bool take(Link& link, Incoming& in) {
         if (in.aside) {
             const size_t step = link.read(in.aside.get() + in.got, in.total - in.got);
@@ -475,7 +483,7 @@ class Executor {
         in.done = 0;
     }
 
-    // Reduces the piece that has arrived into a chunk. The lower rank's operand comes first.
+    // Reduces the piece that has arrived into a chunk. The first operand is the lower rank's.
     void combine(const Chunk& chunk, size_t offset, int peer, size_t nbytes) {
         const char* mine = chunk.contents() + offset;
         char* to = chunk.at + offset;
@@ -516,7 +524,8 @@ class Executor {
             chunk.received = true;
         }
     }
-    // The sum of some contributions, in a balanced tree, stored in the executor's own memory of one of them.
+    // Reduces contributions `begin` to `end` in a balanced tree. Overwrites a received contribution, because this
+    // rank's own may be in the caller's memory.
     Contribution tree(size_t begin, size_t end, const Chunk& chunk) {
         if (end - begin == 1) return contributions_[begin];
         const size_t middle = begin + (end - begin + 1) / 2;
@@ -527,7 +536,7 @@ class Executor {
     }
 
     // -- the news of calls ------------------------------------------------------------------------
-    // The rank whose news this rank's next round needs; -1 after the last round.
+    // The rank whose "heard" frame this rank needs in its next round; -1 after the last round.
     int heard_from() const { return 1 << round_ < size_ ? (rank_ - (1 << round_) % size_ + size_) % size_ : -1; }
 
     void spread() {
@@ -541,7 +550,8 @@ class Executor {
         }
     }
 
-    // Notifies every rank, whether or not it has entered the call. Skips connections that are full.
+    // Tells every rank about a mismatch, whether or not it has entered the call. Gives up on a connection that remains
+    // full.
     void spread_mismatch() {
         for (int peer = 0; peer < size_; peer++)
             if (peer != rank_) {
@@ -558,13 +568,13 @@ class Executor {
     size_t slice_bytes_ = 1 << 20;
     Network network_;
     std::vector<Link> links_;
-    // The step in which ranks exchange lengths.
+    // The step in which ranks exchange the lengths of their messages.
     Step exchange_{};
     std::atomic<bool> aborted_{false};
     std::atomic<bool> busy_{false};
     uint32_t number_ = 0;
 
-    // Belonging to the current call.
+    // State of the current call.
     StepsCall* call_ = nullptr;
     std::vector<Chunk> slice_;
     Agreement agreement_ = Agreement::known;
@@ -574,8 +584,8 @@ class Executor {
     std::vector<Incoming> incoming_;
     std::vector<bool> heard_;
     int round_ = 0, sent_ = 0;
-    // Limits for what a peer may make this rank set aside in a short call: a frame's length, and the number of further
-    // frames.
+    // Limits on what this rank sets aside for a peer in a short call: the length of a frame, and the number of frames
+    // still to come from each peer.
     size_t call_bytes_ = 0;
     std::vector<int64_t> frames_left_;
     std::vector<Contribution> contributions_;

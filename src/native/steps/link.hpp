@@ -1,4 +1,4 @@
-// One end of a stream of bytes to and from another rank, and the frames that travel on it.
+// This rank's end of a byte stream to and from another rank, and the frames that travel on the stream.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,13 @@
 
 namespace unisono {
 
-// Content of a frame: bytes of an algorithm's message; the ranks that its sender has received frames from; the notice
-// that ranks make different calls; or the end of a sender that makes no more calls.
+// Content of a frame. data: a message of an algorithm. heard: proof that the sender has entered this call, and has
+// received the "heard" frames of earlier rounds. mismatch: ranks make different calls. farewell: the sender makes no
+// more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
-// The beginning of each frame. Ranks of one job run the same build on the same architecture, or refuse each other.
+// The beginning of each frame. It is sent in native byte order: ranks with different builds or architectures refuse to
+// connect.
 struct FrameHeader {
     uint64_t signature;
     uint32_t call;
@@ -26,24 +28,24 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 24);
 
-// A stream moves bytes without blocking, and knows whether it has ended.
+// `Stream` moves bytes without blocking, and reports whether it has ended.
 template <class Stream>
 class Link {
   public:
     explicit Link(const Stream& stream) : stream_(stream) {}
 
-    // The stream has ended, or the other rank has sent its farewell.
+    // lost: the stream has ended or is unusable. left: the other rank has sent its farewell.
     bool lost() const { return cut_ || stream_.lost(); }
     bool left() const { return left_; }
     void mark_left() { left_ = true; }
 
-    // Appends a frame; its parts are read until it is sent.
+    // Queues a frame. The memory of its parts must remain valid until the frame is sent.
     void queue(const FrameHeader& header, std::vector<iovec> parts) {
         out_.push_back({header, std::move(parts), 0});
     }
     bool drained() const { return out_.empty(); }
 
-    // Sends as much as the stream accepts; returns whether it accepted any.
+    // Sends queued bytes until the stream accepts no more; returns whether it accepted any.
     bool flush() {
         bool moved = false;
         while (!out_.empty() && !cut_) {
@@ -57,13 +59,13 @@ class Link {
         return moved;
     }
 
-    // Drops unsent frames. A frame sent in part leaves the stream unusable.
+    // Drops unsent frames. If a frame has been sent only in part, the stream is unusable afterwards.
     void drop() {
         if (!out_.empty() && out_.front().sent) cut_ = true;
         out_.clear();
     }
 
-    // The header of the next frame, if it has arrived completely. Does not consume it.
+    // Returns the header of the next frame without consuming it; null if it has not arrived completely.
     const FrameHeader* peek() {
         if (end_ - at_ < sizeof(FrameHeader)) {
             std::memmove(buffer_.get(), buffer_.get() + at_, end_ - at_);
@@ -79,12 +81,12 @@ class Link {
     // Whether a complete header has arrived.
     bool has_header() const { return end_ - at_ >= sizeof(FrameHeader); }
 
-    // Sets aside the frame whose header `peek` has returned, so that the ones behind it can be seen.
+    // Sets aside the frame whose header `peek` has returned, so that `peek` can return the frames behind it.
     void set_aside() {
         aside_.push_back({header_, std::vector<char>(header_.nbytes), 0, 0});
         skip_header();
     }
-    // Whether the frames set aside have arrived completely; reads more if not.
+    // Whether all frames set aside have arrived completely. If not, first reads what has arrived.
     bool aside_is_whole() {
         if (aside_.empty()) return true;
         Aside& last = aside_.back();
@@ -95,15 +97,15 @@ class Link {
         }
         return true;
     }
-    // The header of the first frame set aside, if there is one.
+    // The header of the first frame set aside; null if there is none.
     const FrameHeader* first_aside() const { return aside_.empty() ? nullptr : &aside_.front().header; }
-    // Makes that frame the next to be read.
+    // Makes `read` return the payload of the first frame set aside.
     void take_aside() {
         takes_aside_ = aside_.front().header.nbytes > 0;
         if (!takes_aside_) aside_.pop_front();
     }
 
-    // Reads payload; returns how many bytes have arrived, 0 if none has.
+    // Reads up to `nbytes` bytes of payload; returns the number of bytes read, 0 if none have arrived.
     size_t read(char* to, size_t nbytes) {
         if (!takes_aside_) return receive_buffered(to, nbytes);
         Aside& first = aside_.front();

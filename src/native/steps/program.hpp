@@ -1,4 +1,4 @@
-// An algorithm's steps on one rank, as integers from its file in collectives/algorithms.
+// An algorithm's steps on one rank, decoded from the integers that its file in collectives/algorithms produces.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace unisono {
 
-// A message of one or more runs of chunks to or from another rank.
+// A message to or from another rank. It consists of one or more runs of consecutive chunks.
 struct Move {
     int peer;
     std::vector<std::pair<int, int>> runs;
-    // For a received message: whether it may be reduced as it arrives, because none of its chunks is sent in this step
-    // or part of another received message.
+    // For a received message: whether it may be reduced as it arrives. It may if none of its chunks is sent in the same
+    // step, or is part of another message received in that step.
     bool streams = false;
 
     template <class Function>
@@ -30,9 +30,10 @@ struct Step {
 
 class Program {
   public:
-    // For each step: whether it reduces, the number of sends, the number of receives; for each of these messages its
-    // peer and the number of its runs; for each run its first chunk, and the chunk after its last. Chunks are numbered
-    // below `chunks`, peers below `size`. `label` identifies the algorithm when ranks compare their calls.
+    // `numbers` describes the steps, one after another. A step is whether it reduces (0 or 1), the number of sends and
+    // the number of receives, and then each of these messages. A message is its peer, the number of its runs and then,
+    // for each run, its first chunk and the chunk after its last. Chunk numbers are less than `chunks`, and peers less
+    // than `size`. `label` identifies the algorithm when ranks compare their calls.
     Program(const std::vector<int64_t>& numbers, int chunks, int size, uint64_t label)
         : chunks(chunks), label(label), frames(static_cast<size_t>(size)) {
         size_t at = 0;
@@ -68,7 +69,7 @@ class Program {
     const int chunks;
     const uint64_t label;
     std::vector<Step> steps;
-    // The number of messages that each rank sends to this one.
+    // For each rank, the number of messages that this rank receives from it.
     std::vector<int64_t> frames;
 
   private:

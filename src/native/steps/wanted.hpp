@@ -1,11 +1,11 @@
-// The frame that an executor awaits from another rank.
+// What a sleeping rank waits for on one of its links.
 #pragma once
 
 namespace unisono {
 
 struct Wanted {
     int peer;
-    // Bytes from it; room for bytes to it.
+    // bytes: bytes from the peer. room: room for bytes to the peer.
     bool bytes, room;
 };
 

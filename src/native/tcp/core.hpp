@@ -1,4 +1,4 @@
-// The core of one rank over connections, for Python.
+// The native core of one rank for transport over TCP connections, with its Python bindings.
 #pragma once
 
 #include <map>
@@ -12,11 +12,11 @@
 
 namespace unisono {
 
-// Collectives over the sockets of one rank: an algorithm's steps in one call.
+// One rank's collectives and messages over sockets. Each collective runs all steps of an algorithm in one native call.
 class TcpCore : public Calls {
   public:
-    // The sockets of collectives, and those of messages. `choose` returns the program for a collective, an operation, a
-    // dtype, a root or -1, and a number of bytes.
+    // `sockets` are for collectives, and `messages` for point-to-point messages. `choose` returns the program for a
+    // collective, an operation, a dtype, a root (-1 for none) and a number of bytes.
     TcpCore(int rank, const std::vector<int>& sockets, const std::vector<int>& messages, bool oversubscribed,
             size_t slice_bytes, const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
         : Calls(rank, static_cast<int>(sockets.size()), dtypes),
@@ -26,7 +26,8 @@ class TcpCore : public Calls {
         executor_.set_slice_bytes(slice_bytes);
     }
 
-    // A round without data: ranks compare a hash and, if counts are passed, what they send each other.
+    // Runs a round without data, in which ranks compare a hash of their calls. If counts are passed, also compares what
+    // each rank sends with what its peer expects.
     Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         const Exclusive held(busy_);
         steps_.program = nullptr;
@@ -42,7 +43,7 @@ class TcpCore : public Calls {
         });
     }
 
-    // A message of this many elements, to or from another rank.
+    // Sends or receives a message of `count` elements.
     Failure send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * width_of(dtype);
         return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
@@ -63,7 +64,7 @@ class TcpCore : public Calls {
     uint32_t number() const { return executor_.number(); }
 
   private:
-    // Programs are cached by the first word of a call's signature and its size class.
+    // Key of the program cache: the first word of a call's signature and the call's size class (a power of two).
     using Key = std::pair<uint64_t, int>;
 
     void prepare(int op, int dtype) override {

@@ -1,5 +1,5 @@
-// Messages between two ranks over a dedicated connection, in the format of transports/tcp/messages.py: a header, as in
-// shared memory, and the contents. Never reads ahead, so that Python can move the next message.
+// Messages between two ranks over a dedicated connection, in the format of transports/tcp/messages.py: the same header
+// as in shared memory, and the contents. This code never reads ahead, because Python code may receive the next message.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace unisono {
 
 class SocketMessages {
   public:
-    // Non-blocking sockets to the other ranks, by rank, owned by the caller. This rank's entry is ignored.
+    // `sockets` contains a non-blocking socket per rank, owned by the caller; this rank's entry is ignored.
     SocketMessages(const std::vector<int>& sockets, bool oversubscribed)
         : network_(sockets), tries_(oversubscribed ? 1 : kTries) {
         for (int peer = 0; peer < static_cast<int>(sockets.size()); peer++) streams_.push_back(network_.stream(peer));
@@ -42,8 +42,8 @@ class SocketMessages {
         return move_until([&] { return sent == total; }, move, {peer, false, true}, deadline, callbacks);
     }
 
-    // Unsupported, with no effect, if the next message is not the expected one, or its header has not arrived
-    // completely.
+    // Returns `unsupported`, without consuming anything, if the next message is not the expected one, or if its header
+    // has arrived only in part.
     Outcome receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
                    WaitCallbacks& callbacks) {
         Header header;
@@ -66,7 +66,7 @@ class SocketMessages {
         return move_until([&] { return received == static_cast<size_t>(nbytes); }, move, wanted, deadline, callbacks);
     }
 
-    // From any thread: ends every current and future wait.
+    // Ends every current and future wait. May be called from any thread.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();
@@ -74,7 +74,7 @@ class SocketMessages {
 
   private:
     static constexpr int kTries = 50;
-    // Between two looks at the clock while bytes move.
+    // Number of transfers between two checks of the clock while bytes are moving.
     static constexpr int kBusyMoves = 64;
 
     Sockets::Stream& stream(int peer) { return streams_[static_cast<size_t>(peer)]; }

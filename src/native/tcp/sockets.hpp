@@ -1,4 +1,4 @@
-// Network of an executor whose frames travel over one rank's connections to the others.
+// Network for an executor that sends its frames over one rank's connections to the other ranks.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,12 @@ class Sockets {
     // One connection. The socket is non-blocking and owned by the caller.
     class Stream {
       public:
-        // Each read is a system call, so it takes all that has arrived; long messages are read straight to their
-        // destination.
+        // Each read is a system call, so it reads ahead. Long messages are read directly into their destination.
         static constexpr size_t kReadAheadBytes = 64 << 10, kDirectBytes = 16 << 10;
 
         explicit Stream(int fd) : fd_(fd) { raise_no_signal(fd); }
 
-        // The connection has ended.
+        // Whether the connection has ended.
         bool lost() const { return lost_; }
 
         // Sends as many bytes as the socket accepts; returns their number.
@@ -41,7 +40,7 @@ class Sockets {
         size_t receive(char* to, size_t nbytes) {
             return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT); }, true);
         }
-        // The same, without consuming the bytes.
+        // Copies the bytes that have arrived, but leaves them in the socket; returns their number.
         size_t peek(char* to, size_t nbytes) {
             return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT | MSG_PEEK); }, true);
         }
@@ -63,14 +62,14 @@ class Sockets {
         bool lost_ = false;
     };
 
-    // By rank; this rank's entry is ignored.
+    // `fds` contains a socket per rank; this rank's entry is ignored.
     explicit Sockets(const std::vector<int>& fds) : fds_(fds) {}
 
     Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
 
-    // Sleeps until a connection can move bytes, for at most 50 ms; returns whether the caller has been interrupted. A
-    // signal ends the poll. One that arrives between two polls would go unnoticed while connections always have a few
-    // bytes, hence `interrupted_lately`.
+    // Sleeps until a connection can move bytes, for at most 50 ms; returns whether a signal has interrupted the wait. A
+    // signal ends a poll. A signal between two polls would go unnoticed as long as every poll finds bytes, hence
+    // `interrupted_lately`.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         polled_.clear();
         polled_.push_back({wakeup_.descriptor(), POLLIN, 0});
@@ -79,14 +78,14 @@ class Sockets {
             polled_.push_back({fds_[static_cast<size_t>(one.peer)], static_cast<short>(events), 0});
         }
         callbacks.before_sleep();
-        // As a double: a far deadline may overflow an int of milliseconds.
+        // A double, because the milliseconds until a distant deadline may overflow an int.
         const double left = (deadline - deadline_clock_s()) * 1000 + 1;
         const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
         const int ready = poll(polled_.data(), polled_.size(), slice);
         return ready <= 0 ? callbacks.interrupted() : callbacks.interrupted_lately();
     }
 
-    // From any thread: ends the current sleep and all later ones.
+    // Ends the current sleep and all later sleeps. May be called from any thread.
     void wake() const { wakeup_.wake(); }
 
   private:

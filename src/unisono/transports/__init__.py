@@ -1,4 +1,4 @@
-"""Transports by name: from a file here, from entry points in `unisono.transports`, or from `TRANSPORTS.register`."""
+"""Registry of transports by name, filled from this package, entry points and `TRANSPORTS.register`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "unisono.transports",
     "TRANSPORT",
-    # One package serves all backends of torch.distributed.
+    # The package `torch` implements all backends of torch.distributed.
     aliases={"gloo": "torch", "nccl": "torch", "ucc": "torch", "xccl": "torch"},
     helpers=("hierarchical", "tagged_messages"),
 )

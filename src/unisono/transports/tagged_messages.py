@@ -1,4 +1,4 @@
-"""Tagged messages between ranks, over any carrier of bytes: rings in shared memory, or connections."""
+"""Tagged messages between ranks over byte streams: rings in shared memory, or connections."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _threads = DaemonThreadPool("unisono messages")
 
 
 class MessageWork(CountdownWork):
-    """A batch of messages, moved by the thread that waits for them or polls them.
+    """Work for a batch of messages, which move while a thread waits for or polls the work.
 
     Args:
         timeout_s: Default timeout in seconds.
         messages: The batch.
-        move: `TaggedMessages.wait`, which waits until messages have moved, or the work is done.
+        move: `TaggedMessages.wait`, which waits until messages have moved or the work is done.
         check: `TaggedMessages.check`, which moves messages without waiting.
     """
 
@@ -81,7 +81,7 @@ class MessageWork(CountdownWork):
         try:
             self.wait(_NO_TIMEOUT_S)
         except CommError as error:
-            # There is no caller to raise it to; the future reports it.
+            # No caller is waiting here, so the future reports the error.
             self.complete(error)
 
     def _awaited(self) -> list[int]:
@@ -98,32 +98,32 @@ FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
 
 
 class Bytes(Protocol):
-    """Carrier of messages in one direction, part by part: one end of a ring of the native core, or a connection."""
+    """One direction of a byte stream to or from a peer: one end of a native ring, or a connection."""
 
     @property
     def available(self) -> int:
         """Return a lower bound on the number of bytes that can be read now."""
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """Send as much of a part as fits; return the number of bytes sent.
+        """Send as many bytes as fit; return their number.
 
         Args:
-            content: The rest of the part.
-            more: Whether the next call publishes these bytes together with its own, like `MSG_MORE` on sockets.
+            content: The unsent bytes of a header or of a message's contents.
+            more: Whether to hold these bytes back until the next `write`, like `MSG_MORE` on sockets.
         """
 
     def peek(self) -> memoryview:
-        """Return the bytes that can be read in one piece, at least a header if it has arrived."""
+        """Return bytes that have arrived, without consuming them: at least a header if a whole header has arrived."""
 
     def skip(self, nbytes: int, /) -> None:
-        """Consume a part of this many bytes, which `peek` has returned."""
+        """Consume a header of this length, which `peek` has returned."""
 
     def read(self, into: memoryview, /) -> int:
-        """Copy the available bytes of a part into memory for the rest of it; return their number."""
+        """Read available bytes into the memory for the remaining contents of a message; return their number."""
 
 
 class Outgoing:
-    """Sends to one peer, in order. The first one is being written.
+    """Queue of sends to one peer, the first of which is being written.
 
     Attributes:
         pending: Number of unfinished sends.
@@ -145,7 +145,7 @@ class Outgoing:
         self.pending += 1
 
     def move(self) -> bool:
-        """Write as much as fits; return whether anything was written."""
+        """Write as many bytes as fit; return whether any were written."""
         moved = False
         while self._queue:
             message, work = self._queue[0]
@@ -171,12 +171,12 @@ class Outgoing:
 
 
 class Incoming:
-    """Messages from one peer, and the receives that wait for them, by tag.
+    """Incoming messages from one peer, and the receives that wait for them, by tag.
 
     Attributes:
         pending: Number of unfinished receives, plus one while an early message is being read.
-        early: Messages that arrived before their receive, by tag.
-        probed: The probed tag, if any.
+        early: Messages that arrived before their receive was posted, by tag.
+        probed: Tag that `iprobe` is looking for; None if no probe is in progress.
     """
 
     def __init__(self, ring: Bytes, peer: int, rank: int) -> None:
@@ -198,7 +198,7 @@ class Incoming:
         return waiting + ([self._end[1]] if self._end is not None else [])
 
     def post(self, message: Recv, work: CountdownWork) -> None:
-        """Receive an early message, or the next one with its tag."""
+        """Complete a receive with an early message, or let it wait for the next message with its tag."""
         if message.tag not in self.early:
             self._posted.setdefault(message.tag, deque()).append((message, work))
             self.pending += 1
@@ -212,7 +212,7 @@ class Incoming:
             work.arrived(message)
 
     def move(self) -> bool:
-        """Read as much as there are receives for; return whether anything was read."""
+        """Read messages as long as receives or a probe wait for them; return whether anything was read."""
         moved = False
         while (self.pending or self.probed is not None) and self._ring.available:
             if self._target is None and not self._begin():
@@ -226,9 +226,9 @@ class Incoming:
         return moved
 
     def _begin(self) -> bool:
-        """Read a header, and choose the message's destination.
+        """Read a header, and choose the destination of the message.
 
-        Return False if it is incomplete, or belongs to the probed message, which remains in the ring.
+        Returns False if the header is incomplete, or belongs to the probed message, which remains unread.
         """
         coming = self._next_tag()
         if coming is None or (not self._posted and coming == self.probed):
@@ -241,7 +241,7 @@ class Incoming:
         if tag in self._posted:
             self._end = _next(self._posted, tag)
         else:
-            # A later message, with another tag, is awaited or probed, so this one is stored in `early`.
+            # Store this message in `early`: a message behind it, with another tag, is awaited or probed.
             self._end = None
             self.pending = self.pending + 1
         target = None if self._end is None else self._end[0].tensor
@@ -255,7 +255,7 @@ class Incoming:
         return True
 
     def _next_tag(self) -> int | None:
-        """Return the tag of the next message, if its header has arrived."""
+        """Return the tag of the next message, or None if its header has not arrived."""
         head = self._ring.peek()
         return _HEADER.unpack_from(head)[0] if len(head) >= HEADER_BYTES else None
 
@@ -271,18 +271,18 @@ class Incoming:
             return
         self.early.setdefault(self._tag, deque()).append(content)
         if self._tag in self._posted:
-            # A receive for it was posted meanwhile.
+            # Its receive was posted while the message was being read.
             self.pending -= 1
             self.post(*_next(self._posted, self._tag))
 
     def _refuse(self, message: Recv, work: CountdownWork, numel: int, dtype: torch.dtype) -> None:
-        """Fail a receive, because a different number of elements or dtype was sent."""
+        """Fail a receive because the sender's dtype or number of elements differs."""
         sent = elements(numel, str(dtype))
         expected = elements(message.tensor.numel(), str(message.tensor.dtype))
         work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
 
     def holds(self, tag: int) -> bool:
-        """Return whether a message with this tag has arrived for which no receive is posted."""
+        """Return whether a message with this tag has arrived that no receive is waiting for."""
         return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
@@ -290,7 +290,7 @@ _End = Outgoing | Incoming
 
 
 def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
-    """Pop the first item of a tag. An empty queue is deleted, because a program may use each tag once."""
+    """Pop the first item with a tag. Deletes an empty queue, because a program may use each tag only once."""
     queue = queues[tag]
     first = queue.popleft()
     if not queue:
@@ -299,15 +299,15 @@ def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
 
 
 class TaggedMessages(ABC):
-    """All messages of one rank, with every tag. Threads that wait for messages move those of all peers.
+    """All messages of one rank. A thread that waits for one message moves the messages of all peers.
 
     Args:
-        outgoing, incoming: Carriers of bytes to and from each peer.
+        outgoing, incoming: Byte streams to and from each peer.
         rank: This rank.
 
     Attributes:
         lock, idle, held: As for `MessageEnds`.
-        broken: Error that prevents further messages, if any.
+        broken: Error that ended all messages; None while messages are possible.
     """
 
     def __init__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], rank: int) -> None:
@@ -321,7 +321,7 @@ class TaggedMessages(ABC):
         self.broken: BaseException | None = None
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
-        """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
+        """Post messages, and move as many bytes as possible. A thread that waits for the work moves the others."""
         work = MessageWork(timeout_s, batch, self.wait, self.check)
         if self.broken is not None:
             work.complete(self.broken)
@@ -346,15 +346,15 @@ class TaggedMessages(ABC):
         return tag in self._in[peer].early
 
     def pending(self) -> list[CountdownWork]:
-        """The unfinished works."""
+        """Works that are not finished."""
         with self.lock:
             ends: list[_End] = [*self._out.values(), *self._in.values()]
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Return whether a message with this tag has arrived for which no receive is posted.
+        """Return whether a message with this tag has arrived that no receive is waiting for.
 
-        Raises like `check` if it cannot arrive any more.
+        Raises the error that `check` would raise if the message cannot arrive any more.
         """
         found = self._holds(peer, tag)
         if not found and (self.broken or self.end_of(peer)):
@@ -371,7 +371,7 @@ class TaggedMessages(ABC):
             return end.holds(tag)
 
     def move(self) -> bool:
-        """Move what can be moved; return whether anything was moved."""
+        """Send and receive without blocking; return whether any bytes moved."""
         moved = False
         with self.lock:
             for ends in (self._sending, self._receiving):
@@ -385,20 +385,19 @@ class TaggedMessages(ABC):
         return moved
 
     def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Move what can be moved; raise an abort's cause, or the loss of a rank, if the rest cannot complete."""
+        """Send and receive without blocking; raise an error if the messages cannot complete any more."""
         if self.move() or done():
             return
         if self.broken is not None:
             raise self.broken
         for rank in missing():
             error = self.end_of(rank)
-            # Its last messages may have arrived between `move` above and its end, and another thread may have received
-            # them.
+            # The peer's last messages may have arrived after `move` above, and another thread may have received them.
             if error is not None and not self.move() and not done() and rank in missing():
                 raise error
 
     def abort(self, cause: BaseException) -> None:
-        """End every wait with an error, from any thread."""
+        """End every current and later wait with an error. May be called from any thread."""
         self.broken = cause
         for work in self.pending():
             work.complete(cause)
@@ -406,20 +405,20 @@ class TaggedMessages(ABC):
     # -- implemented by each carrier -----------------------------------------------------------
     @abstractmethod
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until messages have moved, or `done` is true.
+        """Wait until messages have moved or `done` returns true.
 
         Args:
-            deadline: On the library's clock.
-            done: Whether the awaited condition holds.
-            missing: Ranks whose loss ends the wait.
+            deadline: Deadline on the library's clock.
+            done: Returns whether the awaited condition holds.
+            missing: Returns the ranks whose loss ends the wait.
         """
 
     @abstractmethod
     def end_of(self, peer: int) -> CommError | None:
-        """Return the error for waiting for a peer, if nothing more can arrive from it."""
+        """Return the error for a wait for this peer if nothing more can arrive from it; otherwise None."""
 
     def open(self, peer: int) -> None:
-        """Create the carrier of a peer's bytes, if it is created on demand."""
+        """Create the byte streams to and from a peer if they are created on demand."""
 
     def wake(self, peer: int) -> None:
-        """Wake a peer that may be sleeping until there are bytes to read, or room to write."""
+        """Wake a peer that may be asleep, waiting for bytes to read or for room to write."""

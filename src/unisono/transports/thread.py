@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: real computation without processes, and sends that are never buffered."""
+"""Transport between ranks that are threads of one process, with sends that are never buffered."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _Attendance = tuple[Fingerprint, Completion]
 
 
 class MessageQueue:
-    """Unmatched messages of all groups of one job. Shared by all ranks."""
+    """Unmatched messages of all groups of one job, shared by all ranks."""
 
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
-        # Keys of `waiting`, indexed by each of a message's two ranks, in order: a rank that ends visits only its own
-        # messages.
+        # For each rank of a group, the keys of its messages in `waiting`, in order, so that a rank that leaves finds
+        # its messages without a search.
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}
         self.left: defaultdict[str, set[int]] = defaultdict(set)
-        # Ranks that make no more calls. Messages that they have sent may still be received.
+        # Ranks that make no more calls. Messages that they have already sent may still be received.
         self.done: defaultdict[str, set[int]] = defaultdict(set)
-        # Ranks that have reached a call, by group and call number.
+        # By group and call number, the ranks that have reached a call.
         self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)
 
     def offer(
         self, group: str, rank: int, batch: Sequence[Message], work: CountdownWork
     ) -> list[tuple[Message, Message, CountdownWork]]:
-        """Queue a rank's messages, and return those whose other end is waiting, paired with it.
+        """Match a rank's messages with waiting ones; return the pairs, and queue the unmatched messages.
 
-        Call with the lock held.
+        The caller must hold the lock.
         """
         matched: list[tuple[Message, Message, CountdownWork]] = []
         for message in batch:
@@ -70,11 +70,11 @@ class MessageQueue:
         return matched
 
     def keys_of(self, group: str, rank: int) -> list[_Key]:
-        """Return the keys of waiting messages from or to a rank. Call with the lock held."""
+        """Return the keys of waiting messages from or to a rank. The caller must hold the lock."""
         return list(self._keys.get((group, rank), ()))
 
     def remove(self, key: _Key) -> deque[tuple[Message, CountdownWork]]:
-        """Remove and return the waiting messages of a key. Call with the lock held."""
+        """Remove and return the waiting messages of a key. The caller must hold the lock."""
         for rank in {key[1], key[2]}:
             keys = self._keys[key[0], rank]
             del keys[key]
@@ -83,7 +83,7 @@ class MessageQueue:
         return self.waiting.pop(key)
 
     def leave(self, group: str, rank: int, size: int) -> None:
-        """Record that a rank closes its part of a group; the last rank removes the group. Call with the lock held."""
+        """Record that a rank has left a group; the last rank removes the group. The caller must hold the lock."""
         self.left[group].add(rank)
         if len(self.left[group]) == size:
             del self.left[group]
@@ -92,11 +92,11 @@ class MessageQueue:
             self.meetings.pop(group, None)
 
     def has_left(self, group: str, rank: int) -> bool:
-        """Return whether a rank has closed its part of a group. Call with the lock held."""
+        """Return whether a rank has left a group. The caller must hold the lock."""
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove and return all waiting messages of a rank in a group, or others' messages to and from it."""
+        """Remove a rank's own waiting messages, or those that other ranks exchange with it; return their works."""
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):
@@ -113,9 +113,9 @@ class InFlightMessage:
 
     Attributes:
         source, target: The ranks.
-        sent, expected: The two ends of the message.
-        send, recv: Works to which the ends belong.
-        given, taken: Tensors to copy from and into.
+        sent, expected: The matched send and receive.
+        send, recv: Works that the send and the receive belong to.
+        given, taken: Tensor to copy from, and tensor to copy to.
     """
 
     source: int
@@ -132,7 +132,7 @@ class InFlightMessage:
         self.taken = self.expected.tensor
 
     def deliver(self) -> None:
-        """Copy the content, or fail both works if that fails."""
+        """Copy the content, and complete both works, with an error if the copy fails."""
         given = self.given
         taken = self.taken
         if given.dtype != taken.dtype or given.numel() != taken.numel():
@@ -140,12 +140,12 @@ class InFlightMessage:
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
                 work.complete(size_error(self.source, sent, self.target, expected, self.sent.tag, peer))
             return
-        # Either rank's thread may do this, so the receiver's tensor determines the inference mode of the copy.
+        # The sender's or the receiver's thread may run this, so take the inference mode from the receiver's tensor.
         try:
             with torch.inference_mode(taken.is_inference()), torch.no_grad():
                 taken.copy_(given)
         except Exception as error:
-            # Out of memory, for example. Neither rank may wait for a message that will not arrive.
+            # For example, out of memory. Fail both works, because the message will never arrive.
             self.send.complete(error)
             self.recv.complete(error)
             return
@@ -154,9 +154,9 @@ class InFlightMessage:
 
 
 class ThreadTransport(Transport):
-    """Transport between threads; a message is one copy from the sender's tensor into the receiver's.
+    """Transport between threads. A message is one copy from the sender's tensor to the receiver's.
 
-    A send completes only when it is received, so a program that is safe here does not depend on buffering anywhere.
+    A send completes only when it is received, so a program that does not deadlock here never depends on buffering.
     Cost: about 20 us per message, plus the copy.
     """
 
@@ -189,7 +189,7 @@ class ThreadTransport(Transport):
                 work.complete(broken)
                 return work
             matched = queue.offer(group, rank, batch, work)
-        # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
+        # Copy without holding the lock, so that different pairs of ranks can copy at the same time.
         for mine, theirs, their_work in matched:
             if isinstance(mine, Send):
                 self._deliver(InFlightMessage(rank, mine, work, mine.peer, theirs, their_work))
@@ -247,7 +247,7 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self._queue, self._timeout_s)
 
     def leave(self) -> None:
-        """Fail calls and messages that wait for this rank. Messages that it has sent may still be received."""
+        """Fail calls and messages that wait for this rank. Messages that this rank has sent may still be received."""
         with self._queue.lock:
             self._queue.done[self.group.name].add(self.rank)
             meetings = self._queue.meetings.get(self.group.name, {}).values()
@@ -258,7 +258,7 @@ class ThreadTransport(Transport):
             batch.complete(left_error(self.rank))
 
     def close(self) -> None:
-        """Fail other ranks' current and later messages to or from this one, which has left."""
+        """Leave, and fail other ranks' current and later messages to or from this rank."""
         self.leave()
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)

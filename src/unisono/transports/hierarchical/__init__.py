@@ -1,4 +1,4 @@
-"""Transports made up of two others: one within each host, and one between hosts."""
+"""Transports that combine two others: one inside each host, and one between hosts."""
 
 from __future__ import annotations
 

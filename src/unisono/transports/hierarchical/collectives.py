@@ -1,9 +1,9 @@
-"""Collectives on long messages across several hosts: data crosses the network between hosts once.
+"""Collectives on long messages across several hosts, in which data crosses the network only once.
 
 An all_reduce of S bytes is a reduce-scatter inside each host, an all-reduce of each share with the peers on the other
 hosts, and an all-gather inside each host (as Mikami et al., arXiv:1811.05233, do on a torus of GPUs). Each of N hosts
-sends 2(N-1)/N S over its link, where a ring over all p ranks sends 2(p-1)/p S: with two hosts of two, that is two
-thirds.
+sends 2(N-1)/N S over its link. A ring over all p ranks would send 2(p-1)/p S: with two hosts of two ranks, that is S
+instead of 1.5 S.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _threads = DaemonThreadPool("unisono between hosts")
 
 
 class HierarchicalCollectives:
-    """One group's collectives on long messages. All ranks have agreed on each call before they run it here.
+    """One group's collectives on long messages. Before each call, all ranks must have agreed on it.
 
-    reduce_scatter and all_gather need the same number of ranks on every host; the others support any numbers.
+    reduce_scatter and all_gather need the same number of ranks on every host; the other collectives don't.
 
-    Carriers are the ranks that move data between hosts. Each host has as many of them as the smallest host has ranks.
-    The peers of a host's n-th rank are the n-th ranks of the other hosts. Other ranks use their host's carriers.
+    Carriers are the ranks that move data between hosts: the first n ranks of each host, where n is the number of ranks
+    on the smallest host. The peers of a host's k-th rank are the k-th ranks of the other hosts.
 
     Args:
         outer: Transport among all ranks.
-        inside: Runs calls among the ranks on this host; None if this rank is the only one.
-        rail: This rank and its peers on the other hosts; None if it is not a carrier.
+        inside: Runs collectives among the ranks on this host; None if this rank is alone there.
+        rail: Transport among this rank and its peers on the other hosts; None if this rank is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Maximum size of a schedule's messages.
-        timeout_s: Longest wait beyond a call's deadline.
+        timeout_s: Longest wait for the last exchange between hosts after a call's deadline.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HierarchicalCollectives:
         self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._local_rank = hosts[self._here].index(rank)
         self._carriers = min(len(ranks) for ranks in hosts)
-        # Messages are smaller than tiles, so that the last sum of a tile barely delays the next tile.
+        # Split tiles into smaller messages, so that the last reduction of a tile barely delays the next tile.
         self._rail = SubsetCollectives(rail, max(1, chunk_bytes // _PARTS)) if rail is not None else None
         self._across: dict[tuple[int, ...], SubsetCollectives] = {}
 
@@ -96,18 +96,18 @@ class HierarchicalCollectives:
                 self._finish(*ahead.popleft(), deadline)
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
-        # The exchange enforces the deadline, and reports a timeout a little later.
+        # The exchange itself enforces the deadline, and reports a timeout shortly afterwards.
         exchanged.wait(seconds_left(deadline) + _REPORT_S)
         self._gathered(tile, share, deadline)
 
     def _shares(self, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a tile into the share that each rank of a host reduces; empty for a rank that is not a carrier."""
+        """Split a tile into the shares that a host's ranks reduce. Only the shares of carriers have elements."""
         edges = even_edges(tile.numel(), self._carriers)
         edges += [edges[-1]] * (len(self._hosts[self._here]) - self._carriers)
         return tuple(tile[low:high] for low, high in pairwise(edges))
 
     def _scattered(self, call: Call, tile: torch.Tensor, deadline: float) -> torch.Tensor:
-        """Return this rank's share of the host's sum."""
+        """Reduce-scatter a tile inside the host; return this rank's share."""
         if self._inside is None:
             return tile
         shares = self._shares(tile)
@@ -117,7 +117,7 @@ class HierarchicalCollectives:
         return share
 
     def _exchange(self, call: Call, share: torch.Tensor, deadline: float) -> None:
-        """Sum a share over the hosts, in place."""
+        """All-reduce this rank's share with its peers on the other hosts, in place."""
         if self._rail is not None and share.numel():
             self._rail(Call("all_reduce", inputs=(share,), outputs=(share,), op=call.op), deadline)
 
@@ -127,7 +127,7 @@ class HierarchicalCollectives:
 
     # -- the other collectives -----------------------------------------------------------------
     def broadcast(self, call: Call, deadline: float) -> None:
-        """Broadcast to one rank on each host, and from there to the others."""
+        """Broadcast to one rank on each host, and from that rank to the other ranks on its host."""
         root = _root(call)
         one = self._one_each(root)
         if self._outer.rank in one:
@@ -161,7 +161,7 @@ class HierarchicalCollectives:
         return found
 
     def all_gather(self, call: Call, deadline: float) -> None:
-        """Gather the tensors of each rank's peers on the other hosts, then all-gather them inside."""
+        """All-gather among each rank's peers on the other hosts, then inside each host."""
         assert self._rail is not None
         assert self._inside is not None
         rail = tuple(call.outputs[ranks[self._local_rank]] for ranks in self._hosts)
@@ -171,7 +171,7 @@ class HierarchicalCollectives:
             self._inside(Call("all_gather", inputs=(outputs[self._local_rank],), outputs=outputs), deadline)
 
     def reduce_scatter(self, call: Call, deadline: float) -> None:
-        """Run a reduce-scatter inside for each host; then each rank sums its part with its peers on the other hosts."""
+        """Reduce-scatter each host's part inside this host, then reduce-scatter with the peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
         lengths = [call.inputs[ranks[self._local_rank]].numel() for ranks in self._hosts]
@@ -184,7 +184,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Number of elements in each tile: few at both ends, where nothing overlaps with them, and many in between.
+    """Return the number of elements in each tile: few in the first and last tiles, which overlap with nothing.
 
     Example:
         >>> _tiles(100, 16)
@@ -207,13 +207,13 @@ def _root(call: Call) -> int:
 
 
 def _moved(call: Call, root: int, here: bool) -> Call:
-    """Return the same broadcast among a different set of ranks."""
+    """Return a broadcast of the same tensor among other ranks, with `root` numbered among those ranks."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
 
 class _InterHostStage:
-    """Thread that runs functions one after another for the duration of the block."""
+    """Runs functions one after another in a background thread, for the duration of a `with` block."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -221,7 +221,7 @@ class _InterHostStage:
         self._inference = torch.is_inference_mode_enabled()
 
     def run(self, function: Callable[[], None]) -> Completion:
-        """Run a function after all earlier ones."""
+        """Queue a function; return a work that completes when it has run."""
         done = Completion(self._timeout_s)
         self._pending.put((function, done))
         return done
@@ -241,6 +241,6 @@ class _InterHostStage:
                 try:
                     function()
                 except Exception as raised:
-                    # The waiting thread raises it.
+                    # The thread that waits for `done` raises the error.
                     error = raised
                 done.complete(error)

@@ -1,6 +1,7 @@
-"""Agreement between ranks on several hosts before data moves: within a host, between hosts, and back.
+"""Comparison of calls between ranks on several hosts before data moves.
 
-A host's first rank represents it. A short reduction is part of the agreement: its result is ready once all ranks agree.
+Ranks first compare their calls inside each host. Then the first ranks of all hosts compare theirs, and broadcast the
+verdict inside their hosts. A short reduction travels in the same messages, so its result is ready once all ranks agree.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _QUOTE_S = 10.0
 
 
 class HostAgreement:
-    """One group's agreement. Every rank calls the same methods in the same order.
+    """One group's comparison of calls. Every rank calls the same methods in the same order.
 
     Args:
         group: All ranks.
-        control: This rank's handle.
+        control: This rank's handle to the control plane.
         hosts: Number of hosts.
-        inside: Runs calls among the ranks on this host; None if this rank is the only one.
-        links: Links to the other hosts; only on each host's first rank.
+        inside: Runs collectives among the ranks on this host; None if this rank is alone there.
+        links: Links to the other hosts on a host's first rank; None on other ranks.
         here: The number of this host.
-        short_bytes: Maximum size of a reduction that is part of the agreement with one other host; smaller with
-            several.
-        timeout_s: Timeout for exchanging differences.
+        short_bytes: Maximum size, with two hosts, of a reduction that travels with the comparison; divided by N - 1 for
+            N hosts.
+        timeout_s: Timeout for exchanging the calls in full if they differ.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class HostAgreement:
         self._timeout_s = timeout_s
         self._calls = 0
         self.short_bytes: int = short_bytes // (hosts - 1)
-        # A host's first rank has room for each host's packet, including its own partial result.
+        # A host's first rank needs memory for each host's packet, including the partial result of its own host.
         self._host_rounds = [_HostRound(self.short_bytes) for _ in range(hosts if links is not None else 1)]
         self._own = here if links is not None else 0
 
@@ -75,18 +76,18 @@ class HostAgreement:
         """Return once all ranks are known to make the same call.
 
         Raises:
-            MismatchError: On every rank, quoting all sides.
-            CommTimeoutError: Names the rank that has not arrived.
+            MismatchError: Ranks make different calls. Raised on every rank; the message quotes them.
+            CommTimeoutError: A rank has not arrived in time; the message names it.
         """
         self._calls += 1
         if mine.sends or mine.receives:
-            # Rows must match pair by pair, which a digest cannot show.
+            # Send and receive counts must match for each pair of ranks, which a digest cannot show.
             compare_in_full(self._control, self._group, f"call {self._calls}", mine, seconds_left(deadline))
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
     def reduce(self, call: Call, deadline: float) -> None:
-        """Like `compare`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
+        """Compare calls like `compare`, and complete an all_reduce of at most `short_bytes` with the same messages."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._host_rounds[self._own].like(target)
@@ -96,9 +97,9 @@ class HostAgreement:
         target.copy_(self._host_rounds[0].like(target))
 
     def find_missing_rank(self, error: CommTimeoutError, timeout: float) -> BaseException:
-        """Return the error for a wait that timed out, naming a rank that has not arrived, if one can be found.
+        """Return the error for a wait that timed out. Names a rank that has not arrived, if possible.
 
-        A rank that waits for a host cannot know which of that host's ranks is late, so all waiting ranks call this.
+        A rank that waits for another host cannot tell which rank of that host is late, so all waiting ranks call this.
         """
         shortest, longest = _MISSING_RANK_S
         try:
@@ -106,7 +107,7 @@ class HostAgreement:
                 self._group, f"the consistency check of call {self._calls}", None, min(max(timeout, shortest), longest)
             )
         except CommTimeoutError as named:
-            # Without a rank, the error is about the control plane itself, and adds nothing.
+            # An error without a peer is about the control plane itself, so keep the original error.
             return error if named.peer is None else named
         except CommError as first:
             return first
@@ -128,7 +129,7 @@ class HostAgreement:
         return True
 
     def _summed(self, partly: Call, deadline: float) -> bool:
-        """Reduce the tensors of this host's ranks if these make the same call; return whether they do."""
+        """Return whether all ranks on this host make the same call. If they do, reduce their tensors."""
         if self._inside is None:
             return True
         checks = self._inside.transport.checks
@@ -149,7 +150,7 @@ class HostAgreement:
 
     # -- between hosts, and back to their ranks ------------------------------------------------
     def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
-        """Compare between hosts and notify all ranks, including partial results of a reduction."""
+        """Compare calls between hosts, and broadcast the verdict, with the result of a reduction, inside this host."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
         first = self._host_rounds[0]
         error: CommTimeoutError | None = None
@@ -166,7 +167,7 @@ class HostAgreement:
         if self._inside is not None and alike:
             message = first.with_header(nbytes)
             given = (message,) if self._links is not None else ()
-            # The rank that waits for another host notifies its own host when it gives up, slightly after the deadline.
+            # The host's first rank may wait for another host until the deadline, and tells this host only afterwards.
             self._inside(Call("broadcast", inputs=given, outputs=(message,), root=0), deadline + _REPORT_S)
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
@@ -185,14 +186,14 @@ class HostAgreement:
         return links.swap(packet, theirs, deadline) and alike
 
     def _combine(self, partly: Call | None) -> None:
-        """Combine in host order on every host, so that the bits match."""
+        """Reduce the hosts' partial results. Every host uses the same order, so results are bit-identical."""
         if partly is not None:
             shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
             combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
 
 
 class _HostRound:
-    """Memory for one packet, as bytes and as tensors: whether all agree, and a partial result."""
+    """Memory for one packet, accessible as bytes and as tensors: a verdict, and a partial result of a reduction."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = bytearray(_HEAD_BYTES + nbytes)
@@ -225,7 +226,7 @@ class _HostRound:
         return self._tensor[: _HEAD_BYTES + nbytes]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The content, as a tensor of the same length and dtype."""
+        """Return the partial result as a tensor with the length and dtype of `tensor`."""
         return self._tensor[_HEAD_BYTES : _HEAD_BYTES + tensor.nbytes].view(tensor.dtype)
 
 
@@ -243,5 +244,5 @@ def _digest(mine: Fingerprint) -> bytes:
 
 
 def _between_hosts(transport: PointToPoint, call: Call, deadline: float) -> None:
-    """Placeholder for the steps between hosts, in a host's part of a call."""
+    """Placeholder for an algorithm's steps in a call that is only compared inside a host."""
     raise NotImplementedError("the transport of all hosts carries this call out")

@@ -1,7 +1,7 @@
-"""Links between hosts: plain sockets between one rank on each host, for short packets.
+"""Links between hosts: plain sockets between the first ranks of all hosts, for short packets.
 
-They carry agreements between hosts and short data. Unlike in libraries for bulk data, the waiting thread reads packets
-itself, packets carry their length, and a wait ends immediately when the group fails.
+Hosts compare their calls and reduce short tensors over these links. Unlike in libraries for bulk data, the waiting
+thread reads the sockets itself, each packet contains its length, and a wait ends immediately when the group fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<QQ16s")
 
 
 class Packet:
-    """A host's message: 16 bytes that all hosts compare, and content of any length."""
+    """A message from one host to the others: 16 bytes that all hosts compare, and content of any length."""
 
     __slots__ = ("content", "digest")
 
@@ -35,10 +35,10 @@ class Packet:
 
 
 class HostLinks:
-    """One socket to each other host.
+    """This host's links: one socket to each other host.
 
     Args:
-        peers: Connected sockets, by the number of the host.
+        peers: Connected sockets, by host number.
         ranks: For each host, the rank at the other end, for error messages.
         where: For each host, its address, for error messages.
     """
@@ -57,15 +57,15 @@ class HostLinks:
     def swap(self, mine: Packet, theirs: dict[int, memoryview], deadline: float) -> bool:
         """Send a packet to every other host and receive one from each. Return whether all digests are the same.
 
-        The content from a host with a different digest is not received; after that, no more packets can be swapped.
+        If a host's digest differs, its content is not received, and these links cannot be used any more.
 
         Args:
-            mine: The packet sent to all.
-            theirs: For each host number, the buffer for its content, of the same length as the content of `mine`.
-            deadline: On the library's clock.
+            mine: The packet to send to every other host.
+            theirs: By host number, the buffers for the other hosts' content, as long as the content of `mine`.
+            deadline: Deadline on the library's clock.
 
         Raises:
-            CommTimeoutError: A host has not sent its packet in time; the message names its rank.
+            CommTimeoutError: A host has not sent its packet in time; the message names that host's first rank.
             PeerLostError: A connection has ended.
         """
         self._round += 1
@@ -74,7 +74,7 @@ class HostLinks:
         started = clock.now()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
-            # Hosts that differ also stop reading; all others complete their exchange.
+            # A host with a different digest also stops reading. Complete the exchange with all other hosts.
             if not alike:
                 return False
             watch = select.poll()
@@ -86,7 +86,7 @@ class HostLinks:
         return True
 
     def _moved(self, swap: _Exchange, head: bytes) -> bool:
-        """Move what can be moved; return whether everything is done."""
+        """Send and receive without blocking; return whether this exchange is complete."""
         try:
             return swap.move(head)
         except OSError as error:
@@ -109,7 +109,7 @@ class HostLinks:
         )
 
     def abort(self, cause: BaseException) -> None:
-        """End a wait in progress with this cause, from any thread."""
+        """End a wait in progress with this error. May be called from any thread."""
         with self._closing:
             if self._broken is None:
                 self._broken = cause
@@ -126,13 +126,13 @@ class HostLinks:
                 peer.close()
 
     def invalidate_after_fork(self) -> None:
-        """Close the descriptors, as a forked child does."""
+        """Close the sockets in a forked child."""
         for peer in self.peers.values():
             peer.close()
 
 
 class _Exchange:
-    """One packet out and one in, over one socket."""
+    """The exchange of a packet with one other host."""
 
     def __init__(self, host: int, peer: socket.socket, head: bytes, content: memoryview, into: memoryview) -> None:
         self.host = host
@@ -145,7 +145,7 @@ class _Exchange:
         self._received = 0
 
     def move(self, head: bytes) -> bool:
-        """Return whether both directions are complete. Raises `OSError` if the connection has ended."""
+        """Send and receive without blocking; return whether both are done. Raises OSError if the connection ended."""
         if self.rest:
             self._send()
         return self._receive(head) and not self.rest
@@ -161,7 +161,7 @@ class _Exchange:
             self.rest[0] = self.rest[0][sent:]
 
     def _receive(self, head: bytes) -> bool:
-        """Return whether all bytes have arrived."""
+        """Read what has arrived; return whether the packet is complete."""
         while not self.differs:
             if self._head_received < _HEAD.size:
                 head_rest = memoryview(self._head)[self._head_received :]
@@ -189,27 +189,27 @@ _REACH_WITHIN_S = 10.0
 def meet(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> HostLinks | None:
-    """On a host's first rank, return its links to the other hosts; on other ranks, None. Collective.
+    """Return links to the other hosts on a host's first rank, and None on other ranks. Collective.
 
-    The host with the lower number listens at its own address; the others connect, and prove that they know a secret
-    that the first rank has published through the control plane.
+    Of each two hosts, the one with the lower number listens at its own address, and the other connects. It proves that
+    it knows a secret that the first rank has published through the control plane.
 
     Args:
-        group: The ranks that meet; joined here.
+        group: The ranks to connect. The group is joined here.
         control: This rank's handle.
         hosts: For each host, its ranks in the group.
-        address: This host's address, for the others.
-        timeout: Seconds for the others to join. An address that does not respond is abandoned after 10 s.
+        address: Address at which other hosts reach this one.
+        timeout: Time limit for all hosts to join, in seconds. If an address does not respond, gives up after 10 s.
 
     Raises:
-        CommError: On every rank; the message says which rank could not reach which other rank, at which address, and
-            what to set.
+        CommError: A rank could not reach another. Raised on every rank; the message gives both ranks, the address, and
+            the option or variable to set.
     """
     control.join(group)
     firsts = [ranks[0] for ranks in hosts]
 
     def conclude(problems: list[CommError]) -> None:
-        """Collect the errors of all ranks."""
+        """Raise an error on every rank if any rank reports problems."""
         text = ". ".join(problem.message for problem in problems)
         found = [text for text in control.exchange(group, "connections between hosts", text, patience_s) if text]
         if found:
@@ -229,7 +229,7 @@ def meet(
 def check_reachability(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> None:
-    """Check that all hosts can connect. Raises the same errors as `meet`, and keeps no connections."""
+    """Check that all hosts can connect to each other, then close the connections. Raises the same errors as `meet`."""
     links = meet(group, control, hosts, address, timeout)
     if links is not None:
         links.close()

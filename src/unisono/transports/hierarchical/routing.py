@@ -1,4 +1,4 @@
-"""Messages over two transports, and transports whose ranks are renumbered in a larger group."""
+"""Message routing over two transports, and transports whose ranks are renumbered in another group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
 class RankMappedTransport(Wrapper):
-    """Transport whose errors refer to ranks by their numbers in a larger group.
+    """Wrapper around a transport whose errors name ranks by their numbers in a larger group.
 
     Args:
         inner: The transport.
-        ranks: For each of its ranks, the number to report.
+        ranks: For each rank of the transport, its number in the larger group.
     """
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class RankMappedTransport(Wrapper):
             raise self.translate(error) from error
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # A call's messages have already been translated.
+        # A call with steps consists of messages, whose errors `post` has already translated.
         work = super().run(call, over)
         return ChainedWork(work, translate=self.translate) if call.steps is None else work
 
@@ -63,7 +63,7 @@ class RankMappedTransport(Wrapper):
         super().abort(cause)
 
     def translate(self, error: BaseException) -> BaseException:
-        """Return the error with the ranks renumbered."""
+        """Return the error with its ranks renumbered."""
         if error is self._cause or not isinstance(error, CommError):
             # The cause of an abort already uses the whole group's rank numbers.
             return error
@@ -79,10 +79,10 @@ class RankMappedTransport(Wrapper):
 
 
 class Routes:
-    """Routing of a rank's messages.
+    """Routes a rank's messages: to ranks on this host over the inner transport, to other ranks over the outer one.
 
     Args:
-        inner: Transport among this host's ranks, or None if this rank is the only one.
+        inner: Transport among this host's ranks; None if this rank is alone there.
         outer: Transport among all ranks, numbered as in the whole group.
         here: The ranks on this host, in the order of `inner`.
         timeout_s: Default timeout of a wait.
@@ -113,7 +113,7 @@ class Routes:
 
 
 class SubsetTransport(Transport):
-    """A subset of another transport's ranks, renumbered, for schedules. Supports only messages.
+    """View of some of another transport's ranks, renumbered from 0. Supports only messages.
 
     Args:
         base: The other transport.
@@ -144,11 +144,11 @@ def _to(message: Message, peer: int) -> Message:
 
 
 class SubsetCollectives:
-    """Runs calls, one at a time, directly on their memory.
+    """Runs collectives among some of a group's ranks, one at a time, directly on the caller's memory.
 
     Args:
         transport: Transport among the participating ranks.
-        chunk_bytes: Maximum size of a schedule's messages.
+        chunk_bytes: Maximum size of an algorithm's messages.
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
@@ -156,12 +156,12 @@ class SubsetCollectives:
         self._selection = Selection(transport, chunk_bytes)
 
     def __call__(self, call: Call, deadline: float, *, agrees: bool = False) -> None:
-        """Return when this rank's part is done. An in-place reduction also writes to its inputs.
+        """Run a collective; return when this rank's part is done. An in-place reduction also overwrites its inputs.
 
         Args:
-            call: The call, without steps.
-            deadline: On the library's clock.
-            agrees: Whether ranks compare their calls first.
+            call: The call, without an algorithm's steps, which are chosen here.
+            deadline: Deadline on the library's clock.
+            agrees: Whether ranks must compare their calls first.
         """
         _, steps = self._selection.choose(call)
         chosen = call._replace(steps=steps, timeout=seconds_left(deadline))

@@ -1,4 +1,4 @@
-"""Transports for several hosts, made up of one within each host and one between hosts, and such pairs by name."""
+"""Transports for several hosts, which combine a transport inside each host with a transport between hosts."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ _IF_EVEN = frozenset({"all_gather", "reduce_scatter"})
 
 
 class Hierarchical(Transport):
-    """Transport that reaches this host's ranks over the inner transport, and all others over the outer one.
+    """Transport that reaches ranks on this host over the inner transport, and other ranks over the outer transport.
 
-    Collectives combine both transports, or consist of messages. Before each collective, all ranks compare their calls
-    over dedicated links; an all_reduce of up to 128 KiB (less with more than two hosts) travels in the same packets.
-    There are several hosts, and at least one has several ranks; otherwise one of the two transports suffices, and
-    `over` returns that one.
+    Collectives combine both transports, or are composed of messages. Before each collective, all ranks compare their
+    calls over dedicated links; an all_reduce of up to 128 KiB (less with more than two hosts) travels in the same
+    packets. Use this only for several hosts of which at least one has several ranks. In other cases, one of the two
+    transports suffices, and `over` returns only that one.
 
     Args:
         group: All ranks.
-        control: This rank's handle.
+        control: This rank's handle to the control plane.
         options: As passed to `connect`.
         hosts: For each host, its ranks in the group.
-        inner: Transport among this host's ranks, if there are several.
-        outer: Transport among all ranks.
+        inner: Function that makes the transport among this host's ranks. Called only if there are several.
+        outer: Function that makes the transport among all ranks.
         reconnect: Function that makes a transport of the same kinds for a different set of ranks, without reusing this
-            one.
+            transport.
     """
 
     checks = True
@@ -141,7 +141,7 @@ class Hierarchical(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare a call that consists of messages. A native call is compared in its own first packet."""
+        """Compare a call that is composed of messages. `run` compares native calls itself."""
         if call.steps is not None:
             with self._name_missing_rank(deadline):
                 self._agreement.compare(call.fingerprint, deadline)
@@ -162,7 +162,7 @@ class Hierarchical(Transport):
 
     @contextmanager
     def _name_missing_rank(self, deadline: float) -> Iterator[None]:
-        """Name the missing rank in a timeout: a rank that waits for a host does not know which of its ranks is late."""
+        """Make a timeout name the late rank: a rank that waits for another host cannot tell which rank is late."""
         timeout = deadline - clock.now()
         try:
             yield
@@ -173,7 +173,7 @@ class Hierarchical(Transport):
 
     # -- parts ---------------------------------------------------------------------------------
     def split(self, group: Group) -> Transport:
-        """Return a transport of the same two kinds, or only one of them if the other is not needed."""
+        """Return a transport for a subgroup: of both kinds, or of only one kind if that suffices."""
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
@@ -190,11 +190,11 @@ class Hierarchical(Transport):
         )
 
     def mailbox(self, group: Group) -> Mailbox | None:
-        # The outer transport reaches all ranks, and a rank can wait on only one mailbox.
+        # A rank can wait on only one mailbox, and only the outer transport reaches all ranks.
         return self.outer.mailbox(group)
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return a transport for the new group, after detecting the hosts of all ranks, including new ones."""
+        """Return a transport for the new group. Detects all ranks' hosts anew, because new ranks may have joined."""
         return self._reconnect(group)
 
     def leave(self) -> None:
@@ -234,26 +234,26 @@ def over(
     outer: Callable[[Group], Transport],
     reconnect: Callable[[Group], Transport],
 ) -> Transport:
-    """Return the transport for these hosts: of both kinds, or only one of them if that suffices.
+    """Return the transport for these hosts: of both kinds, or of only one kind if that suffices. Collective.
 
     Args:
-        group: All ranks, which all call this.
-        control, options: This rank's.
+        group: All ranks.
+        control, options: This rank's handle to the control plane, and its options.
         hosts: For each host, its ranks in the group.
         inner: Function that makes the transport among one host's ranks.
         outer: Function that makes the transport among ranks on several hosts.
-        reconnect: Function that makes a transport of the same kinds for ranks on unknown hosts.
+        reconnect: Function that makes a transport of the same kinds for ranks whose hosts are unknown.
     """
     if len(hosts) in (1, group.size):
         single = inner(group) if len(hosts) == 1 else outer(group)
-        # A newcomer may be on another host.
+        # A rank that joins later may be on another host.
         single.reconnect = reconnect
         return single
     return Hierarchical(group, control, options, _in_order(hosts), inner, outer, reconnect)
 
 
 def _in_order(hosts: Hosts) -> Hosts:
-    """Sort a host's ranks by number, and hosts by first rank, so that the order is the same on all ranks."""
+    """Sort each host's ranks, and sort hosts by their first ranks, so that the order is the same on all ranks."""
     return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts))
 
 
@@ -262,7 +262,7 @@ def _bare(inner: Transport) -> Transport:
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
-    """Return the device types that both transports support in the same way: directly, or staged in CPU memory."""
+    """Return the device types that both transports support directly, or that both stage in CPU memory."""
     both = {
         kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
     }
@@ -277,11 +277,11 @@ def _common(inner: Transport, outer: Transport) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class TransportPair:
-    """Pair of transports, with the `connect` of a transport class.
+    """Names of two transports, with a `connect` method like that of a transport class.
 
     Attributes:
-        inner: The name of the transport within a host.
-        outer: The name of the transport between hosts.
+        inner: Name of the transport inside each host.
+        outer: Name of the transport between hosts.
     """
 
     inner: str
@@ -289,22 +289,22 @@ class TransportPair:
 
     @property
     def simulated(self) -> bool:
-        """Return whether the ranks take turns on a virtual clock."""
+        """Whether the ranks take turns on a virtual clock."""
         return TRANSPORTS[self.inner].simulated or TRANSPORTS[self.outer].simulated
 
     @property
     def in_process(self) -> bool:
-        """Return whether ranks are threads of one process."""
+        """Whether the ranks are threads of one process."""
         return TRANSPORTS[self.inner].in_process or TRANSPORTS[self.outer].in_process
 
     @property
     def launcher(self) -> str:
-        """The launcher that starts the ranks, as required by either transport."""
+        """The launcher that one of the transports requires, or the default launcher."""
         launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
         return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
 
     def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
-        """Connect like `Transport.connect`. Hosts are detected unless the options specify them."""
+        """Connect like `Transport.connect`. Detects hosts unless the options specify them."""
         hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
         return over(
             group,
@@ -322,10 +322,10 @@ Connectable = type[Transport] | TransportPair
 
 
 def transport_named(name: str) -> Connectable:
-    """Return a transport from the registry, or a pair of transports.
+    """Return the transport class with this name, or a `TransportPair` for a name such as "shm+tcp".
 
     Raises:
-        ValueError: There is no such transport; the message lists the known ones.
+        ValueError: There is no such transport; the message lists the known transports.
 
     Example:
         >>> transport_named("shm+gloo")
@@ -344,13 +344,13 @@ def transport_named(name: str) -> Connectable:
 
 
 def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
-    """Return for each host the ranks that a transport of this name has proved to connect there. Collective."""
+    """Return, for each host, its ranks: those that the named transport has proved able to connect. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
 
 
 def _within(hosts: Hosts, size: int) -> Hosts:
-    """Return the hosts if they consist of exactly these ranks."""
+    """Return the hosts if they contain each rank below `size` once; otherwise raise ValueError."""
     if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
         raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
     return tuple(tuple(ranks) for ranks in hosts)

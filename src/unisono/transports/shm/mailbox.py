@@ -1,4 +1,4 @@
-"""Mailbox in shared memory: a ring of bytes for each ordered pair of ranks, and a futex for each rank."""
+"""Mailbox in shared memory: a byte ring for each ordered pair of ranks, and a futex for each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SLEEP_S = 0.0002
 
 
 class _RingReader(NamedTuple):
-    """The ring from a peer, and its reader, a generator that each poll resumes."""
+    """The ring from a peer, and the generator that reads it, which each poll resumes."""
 
     peer: int
     ring: Ring
@@ -47,11 +47,11 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
     while True:
         while not (available := ring.peek()):
             yield None
-        # Usually a message is short, complete and contiguous.
+        # Usually, the whole message is in the ring and contiguous, and can be parsed there.
         message, end = parse(peer, available)
         if message is None:
-            # A long one is read into new memory as it arrives. Not a bytearray, which would be zeroed completely now,
-            # however much of the message arrives.
+            # Otherwise read the message into new memory as it arrives. A bytearray would be zeroed, and so allocated,
+            # at once, even if most of the message never arrives.
             memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             frame = view_of(memory)
             yield from _rest(frame, ring)
@@ -66,7 +66,7 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
-    """Read the rest of a part of a message; yield while no more bytes of it are available."""
+    """Read the remainder of a part of a message; yield while no more bytes have arrived."""
     while (step := ring.read(part)) < len(part):
         part = part[step:]
         if not step:
@@ -76,9 +76,9 @@ def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
 class ShmMailbox(Mailbox):
     """Mailbox between ranks on one host: each byte is copied twice, and there is no helper thread.
 
-    The sender writes into the ring and, if the receiver is asleep, wakes it with a futex. Each rank has a flag that is
-    set while it sleeps, and reads the rings again after setting it. A lock taken between the two keeps the processor
-    from reordering them, here and at the sender.
+    The sender writes to the ring and, if the receiver's sleep flag is set, wakes the receiver with a futex. The
+    receiver sets its flag, and then checks the rings again before it sleeps. On each side, acquiring a lock between the
+    two accesses keeps the processor from reordering them.
 
     Memory for p ranks: 512 KiB per ordered pair, allocated on first touch.
     """
@@ -125,12 +125,12 @@ class ShmMailbox(Mailbox):
                 except BaseException as error:
                     self.abort_message(peer, error)
                     raise
-        # Releasing the lock is a fence: a rank that sets this flag later sees the bytes written.
+        # Releasing the lock is a fence: if the receiver sets its flag after this check, it sees the bytes written.
         if self._words[peer * _LINE + _SLEEPING]:
             self._wake_rank(peer)
 
     def _put(self, ring: Ring, peer: int, part: memoryview, deadline: float) -> None:
-        """Write a part of a message. The receiver can start reading a long part while the rest is being written."""
+        """Write a part of a message. The receiver can start reading a long part before all of it is written."""
         while (step := ring.write(part)) < len(part):
             part = part[step:]
             if not step:
@@ -140,7 +140,7 @@ class ShmMailbox(Mailbox):
 
     def _make_room(self, out: Ring, peer: int, deadline: float) -> None:
         """Wait until the reader has read something."""
-        # Wait for room, not for another read: the reader may have read everything already.
+        # Check for room instead of waiting for another read: the reader may already have read everything.
         self._wake_rank(peer)
         for _ in range(_YIELDS):
             os.sched_yield()
@@ -168,7 +168,7 @@ class ShmMailbox(Mailbox):
         return envelopes
 
     def _mark_invalid(self, incoming: _RingReader, error: Exception) -> None:
-        """Mark the sender as lost because of an invalid message; its ring is not read any more."""
+        """Mark the sender of an invalid message as lost, and stop reading its ring."""
         self._in = [other for other in self._in if other is not incoming]
         self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
 
@@ -177,7 +177,7 @@ class ShmMailbox(Mailbox):
         own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
-            # Woken since the last poll; from now on the futex reports wake-ups.
+            # `wake` was called before `seen` was read, so the futex would miss it. It catches later calls.
             self._woken = False
             return
         self._is_waiting = True

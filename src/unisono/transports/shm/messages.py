@@ -21,11 +21,11 @@ _SLICE_S = 0.02
 
 
 class ShmMessages(TaggedMessages):
-    """Messages in rings, one per direction of each pair. Waiting threads move them; there is no helper thread.
+    """Messages through byte rings, one per direction of each pair of ranks. Threads that wait for messages move them.
 
     Args:
         rank: This rank.
-        core: The native core, which holds the rings and does the waiting.
+        core: The native core, which owns the rings and does the waiting.
     """
 
     def __init__(self, rank: int, core: Core) -> None:
@@ -37,7 +37,8 @@ class ShmMessages(TaggedMessages):
         self._core.wake(peer)
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        # Another thread may move the messages that this one waits for, so the core counts such steps.
+        # Another thread may move the messages that this thread waits for. The core then increments `progress`, so read
+        # it before checking `done`.
         progress = self._core.progress
         started = clock.now()
         if done():
@@ -53,7 +54,7 @@ class ShmMessages(TaggedMessages):
         return left_error(peer) if self._core.has_left(peer) else None
 
     def abort(self, cause: BaseException) -> None:
-        # First, because a call in the core may hold the lock under which the works are found.
+        # Abort the core before `super().abort` takes the lock: a thread that is waiting in the core may hold it.
         self.broken: BaseException | None = cause
         self._core.abort()
         super().abort(cause)

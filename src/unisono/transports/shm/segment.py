@@ -1,4 +1,4 @@
-"""Memory shared by the ranks on one host: anonymous files, opened through /proc, freed with their last user."""
+"""Memory shared by the ranks on one host: anonymous files, opened through /proc and freed by the last process."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ def map_shared(
 ) -> T:
     """Map the same zeroed memory on every rank of a group. Collective.
 
-    Rank 0 creates an anonymous file and publishes its process and descriptor; the others open it through
-    /proc. A random number in it proves that they opened the right file, and so that they share a host.
-    The memory is freed when the last process has unmapped it, however that process ends.
+    Rank 0 creates an anonymous file and publishes its own process ID and the descriptor; the other ranks open the file
+    through /proc. A random number in the file proves that they opened the right one, and so that they share a host. The
+    memory is freed when the last process has unmapped it, even if that process is killed.
 
     Args:
-        group, control, timeout: The ranks that share the memory, their control plane, and the time limit.
+        group, control, timeout: The ranks that share the memory, their control plane, and the time limit in seconds.
         name: Name of the memory; the same on every rank.
-        nbytes: Size; the same on every rank.
-        map_file: Function that maps the file, given a descriptor, which is closed afterwards, and its size in bytes.
+        nbytes: Size in bytes; the same on every rank.
+        map_file: Function that maps the file, given a descriptor and a size in bytes. The descriptor is closed
+        afterwards.
 
     Raises:
-        MismatchError: Not all ranks request the same size; on every rank.
-        UnavailableError, CommError: A rank cannot map it; on every rank.
+        MismatchError: Ranks request different sizes. Raised on every rank. UnavailableError, CommError: A rank cannot
+        map the memory. Raised on every rank.
     """
     with ExitStack() as stack:
         handle, failure = _attempt(
@@ -57,7 +58,7 @@ def map_shared(
             found = ", ".join(f"{requested} on rank {rank}" for rank, (requested, *_) in enumerate(replies))
             raise MismatchError(f"ranks request different amounts of memory (bytes of all ranks together): {found}")
         memory, failure = _attempt(group, lambda: _map(replies[0][1], map_file))
-        # It remains open until all ranks have mapped it.
+        # Rank 0 must keep the file open until all ranks have mapped it.
         _check(group, control.exchange(group, f"memory: {name} mapped", failure, timeout))
     assert memory is not None
     return memory
@@ -106,12 +107,12 @@ def open_handle(handle: bytes) -> tuple[int, int]:
 
 
 def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that can map each other's memory. Collective.
+    """Return the ranks in sets that can map each other's memory. Collective.
 
-    The first rank on a seemingly shared host publishes a random number in its memory. A rank that does not find it (for
-    example in another container under the same kernel) counts as a separate host.
+    Among ranks that seem to share a host, the first publishes a random number in its memory. A rank that cannot read
+    this number, for example because it runs in another container, counts as a separate host.
     """
-    # Ranks with different builds of the native core cannot share memory either.
+    # Compare builds of the native core as well, because ranks with different builds cannot share memory.
     usable = why_no_shm() is None
     seen = control.exchange(group, "finding ranks on one host", (host_identity(), usable and core_build()), timeout)
     mine = seen[group.rank]
@@ -128,7 +129,7 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
 
 @contextmanager
 def _create_file(name: str, nbytes: int) -> Iterator[bytes]:
-    """Keep anonymous memory with a random number open for the block; yield the handle with which others open it."""
+    """Keep an anonymous file with a random number open for the block; yield the handle that others open it with."""
     token = secrets.token_bytes(16)
     descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Transport between ranks of one host in shared memory, without copies into the kernel or helper threads."""
+"""Transport between ranks on one host through shared memory, without helper threads or copies into the kernel."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 
 
 class ShmTransport(NativeTransport):
-    """One group's transport in shared memory: counters, two staging buffers per rank, and rings for messages.
+    """One group's transport: shared memory with counters, two staging buffers per rank, and rings for messages.
 
-    Collectives run in the native core; reductions for which it has no kernel consist of messages. Memory for p
-    ranks: 2 MiB per rank and 256 KiB per ordered pair, allocated on first touch and freed with the last
-    process; messages of any length pass through it. The waiting thread itself completes a call.
+    Collectives run in the native core. Reductions for which the core has no kernel are composed of messages. The
+    thread that waits for a call completes it. Memory: 2 MiB per rank and 256 KiB per ordered pair of ranks, whatever
+    the length of messages, allocated on first touch and freed when the last process exits.
 
     Args:
         group, control, options: As for `connect`.
-        background: Whether each rank, at connection time, had a core in addition to those of torch's threads.
+        background: Whether each rank has a processor to spare in addition to those of torch's threads.
     """
 
     calls: ShmFastPath
@@ -57,11 +57,11 @@ class ShmTransport(NativeTransport):
         assert module is not None
         rank = group.rank
         size = group.size
-        # The first page belongs to `map_shared`, which proves that ranks share a host.
+        # `map_shared` uses the first page to prove that the ranks share a host.
         nbytes = PAGE_BYTES + module.Core.nbytes(size)
         memory = map_shared(group, control, "memory", nbytes, options.timeout_s, mmap.mmap)
-        # With more ranks than processors, a wait yields immediately. The core keeps its memory mapped, so no reference
-        # cycle may contain the core or this object.
+        # With more ranks than processors, a waiting rank yields immediately instead of spinning. No reference cycle may
+        # contain the core or this object, because the memory remains mapped as long as the core exists.
         core = module.Core(memoryview(memory)[PAGE_BYTES:], rank, size, size > cores(), known_dtypes())
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         self.calls = ShmFastPath(core, rank, size, programs, _weak_method(self._raise_mismatch))
@@ -71,7 +71,7 @@ class ShmTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
-        # Joined only so that ranks can exchange values here; the communicator reports failures.
+        # Join only to exchange values; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         mine = why_no_shm(), core_build(), spare
@@ -90,11 +90,11 @@ class ShmTransport(NativeTransport):
         return self._symmetric.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
-        # A subgroup does not know whether ranks outside it also compute.
+        # Keep the parent's `background`: a subgroup cannot tell whether ranks outside it need the processors.
         return ShmTransport(group, self._control, self._options, background=self.background)
 
     def reconfigure(self, group: Group) -> ShmTransport:
-        # Newcomers query the others' native core and processors.
+        # Connect anew, because new ranks may have another build of the native core, or fewer processors.
         return self.connect(group, self._control, self._options)
 
     def mailbox(self, group: Group) -> Mailbox:
@@ -108,7 +108,7 @@ class ShmTransport(NativeTransport):
         return self._messages.holds(peer, tag)
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
-        """Raise an error that quotes each rank's call, after all ranks have seen that their signatures differ."""
+        """Raise an error that quotes each rank's call. All ranks have already seen that their signatures differ."""
         topic = f"mismatch in round {self.calls.core.round}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
@@ -143,26 +143,26 @@ TRANSPORT = ShmTransport
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """Map a file with torch: Python's mmap keeps a descriptor open, and a process has few of these."""
+    """Map a file with torch, because Python's mmap would keep a descriptor open, and a process has a limited number."""
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _remove(memory: weakref.ref[SymmetricMemory], number: int) -> None:
-    """Remove a segment after its last tensor is gone. Tensors may outlive the group, but must not keep it alive."""
+    """Remove a segment whose last tensor has been freed. Tensors may outlive the group, but must not keep it alive."""
     found = memory()
     if found is not None:
         found._core.remove_segment(number)
 
 
 class SymmetricMemory:
-    """Memory of one group that its ranks can reduce in place.
+    """Memory of one group in which all_reduce works in place, without copies.
 
     Each call of `empty` creates its own anonymous file, with one equal slice per rank; tensors at the same offset of
     every slice are reduced together. The file is unmapped when the last tensor in it is freed.
 
     Args:
         group, control, timeout_s: The ranks that share the memory, their control plane, and their time limit.
-        core: The native core, which reduces it in place.
+        core: The native core, which reduces tensors in this memory in place.
     """
 
     def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Core) -> None:
@@ -173,7 +173,7 @@ class SymmetricMemory:
         self._allocations = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate zeroed memory on this rank. Collective: the same shape and dtype on every rank."""
+        """Return a zeroed tensor in new symmetric memory. Collective, with the same shape and dtype on every rank."""
         self._allocations += 1
         self._core.expect_symmetric_memory()
         count = math.prod(shape)
@@ -188,7 +188,7 @@ class SymmetricMemory:
             tensor = torch.frombuffer(owner, dtype=torch.uint8)
         owner.memory = memory
         self._core.add_segment(self._allocations, rows.data_ptr(), stride)
-        # Only the tensor and its views keep their source alive.
+        # `owner` lives as long as the tensor and its views, so its finalizer runs when the last of them is freed.
         weakref.finalize(owner, partial(_remove, weakref.ref(self), self._allocations)).atexit = False
         return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
@@ -199,8 +199,8 @@ class ShmFastPath(NativeCalls):
     Args:
         core: The native core.
         rank, size: This rank, and the number of ranks.
-        programs: The steps of algorithms.
-        mismatch: Raises the error for ranks that make different calls.
+        programs: The steps of each algorithm, as the native core reads them.
+        mismatch: Function that raises the error for ranks that make different calls.
     """
 
     core: Core

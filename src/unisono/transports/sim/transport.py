@@ -1,4 +1,4 @@
-"""Ranks in virtual time: one rank runs at a time, chosen by a seed, and a network model determines message timing."""
+"""Ranks in virtual time: a seed determines which rank runs next, and a network model determines message timing."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ __all__ = ["TRANSPORT", "Link", "SimNetwork", "SimTransport"]
 
 
 class _NetworkQueue(MessageQueue):
-    """Unmatched messages, and those in flight. Shared by all ranks."""
+    """Unmatched messages and messages in flight. Shared by all ranks."""
 
     def __init__(self, network: SimNetwork) -> None:
         super().__init__()
         self.network = network
-        # The messages in flight, listed under both the sender and the receiver, in order.
+        # Messages in flight, in order. Each message is listed under its sender and its receiver.
         self.in_flight: defaultdict[tuple[str, int], dict[InFlightMessage, None]] = defaultdict(dict)
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}
         self._arrived_at: dict[tuple[int, int], int] = {}
 
     def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: TaskScheduler) -> int:
-        """Arrival time of a message sent now, in nanoseconds; the link is busy until roughly then."""
+        """Return the arrival time of a message sent now, in nanoseconds, and mark the link as busy while it is sent."""
         link = self.network.of(*wire)
         self._free_at[wire] = max(scheduler.now, self._free_at.get(wire, 0)) + round(
             nbytes * link.second_per_byte * 1e9
         )
         latency_s = link.latency_s * (1 + self.network.jitter * scheduler.chance())
-        # Messages do not overtake each other on a link.
+        # A message must not overtake an earlier one on the same link.
         earliest = self._arrived_at.get(wire, 0) + 1
         self._arrived_at[wire] = max(earliest, self._free_at[wire] + round(latency_s * 1e9))
         return self._arrived_at[wire]
 
 
 class _SimWork(CountdownWork):
-    """Work that describes what it waits for; a waiting rank lets others run."""
+    """Work whose `wait` lets other ranks run, and describes for reports what this rank waits for."""
 
     def wait(self, timeout: Timeout | None = None) -> None:
         task = here()
@@ -60,13 +60,13 @@ class _SimWork(CountdownWork):
 class SimTransport(ThreadTransport):
     """Ranks in one process that take turns, for `un.simulate` or `un.launch(fn, nprocs, "sim")`.
 
-    As with threads, a send completes only once it has been received. The message is sent when both ends have been
-    posted, and is read from the sender's tensor only when it arrives, which exposes buffers that are modified too
-    early. Cost in real time: a few thread switches per message.
+    As in the thread transport, a send completes only when it has been received. A message starts to travel when both
+    its send and its receive have been posted. It is read from the sender's tensor only when it arrives, which exposes
+    programs that modify a buffer too early. Cost in real time: a few thread switches per message.
     """
 
     simulated = True
-    # The control plane compares calls, in virtual time.
+    # The simulated control plane compares calls, so that this takes virtual time too.
     checks = False
     _work = _SimWork
     devices: frozenset[str] = frozenset({"cpu"})
@@ -103,7 +103,7 @@ class SimTransport(ThreadTransport):
         return super().post(batch)
 
     def _deliver(self, message: InFlightMessage) -> None:
-        """Send a matched message."""
+        """Start the transfer of a matched message."""
         scheduler = _scheduler()
         name = self.group.name
         wire = self.group.members[message.source], self.group.members[message.target]
@@ -139,7 +139,7 @@ class SimTransport(ThreadTransport):
         super().abort(cause)
         for message in list(self._queue.in_flight.get((self.group.name, self.rank), ())):
             if message.source == self.rank:
-                # The owner may reuse its tensor from now on.
+                # The caller may reuse its tensor from now on, so the message continues with a copy.
                 message.given = message.given.clone()
                 message.send.complete(cause)
             else:
@@ -151,7 +151,7 @@ class SimTransport(ThreadTransport):
             super().simulate_freeze(thawed, freeze_s)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
-        """Stop all threads of this rank except its program, which raises `error`, and cut it off from other ranks."""
+        """Simulate the death of this rank: raise `error` in its program, stop its other threads, and disconnect it."""
         task = here()
         control = self._control
         if task is None or task.rank is None or not isinstance(control, SimulatedControl):
@@ -176,14 +176,14 @@ TRANSPORT = SimTransport
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of the link between two ranks. A message of n bytes takes latency_s + n * second_per_byte.
+    """One direction of the link between two ranks. A message of n bytes takes latency_s + n * second_per_byte seconds.
 
     Messages are pipelined, so a busy link transfers 1 / second_per_byte bytes per second; latencies overlap. This
     is Hockney's postal (alpha-beta) model.
 
     Attributes:
         latency_s: Time from the first byte sent to the first byte received, in seconds.
-        second_per_byte: The inverse of its bandwidth.
+        second_per_byte: Inverse of the link's bandwidth, in seconds per byte.
     """
 
     latency_s: float = 20e-6
@@ -200,8 +200,8 @@ class SimNetwork:
 
     Attributes:
         link: Link for all pairs not in `links`.
-        links: Links by (source, destination), as ranks in the whole simulation.
-        jitter: Largest fraction by which a message's latency is extended, depending on the seed.
+        links: Links by (source, destination). Both are ranks in the whole simulation, not in a subgroup.
+        jitter: Largest fraction by which a message's latency is randomly extended; the seed determines the values.
         request_s: Response time of the control plane in seconds.
         notice_s: Delay until the other ranks are notified of a rank's death.
 
@@ -235,12 +235,12 @@ class SimNetwork:
             size: Number of ranks.
 
         Raises:
-            ValueError: A link begins or ends at a rank that does not exist.
+            ValueError: A link starts or ends at a rank that does not exist.
         """
         for ends in self.links:
             if not all(0 <= rank < size for rank in ends):
                 raise ValueError(f"a link is between ranks {ends[0]} and {ends[1]}, but the ranks are 0 to {size - 1}")
 
     def of(self, source: int, target: int) -> Link:
-        """Return the link from one rank to another."""
+        """Return the link from `source` to `target`."""
         return self.links.get((source, target), self.link)

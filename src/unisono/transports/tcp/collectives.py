@@ -1,4 +1,4 @@
-"""Collectives over connections in the native core, one native call each, with the steps of any algorithm."""
+"""Collectives over TCP connections in the native core: each runs all steps of an algorithm in one native call."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _FAR_SLICE_BYTES = 64 << 20
 
 
 class TcpCollectives(NativeCalls):
-    """Native collectives of one group. Every rank makes the same number of calls, in the same order.
+    """Native collectives of one group. Every rank must make the same calls in the same order.
 
-    Ranks compare their calls' numbers, operations, dtypes, roots, algorithms and lengths, as a hash in each frame.
+    Each frame contains a hash of the call's operation, dtype, root, algorithm and lengths, and the call's number, which
+    the receiver compares with its own.
 
     Args:
-        group, control, timeout_s: The ranks, their control plane, and their time limit.
-        connections: Non-blocking connections by rank, closed with this object.
-        messages: Point-to-point messages, over other connections; None if there are none.
-        slice_bytes: Length of a slice of a long call, the same on all ranks.
+        group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
+        connections: Non-blocking connections by rank. `close` closes them.
+        messages: Point-to-point messages, which use other connections; None if not needed.
+        slice_bytes: Length of the slices in which long calls are run; the same on all ranks.
     """
 
     core: TcpCore
@@ -76,11 +77,11 @@ class TcpCollectives(NativeCalls):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options, *, with_messages: bool = False) -> Self:
-        """Connect all ranks of a group that have a native core of the same build. Collective.
+        """Connect all ranks of a group. All must have the same build of the native core. Collective.
 
         Raises:
             UnavailableError: A rank has no native core.
-            CommError: Ranks have different builds of it, or cannot reach each other.
+            CommError: Ranks have different builds of the native core, or cannot reach each other.
         """
         check_builds("tcp", control.exchange(group, "builds of the core", core_build(), options.timeout_s))
         messages = None
@@ -106,17 +107,17 @@ class TcpCollectives(NativeCalls):
                 connection.shutdown(socket.SHUT_WR)
 
     def end(self, cause: BaseException) -> None:
-        """End every wait with an error, from any thread."""
+        """End every current and later wait with an error. May be called from any thread."""
         self.broken = cause
         self.abort()
 
     def close(self) -> None:
-        """Close the connections, when no call is in progress any more."""
+        """Close the connections. No call may be in progress."""
         say_farewell(self._connections, self.broken)
         self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:
-        """Close every connection."""
+        """Close the connections in a forked child."""
         for connection in self._connections:
             connection.close()
 
@@ -125,10 +126,10 @@ class TcpCollectives(NativeCalls):
 
 
 def connected(group: Group, control: ControlPlane, options: Options, topic: str) -> dict[int, socket.socket]:
-    """Connect to every other rank. Collective; the group is joined.
+    """Connect to every other rank. Joins the group. Collective.
 
     Raises:
-        CommError: On every rank: ranks cannot reach each other.
+        CommError: Ranks cannot reach each other. Raised on every rank.
     """
     links = meet(group, control, options.address, options.timeout_s, topic)
     return {peer: connection for peer, (connection, _) in links.items()}

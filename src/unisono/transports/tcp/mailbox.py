@@ -28,7 +28,7 @@ _MOST_VECTORS = 64
 
 
 class EnvelopeReader:
-    """Incoming stream of one rank: frames, each followed by the bodies of its message, received in new memory."""
+    """Parser for the stream from one rank: frames, each followed by its message's bodies, which go into new memory."""
 
     def __init__(self, peer: int, connection: socket.socket, channel: FrameChannel) -> None:
         self.peer = peer
@@ -38,7 +38,7 @@ class EnvelopeReader:
         self._gaps: list[memoryview] = []
 
     def read(self, envelopes: list[Envelope]) -> bool:
-        """Read the available bytes; False at the end of the connection. Raises ValueError for invalid data."""
+        """Read the available bytes; return False if the connection has ended. Raises ValueError for invalid data."""
         while True:
             try:
                 if self._gaps:
@@ -64,7 +64,7 @@ class EnvelopeReader:
             self._gaps.pop(0)
 
     def _parse(self, envelopes: list[Envelope]) -> bool:
-        """Parse one step further; return whether there was one."""
+        """Parse the next message; return whether it was complete."""
         if self._message is None:
             frame = self._channel.next(Kind.MAIL)
             if frame is None:
@@ -83,12 +83,12 @@ class EnvelopeReader:
 
 
 class TcpMailbox(Mailbox):
-    """Mailbox over one connection per pair of ranks, set up once both have proved that they know the job's secret.
+    """Mailbox over one connection per pair of ranks. Both ends prove that they know the job's secret.
 
-    Function names and sizes are authenticated in each message (as on the control plane), but not the bytes of long
-    tensors. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are connected.
+    As on the control plane, each message's header, with function names and sizes, is authenticated; the bytes of long
+    tensors are not. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are connected.
 
-    Cost: one system call to send, and two to receive.
+    Cost: one system call to send a message, and two to receive it.
     """
 
     def __init__(self, group: Group, control: ControlPlane, address: str, timeout_s: float) -> None:
@@ -117,7 +117,8 @@ class TcpMailbox(Mailbox):
             self.check(peer)
             frame = channel.encode(Kind.MAIL, message)
             try:
-                # Sent in one call, so that the receiver is woken once, and finds more than a header.
+                # Send everything in one system call, so that the receiver wakes up only once, and finds more than a
+                # header.
                 self._send_all(
                     connection, peer, [memoryview(frame), *(view_of(b) for b in bodies if b.numel())], timeout
                 )
@@ -188,7 +189,8 @@ class TcpMailbox(Mailbox):
             self._ready = [number for number, _ in self._watch.poll(max(timeout, 0.0) * 1000)]
 
     def wake(self) -> None:
-        # A full bell still wakes the receiver; a closed one need not.
+        # Ignore a failed send: if the socket pair is full, the receiver wakes up anyway; if it is closed, nobody is
+        # waiting.
         with contextlib.suppress(OSError):
             self._wakeup_sender.send(b"!")
 
@@ -201,7 +203,7 @@ class TcpMailbox(Mailbox):
         super().close()
 
     def invalidate_after_fork(self) -> None:
-        """Close every descriptor."""
+        """Close all sockets in a forked child."""
         for connection, _ in self._links.values():
             connection.close()
         self._wakeup_sender.close()
@@ -209,11 +211,11 @@ class TcpMailbox(Mailbox):
 
 
 def meet(group: Group, control: ControlPlane, address: str, timeout: float, topic: str = "mail") -> dict[int, Link]:
-    """Connect to every other rank. Collective; the group is joined.
+    """Connect to every other rank. Joins the group. Collective.
 
     Raises:
         CommTimeoutError: Not all ranks have joined.
-        CommError: Another process answers instead of a rank, or the group has failed.
+        CommError: A process that is not a rank of this group answered, or the group has failed.
     """
 
     def conclude(problems: list[CommError]) -> None:

@@ -1,4 +1,4 @@
-"""Tagged messages over connections: one connection to each other rank, and one from this rank to itself."""
+"""Tagged messages over sockets: a TCP connection to each other rank, and a socket pair to this rank itself."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SLICE_S = 0.1
 
 
 class Stream:
-    """One end of a connection, implementing `Bytes`.
+    """One end of a connection, as an implementation of `Bytes`.
 
     Args:
         connection: A non-blocking connection.
 
     Attributes:
-        left: Whether the other end has sent its last message.
-        lost: Whether the connection has ended, for this or another reason.
+        left: Whether the peer has sent its farewell, after its last message.
+        lost: Whether the connection has ended, with or without a farewell.
     """
 
     __slots__ = ("_at", "_buffer", "_connection", "_end", "_held", "left", "lost")
@@ -46,7 +46,7 @@ class Stream:
 
     @property
     def available(self) -> int:
-        """Bytes that can be read now."""
+        """Number of bytes that can be read now."""
         if self._at == self._end:
             self._at = self._end = 0
             self._fill()
@@ -54,7 +54,7 @@ class Stream:
 
     @property
     def buffered(self) -> bool:
-        """Whether bytes of the next message have been read."""
+        """Whether bytes of the next message are already in the buffer."""
         return self._at < self._end
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
@@ -74,7 +74,7 @@ class Stream:
         return sent - ours
 
     def peek(self) -> memoryview:
-        """Return the bytes read from the connection so far, including the rest of a header, without consuming them."""
+        """Return the buffered bytes without consuming them. Reads more if they are shorter than a header."""
         if self._end - self._at < HEADER_BYTES:
             rest = bytes(self._buffer[self._at : self._end])
             self._buffer[: len(rest)] = rest
@@ -121,23 +121,22 @@ def _pair() -> Sequence[socket.socket]:
 
 
 class TcpMessages(TaggedMessages):
-    """Messages over connections. One of the waiting threads moves those of all peers.
+    """Messages over connections. One of the waiting threads moves the messages to and from all peers.
 
     Args:
         rank: This rank.
-        connections: Non-blocking connections by rank, closed with this object. The one to this rank itself is made
-            here.
+        connections: Non-blocking connections to the other ranks, by rank. `close` closes them.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
         super().__init__(self._streams, self._streams, rank)
         self._rank = rank
-        # Connections from and to this rank, and to wake the polling thread; made on demand.
+        # Socket pairs for messages to this rank itself, and to wake the polling thread. Both are created on demand.
         self._own: Sequence[socket.socket] = ()
         self._bell: Sequence[socket.socket] = ()
         self._connections = dict(connections)
-        # The thread that waits for bytes; the others wait for it.
+        # `_polls` is set while one thread polls the connections; all other threads wait on `_turn`.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False
         invalidate_after_fork(self)
@@ -149,7 +148,7 @@ class TcpMessages(TaggedMessages):
         return work
 
     def open(self, peer: int) -> None:
-        """Connect this rank to itself, for its first message there."""
+        """Create the socket pair to this rank itself, before its first message to itself."""
         if peer not in self._out:
             self._own = _pair()
             to_oneself, from_oneself = map(Stream, self._own)
@@ -157,7 +156,7 @@ class TcpMessages(TaggedMessages):
             self._in[peer] = Incoming(from_oneself, peer, peer)
 
     def sockets(self, size: int) -> list[int]:
-        """Return the descriptors of the connections, by rank; -1 for this rank."""
+        """Return the connections' descriptors, by rank, with -1 for this rank."""
         return [self._connections[peer].fileno() if peer != self._rank else -1 for peer in range(size)]
 
     def has_read(self, peer: int, tag: int) -> bool:
@@ -203,7 +202,7 @@ class TcpMessages(TaggedMessages):
             ear.recv(4096)
 
     def _end(self, peer: int, *, sends: bool) -> int:
-        """Return the descriptor of a rank's connection, or -1 if it has ended."""
+        """Return the descriptor of the connection to a rank, or -1 if the connection has ended."""
         if peer == self._rank:
             return self._own[0 if sends else 1].fileno()
         return -1 if self._streams[peer].lost else self._connections[peer].fileno()
@@ -215,8 +214,8 @@ class TcpMessages(TaggedMessages):
         return left_error(peer) if stream.left else connection_error(peer)
 
     def _ring(self) -> None:
-        # A full bell still wakes the waiting thread, and a closed one need not. Without a bell, the thread has not
-        # checked yet.
+        # Ignore a failed send: if the socket pair is full, the thread wakes up anyway; if it is closed, no thread is
+        # polling. If there is no pair yet, the thread has yet to check for messages.
         with contextlib.suppress(OSError):
             for bell in self._bell[:1]:
                 bell.send(b"!")
@@ -226,7 +225,7 @@ class TcpMessages(TaggedMessages):
         self._ring()
 
     def leave(self) -> None:
-        """Notify ranks that wait for this one. Messages already sent still arrive."""
+        """Tell the other ranks that this one sends no more messages. Messages already sent still arrive."""
         for peer, connection in self._connections.items():
             # The other end may already be gone.
             with contextlib.suppress(OSError):
@@ -235,11 +234,11 @@ class TcpMessages(TaggedMessages):
                 connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close every connection. Idempotent."""
+        """Close all connections. Idempotent."""
         say_farewell(list(self._connections.values()), self.broken)
         self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:
-        """Close every descriptor."""
+        """Close all sockets in a forked child."""
         for end in (*self._connections.values(), *self._own, *self._bell):
             end.close()

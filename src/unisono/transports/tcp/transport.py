@@ -1,4 +1,4 @@
-"""Transport between processes on any hosts, over dedicated connections, with algorithms in native code."""
+"""Transport between processes on any hosts over dedicated connections, with algorithms in native code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["TRANSPORT", "TcpTransport"]
 
 
 class TcpTransport(NativeTransport):
-    """Transport over two connections per pair of ranks: one for collectives, one for messages.
+    """Transport over two connections per pair of ranks, one for collectives and one for messages.
 
-    They are set up when the group connects, after both ends have proved that they know the job's secret. Their traffic
-    is neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core carries out each collective in
-    one call, in which ranks also compare their calls: nothing is written until all agree. It also moves blocking
-    messages, as long as no others are in flight. Reductions for which it has no kernel consist of messages. Cost: p - 1
-    connections of each kind on each rank; about 15 us for a short message on one host.
+    The connections are set up when the group connects; both ends must prove that they know the job's secret. Traffic is
+    neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core runs each collective in one call, in
+    which ranks also compare their calls: no output is written until all ranks agree. The core also moves blocking
+    messages while no other message is in flight. Reductions for which it has no kernel are composed of messages. Cost:
+    p - 1 connections of each kind on each rank; about 15 us for a short message on one host.
     """
 
     calls: TcpCollectives
@@ -47,20 +47,21 @@ class TcpTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
-        # Joined only so that ranks can exchange values here; the communicator reports failures.
+        # Join only to exchange values; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
-        # Between hosts, a thread mostly waits. On one host, it would take a processor from a rank that computes.
+        # A background thread for communication between hosts mostly waits. On one host, it would compete with the ranks
+        # for processors.
         hosts = {host for host, _ in values}
         return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in values))
 
     def split(self, group: Group) -> TcpTransport:
-        # A subgroup does not know whether ranks outside it also compute.
+        # Keep the parent's `background`: a subgroup cannot tell whether ranks outside it need the processors.
         return TcpTransport(group, self._control, self._options, background=self.background)
 
     def reconfigure(self, group: Group) -> TcpTransport:
-        # Newcomers query the others' processors.
+        # Connect anew, because new ranks may have fewer processors.
         return self.connect(group, self._control, self._options)
 
     def mailbox(self, group: Group) -> Mailbox:

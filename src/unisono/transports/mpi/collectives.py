@@ -1,8 +1,8 @@
-"""MPI's collectives on tensors: the supported calls, and their implementation.
+"""MPI's collectives on tensors: which calls they support, and how each call is made.
 
-MPI needs a single piece of memory, so each rank decides for itself how to pass its lists of tensors: lists that lie
-within 2 GiB of addresses are described to MPI in place; others are copied once. Everything else depends only on the
-call, so that all ranks make the same MPI call.
+MPI needs a single block of memory. If a list of tensors spans at most 2 GiB of addresses, a rank passes it to MPI in
+place; otherwise the rank copies it once. Each rank decides that by itself. Everything else depends only on the call, so
+that all ranks make the same MPI call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: Call, size: int) -> bool:
-    """Return whether MPI gives the right result. The answer is the same on every rank."""
+    """Return whether MPI gives the correct result for a call. The answer is the same on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):
@@ -44,12 +44,12 @@ def carries(call: Call, size: int) -> bool:
 
 
 def in_one_call(nbytes: int) -> bool:
-    """Return whether MPI can count this many bytes."""
+    """Return whether one MPI call can move this many bytes."""
     return nbytes <= MOST_BYTES
 
 
 def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
-    """Return whether a rank sends or receives more in an all_to_all than MPI can count; other ranks may send less."""
+    """Return whether this rank sends or receives more in an all_to_all than one MPI call can move."""
     return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > MOST_BYTES
 
 
@@ -58,7 +58,7 @@ class MpiCollectives:
 
     Args:
         comms: The communicators of the participating ranks.
-        watch: Watchdog for each call's deadline, because MPI has no deadlines.
+        watch: Watchdog that enforces deadlines, which MPI calls do not have.
     """
 
     def __init__(self, comms: MpiCommunicators, watch: Watchdog) -> None:
@@ -70,8 +70,8 @@ class MpiCollectives:
         self._rank = self._comm.Get_rank()
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Carry out a call that every rank has reached."""
-        # In an all_to_all, or with different lengths, a rank may have no data while others have some.
+        """Run a call that every rank has reached."""
+        # Skip an empty call, but only if it is empty on all ranks: in an all_to_all, other ranks may have data.
         lengths = call.lengths or numels((*call.inputs, *call.outputs))
         if call.name != "all_to_all" and not any(lengths):
             return
@@ -117,7 +117,7 @@ class MpiCollectives:
         target = call.outputs[0]
         whole = torch.cat(call.inputs) if call.packed is None else call.packed
         if whole is call.packed and prepares(whole.dtype, call.op):
-            # The caller's memory must not be changed.
+            # `prepare` overwrites its tensor, and the caller's memory must not change.
             whole = whole.clone()
         packed, kind, op = self.reductions.prepare(whole, call.op)
         factor = packed.numel() // max(1, whole.numel())
@@ -156,7 +156,7 @@ class MpiCollectives:
         _copy_if_distinct(call.outputs[0], call.inputs[self._rank])
 
     def _all_gather(self, call: Call) -> None:
-        # MPI requires IN_PLACE on all ranks or none.
+        # Copy an input that is also an output: MPI allows IN_PLACE only if all ranks use it.
         given = call.inputs[0]
         if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
             given = given.clone()
@@ -177,12 +177,12 @@ class MpiCollectives:
         received.copy_out()
 
     def _barrier(self, call: Call) -> None:
-        # All ranks are known to have arrived by now.
+        # Nothing to do: comparing the calls has shown that all ranks have arrived.
         return
 
 
 class _VectorBuffer:
-    """Tensors, one per rank, as one piece of memory with an offset for each tensor."""
+    """Tensors, one per rank, as one block of memory with an offset for each tensor."""
 
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
         self._comms = comms
@@ -205,13 +205,13 @@ class _VectorBuffer:
         return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._offsets, mpi.BYTE]
 
     def copy_in(self, only: int | None = None) -> None:
-        """Before the call, copy the inputs in, unless the memory is the tensors' own."""
+        """Before the call, copy the inputs to the staging memory, if any."""
         for rank, part in self._parts():
             if only in (None, rank):
                 part.copy_(self._tensors[rank].view(torch.uint8))
 
     def copy_out(self) -> None:
-        """After the call, copy the outputs out, unless the memory is the tensors' own."""
+        """After the call, copy the outputs from the staging memory, if any."""
         for rank, part in self._parts():
             self._tensors[rank].view(torch.uint8).copy_(part)
 

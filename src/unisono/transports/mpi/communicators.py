@@ -1,4 +1,4 @@
-"""One group's MPI communicators, one for users' messages and one for collectives, and translation of MPI's errors."""
+"""A group's MPI communicators, one for users' messages and one for collectives, and translation of MPI's errors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["CommHandle", "MpiCommunicators"]
 
 _NOTICED_S = 1.0
 
-# If MPI allows only one thread at a time, all of this process's communicators take turns.
+# Lock for MPI calls of all communicators in this process, if MPI allows only one thread at a time.
 _turns = threading.RLock()
 _unused: list[Any] = []
 """MPI communicators for the next constructor to free, because finalizers, in any thread, must not call MPI."""
 
 
 class CommHandle:
-    """Private communicator from which groups' communicators are created, and which carries no other messages.
+    """Private communicator that is only used to create other communicators.
 
-    When Open MPI creates a communicator from a parent, its internal messages match any-tag receives posted on the
-    parent.
+    It must not have receives in progress: Open MPI's internal messages for creating a communicator match any-tag
+    receives on the parent.
 
     Args:
-        comm: Communicator, freed after all communicators created from it.
+        comm: The communicator. It is freed after all communicators created from it.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -42,7 +42,7 @@ class CommHandle:
 
     @classmethod
     def dup(cls, comm: Any, deadline: float) -> CommHandle:
-        """Duplicate a communicator; all its ranks call this. Raises `CommTimeoutError` if not all do so in time."""
+        """Duplicate a communicator. Collective; raises CommTimeoutError if not all its ranks join in time."""
         made, request = comm.Idup()
         if not clock.poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
@@ -53,38 +53,39 @@ class CommHandle:
 
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
-        """Create a communicator from some ranks of another communicator. All of these ranks call this."""
+        """Create a communicator of some of another communicator's ranks. Collective over these ranks."""
         return cls(*_created(comm, ranks, tag))
 
     def failed(self) -> set[int]:
         """Return the ranks that MPI knows to be dead; none if this MPI does not survive rank failures."""
         mpi = library()
         with contextlib.suppress(mpi.Exception):
-            # MPI notices dead ranks only while it polls for messages.
+            # MPI detects dead ranks only while it polls for messages.
             self.comm.Iprobe()
         return _dead(self.comm)
 
     def shrink(self) -> CommHandle:
-        """Create a communicator of the surviving ranks, in order. All of them call this."""
+        """Create a communicator of the surviving ranks, in order. Collective over these ranks."""
         return CommHandle(self.comm.Shrink())
 
 
 class MpiCommunicators:
-    """Two private communicators of the same ranks.
+    """A group's two private MPI communicators. Constructing them is collective over the group's ranks.
 
     Args:
-        base: The communicator of which these ranks are members.
-        ranks: Ranks in the base, in their order here. All of them, and no others, call this.
-        name: Name of the group, which distinguishes groups created at the same time.
+        base: A communicator that includes these ranks.
+        ranks: The group's ranks, as numbered in `base`; their order gives the new numbers.
+        name: Name of the group, which distinguishes groups that are created at the same time.
 
     Attributes:
-        mpi: The module.
+        mpi: The module `mpi4py.MPI`.
         users: Communicator for users' messages.
-        own: Communicator for collectives, and their messages.
+        own: Communicator for collectives and for the messages of algorithms.
         turn: Lock to hold during MPI calls.
-        broken: The first cause of a failure, after which no more calls are made.
-        deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`.
-        largest_tag: Largest tag that users may pass; each message takes two of MPI's.
+        broken: Cause of the first failure, after which no more MPI calls are made; None before.
+        deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`; None between
+        collectives.
+        largest_tag: Largest tag that users may pass. Each of these takes two of MPI's tags.
     """
 
     def __init__(self, base: CommHandle, ranks: Sequence[int], name: str) -> None:
@@ -98,7 +99,7 @@ class MpiCommunicators:
         self.deadline: float | None = None
         with self.turn:
             _free_unused()
-            # Every MPI supports tags up to at least 32767.
+            # The MPI standard guarantees tags up to 32767.
             tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
             self.users, self.own = _created(base.comm, ranks, tag, tag + 1)
             for comm in (self.users, self.own):
@@ -110,35 +111,36 @@ class MpiCommunicators:
         self._ended_by: BaseException | None = None
 
     def part(self, ranks: Sequence[int], name: str) -> MpiCommunicators:
-        """Return communicators of some of these ranks, which all call this. The current ones may be broken."""
+        """Return communicators of some of these ranks, even if these are broken. Collective over the new ranks."""
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
-        """Like `create`, but other ranks of the base may have died.
+        """Return communicators of the surviving ranks. Works even if other ranks of the base have died.
 
         Args:
             ranks: The surviving ranks.
-            name: Name of their group.
-            union: Function that returns the ranks known to any of these ranks, given the ranks known to this one.
+            name: Name of the surviving ranks' group.
+            union: Function that, given the dead ranks known to this rank, returns the dead ranks known to any survivor.
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
         clock.poll_until(lambda: self._base.failed() >= missing, clock.now() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
-            # A missing rank may be alive: a shrunk communicator would include it, although it does not call this.
+            # A missing rank may be alive. Shrinking would then include it, and wait for it, although it does not take
+            # part.
             return self.part(ranks, name)
         order = sorted(going_on)
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Release the communicators soon; no call may be in progress. Callable from any thread, at any time."""
-        # The next constructor call frees these: the interrupted thread may be using MPI.
+        """Release the communicators later. No call may be in progress in them. May be called from any thread."""
+        # Leave freeing to the next constructor: a finalizer may interrupt a thread that is inside MPI.
         ours = self._ours
         self._ours = []
         _unused.extend(ours)
 
     def revoke(self, cause: BaseException) -> None:
-        """End every wait of every member in these communicators, if MPI survives rank failures."""
+        """End every wait in these communicators on all ranks. Has no effect unless MPI survives rank failures."""
         self._ended_by = cause
         for comm in (self.users, self.own):
             with contextlib.suppress(NotImplementedError, self.mpi.Exception):
@@ -149,7 +151,7 @@ class MpiCommunicators:
 
         Args:
             error: The exception.
-            peer: The peer of the message, if the call was a message.
+            peer: The peer, if the call was for a message.
         """
         mpi = self.mpi
         kind = error.Get_error_class()
@@ -158,18 +160,18 @@ class MpiCommunicators:
         text = f"MPI reported: {error.Get_error_string().strip()}"
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)
-        # After a revocation, the control plane reports the rank at fault.
+        # After a revocation, MPI may not know which rank failed; the control plane reports it.
         lost = self._lost()
         return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
 
     def _lost(self) -> int | None:
-        """Return the first rank that MPI knows to be dead."""
+        """Return the lowest rank that MPI knows to be dead, or None."""
         with self.turn:
             return min(_dead(self.own), default=None)
 
 
 def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
-    """For each tag, create a communicator from some ranks of another one. All of these ranks call this."""
+    """Create a communicator of some of another communicator's ranks for each tag. Collective over these ranks."""
     mpi_group = comm.Get_group()
     members = mpi_group.Incl(list(ranks))
     made = [comm.Create_group(members, tag) for tag in tags]

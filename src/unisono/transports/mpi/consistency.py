@@ -1,4 +1,4 @@
-"""Before a collective moves data, checks with one small reduction that all ranks have reached the same call."""
+"""Check, with one small reduction before each collective, that all ranks have reached the same call."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _WORDS = struct.Struct("=3Q")
 
 
 class MpiAgreement:
-    """Sum of three 64-bit words over all ranks.
+    """Comparison of all ranks' calls with one sum of three 64-bit words over all ranks.
 
-    The first identifies the call: if the sum is this rank's word times the number of ranks, all words are equal, except
-    with a probability of about 2**-60 that different words have the same sum. The second, if each rank has a count for
-    each other rank, sums counts sent with one sign and counts expected with the other, each pair with its own odd
-    factor: it is 0 if all match. The third counts ranks.
+    The first word identifies the call. If the sum equals this rank's word times the number of ranks, all words are
+    equal, except with a probability of about 2**-60. The second word is for collectives in which each pair of ranks has
+    its own count: it adds the counts that a rank sends and subtracts the counts that it expects, each multiplied by an
+    odd factor for that pair. The sum is 0 if all counts match. The third word counts the ranks that pass `count=1`.
 
-    Each rank polls for the sum, so its wait ends at a deadline, on an abort, or when a rank is lost, even if others
-    never arrive.
+    Each rank polls for the sum, so its wait ends at the deadline, on an abort, or when a rank is lost, even if other
+    ranks never arrive.
 
     Args:
-        comms: The communicators of the ranks that agree.
-        look: Called during long waits, with all other ranks as the argument; may raise.
+        comms: The communicators of the participating ranks.
+        look: Function that long waits call with all other ranks; may raise to end the wait.
         spins: Number of MPI polls before yielding.
 
     Attributes:
-        number: Number of agreements attempted; the same on all ranks.
-        counted: Number of ranks that counted in the last agreement.
+        number: Number of checks so far; the same on all ranks.
+        counted: Number of ranks that passed `count=1` in the last check.
     """
 
     def __init__(self, comms: MpiCommunicators, look: Callable[[Sequence[int]], object], spins: int) -> None:
@@ -58,16 +58,16 @@ class MpiAgreement:
         self.counted: int = 0
 
     def check(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
-        """Return whether all ranks are at this call and their rows match.
+        """Return whether all ranks have reached this call, and their counts match.
 
         Args:
             word: 64 bits that identify this rank's call.
-            deadline: On the library's clock.
-            rows: As from `rows_of`.
-            count: 1 if this rank counts, for `counted`.
+            deadline: Deadline on the library's clock.
+            rows: Checksum of this rank's counts, from `rows_of`.
+            count: This rank's contribution to `counted`: 0 or 1.
 
         Raises:
-            CommTimeoutError: Not all ranks have arrived by the deadline. Cannot be repeated.
+            CommTimeoutError: Not all ranks have arrived by the deadline. No further check is possible.
         """
         comms = self._comms
         if comms.broken is not None:
@@ -77,7 +77,7 @@ class MpiAgreement:
         try:
             with comms.turn:
                 self._test = comms.own.Iallreduce(*self._arguments).Test if self._size > 1 else _yes
-                # Usually the others arrive at about the same time.
+                # Poll a few times first, because ranks usually arrive at about the same time.
                 over = any(self._test() for _ in range(_LOOKS))
             if not over:
                 self._wait(deadline)
@@ -99,7 +99,7 @@ class MpiAgreement:
         try:
             over = clock.poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
-            # Check again: a rank's last contribution may have arrived before it left.
+            # Check again: the rank may have contributed to the sum before it left.
             if not clock.poll_until(done, clock.now() + _LAST_CONTRIBUTION_S, spins=self._spins):
                 raise
             return
@@ -118,7 +118,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return 64 bits that identify a call, ignoring its number, which calls on the fast path lack."""
+    """Return 64 bits that identify a call, except for its number, which calls on the fast path lack."""
     return hash_of(fingerprint.compared()[1:])
 
 

@@ -22,16 +22,16 @@ _OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp if op is not Reduce
 
 
 class MpiFastPath:
-    """One group's fast path: calls with one output tensor that MPI accepts unchanged.
+    """One group's fast path: calls with a single output tensor, which MPI accepts unchanged.
 
-    Lists of tensors, averages, and reductions that MPI cannot do in place take the general path, which makes the same
-    MPI calls.
+    Calls with lists of tensors, averages, and reductions that MPI cannot do in place use the general path, which makes
+    the same MPI calls.
 
     Args:
-        agreement: Compares all ranks' calls.
-        run: Function that runs a call that all ranks have reached, with a deadline.
+        agreement: Comparison of all ranks' calls.
+        run: Function that, given a call that all ranks have reached and its deadline, runs the call.
         rank, size: This rank, and the number of ranks.
-        mismatch: Function that raises the error for ranks with different calls.
+        mismatch: Function that raises the error for ranks that make different calls.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MpiFastPath:
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """Implement `FastPath`, without algorithms' steps."""
+        """Implement `FastPath`. Does not support explicit algorithms."""
         if algorithm is not None:
             return Status.UNSUPPORTED
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
@@ -95,7 +95,7 @@ class MpiFastPath:
         return Status.OK
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Implement `FastPath`: always false, because a message is an envelope and its content."""
+        """Implement `FastPath`. Always false, because every message needs an envelope."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
@@ -110,7 +110,7 @@ class MpiFastPath:
         input: torch.Tensor,
         output: torch.Tensor,
     ) -> bool:
-        """Return whether two tensors match, do not overlap, and are not too long for one MPI call."""
+        """Return whether source and target match in length, do not overlap, and fit into one MPI call."""
         if collective.in_place:
             return True
         read = source.nbytes
@@ -135,7 +135,7 @@ class MpiFastPath:
         read: list[int],
         written: list[int],
     ) -> Call:
-        """Return the call as a transport receives it; a single whole tensor represents parts of equal length."""
+        """Return the call in the form for `run`. A list of equally long tensors is passed as one tensor."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
         packed = None

@@ -1,7 +1,7 @@
-"""Messages through MPI's sends and receives, directly on the tensors' memory; a user's long message is announced first.
+"""Messages with MPI's sends and receives, directly on the tensors' memory.
 
-In MPI a message longer than its receive is an error, and Open MPI 5 then writes past the end of the receive. So no
-message is received before its length is known.
+In MPI, a message that is longer than its receive is an error, and Open MPI 5 then writes past the end of the receive
+buffer. Therefore no long message is received before its length is known: an envelope announces it.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ _BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
 _threads = DaemonThreadPool("unisono MPI messages")
 
-# Memory that MPI may still access although no caller waits for it. MPI's requests outlive communicators.
+# MPI requests that no caller waits for any more, and memory that MPI may still access for them. Kept globally, because
+# requests outlive communicators.
 _unfinished: dict[int, tuple[Any, object]] = {}
-# One sweep at a time, over all communicators of the process.
+# Lock that allows one sweep over `_unfinished` at a time.
 _sweeping = threading.Lock()
 
 
 class MpiMessages:
-    """Posts messages, and keeps messages in flight alive.
+    """Posts a group's messages, and keeps them alive while they are in flight.
 
-    A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. A longer
-    body follows separately, once the receiver has checked that it fits. The lengths of collectives' messages are known
-    at both ends; they are sent unchanged, with tags that encode the length, so that messages of different lengths never
-    match. Messages longer than 1 GiB are split.
+    A user's message starts with an envelope: the number of elements, their dtype, and the content itself if it has at
+    most 4056 bytes. Longer content follows separately, and the receiver accepts it only after checking that it fits. In
+    collectives, both ranks know the lengths of messages, so these have no envelope. Their tags encode the length, so
+    that messages of different lengths never match. Messages longer than 1 GiB are split.
 
     Args:
         comms: The communicators to send on.
         timeout_s: Default timeout of a wait.
-        look: Called during long waits with the awaited ranks; may raise.
+        look: Function that long waits call with the awaited ranks; may raise to end the wait.
         spins: Number of MPI polls before yielding.
 
     Attributes:
-        numbers: Numbers of users' long messages.
+        numbers: Counter that numbers users' sends, so that a long message's body can have its own tag.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class MpiMessages:
         self.numbers: itertools.count[int] = itertools.count()
 
     def __del__(self) -> None:
-        # The memory of messages in flight must not be freed before they have arrived.
+        # MPI may still access the memory of messages in flight, so it must outlive this object.
         for work in self.__dict__.get("_open", ()):
             work.keep()
 
@@ -75,7 +76,7 @@ class MpiMessages:
         """Start all messages of a batch."""
         work = Posted(self, [self._part(message) for message in batch], batch)
         if not work.move():
-            # MPI may access a tensor after its owner has dropped it, so the work is kept while it is in flight.
+            # MPI may access a tensor after the caller has dropped it, so keep the work while it is in flight.
             self._open.add(work)
             work.when_done(lambda: self._open.discard(work))
             if len(self._open) > _MANY:
@@ -90,7 +91,7 @@ class MpiMessages:
         return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Return whether MPI has the envelope of a user's message with this tag that has no receive."""
+        """Return whether an envelope of a user's message with this tag has arrived that no receive is waiting for."""
         comms = self.comms
         try:
             with comms.turn:
@@ -99,18 +100,19 @@ class MpiMessages:
             raise comms.error_of(error, peer) from error
 
     def spins_for(self, nbytes: int) -> int:
-        """Number of polls before yielding: enough to transfer this many bytes, because polling makes progress."""
+        """Return the number of polls before yielding: more for long messages, because only polling moves bytes."""
         return self.spins * (1 + nbytes // _BYTES_A_ROUND)
 
     def end(self, cause: BaseException) -> None:
-        """Fail all messages that are not done."""
+        """Complete all messages in flight with an error."""
         for work in list(self._open):
             work.give_up(cause)
 
     def move(self) -> None:
-        """Make progress on all messages in flight. Must be called in every long wait, whatever the wait is for.
+        """Make progress on all messages in flight. Must be called in every long wait of this rank.
 
-        A long message arrives in two steps, and the second is posted here: its sender may be waiting for this rank.
+        This posts the receive for a long message's body once its envelope has arrived. Until then, the sender may be
+        blocked, even if this rank is waiting for something else.
         """
         for work in list(self._open):
             work.move()
@@ -123,7 +125,7 @@ class MpiMessages:
 
 
 class Posted(CountdownWork):
-    """The messages of one batch; they make progress when a caller waits for them or polls them."""
+    """Work for a batch of messages, which make progress while a thread waits for or polls the work."""
 
     def __init__(self, messages: MpiMessages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
@@ -152,7 +154,7 @@ class Posted(CountdownWork):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Complete the work with any error raised inside."""
+        """Complete the work with an error if the block raises one."""
         try:
             yield
         except self._all.comms.mpi.Exception as error:
@@ -163,13 +165,13 @@ class Posted(CountdownWork):
             self.complete(error)
 
     def keep(self) -> None:
-        """Keep the memory of messages in flight alive, although no caller waits for them any more."""
+        """Keep the memory of messages in flight alive until MPI has finished with it, without this work."""
         parts = self._parts
         self._parts = []
         keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:
-        """Complete the work with an error, no matter what has arrived."""
+        """Complete the work with an error, whatever has arrived."""
         self.complete(cause)
         with self._moving, self._all.comms.turn:
             self.keep()
@@ -182,7 +184,7 @@ class Posted(CountdownWork):
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
                 over = clock.poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
-                # Messages that the peer sent before it left may have arrived.
+                # The peer may have sent the messages before it left.
                 over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise
@@ -207,10 +209,11 @@ class Posted(CountdownWork):
 
 
 def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object]) -> None:
-    """Keep MPI's requests, and the memory that each of them touches, alive until they are done."""
+    """Keep MPI's requests, and the memory that each request accesses, alive until the requests are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # May run in any thread, and in destructors called from this function, so it must not disturb a sweep in progress.
+    # This may run in any thread, and even recursively, in destructors that the sweep triggers. Hence skip the sweep if
+    # one is in progress.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:
@@ -225,5 +228,5 @@ def _is_done(request: Any) -> bool:
     try:
         return bool(request.Test())
     except Exception:
-        # Its error has already been reported, or no longer matters.
+        # The request has failed. Its error has already been reported, or no longer matters.
         return True

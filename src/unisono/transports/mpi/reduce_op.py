@@ -1,4 +1,4 @@
-"""MPI types and operations that reduce a tensor correctly, and substitutes for the ones that MPI lacks."""
+"""MPI types and operations that reduce a tensor correctly, and substitutes for missing or incorrect ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPS = {
     ReduceOp.BOR: "BOR",
     ReduceOp.BXOR: "BXOR",
 }
-# On 0 and 1, the only values of a bool, these match torch's bool arithmetic.
+# On 0 and 1, the only values of a bool, these operations match torch's bool arithmetic.
 _BOOLEAN = {
     ReduceOp.SUM: "MAX",
     ReduceOp.BOR: "MAX",
@@ -50,7 +50,7 @@ _BOOLEAN = {
     ReduceOp.MIN: "MIN",
     ReduceOp.BXOR: "BXOR",
 }
-# Sums and products that MPI lacks or computes wrongly, with the dtype in which torch computes them, for equal bits.
+# Dtypes whose sums and products MPI lacks or computes wrongly, and the dtype in which torch gives the right bits.
 _CALLED_BACK = {
     torch.float16: torch.float16,
     torch.bfloat16: torch.bfloat16,
@@ -64,37 +64,38 @@ _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether MPI's result is right, with the same bits on all ranks."""
+    """Return whether MPI's result is correct, and bit-identical on all ranks."""
     if dtype not in _TYPES:
         return False
     if dtype.is_complex:
-        # A product's rounding may depend on the order of its factors, which MPI chooses.
+        # MPI chooses the order of the factors, on which the rounding of a complex product may depend.
         return op is ReduceOp.SUM
     return op in _OPS
 
 
 def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether elements are overwritten before MPI reduces them."""
+    """Return whether `Reductions.prepare` overwrites the elements."""
     return dtype.is_floating_point and op in _EXTREMES
 
 
 class Reductions:
-    """Prepares tensors for a reduction by MPI.
+    """Prepares tensors for reductions in MPI.
 
-    Sums and products of float16 and bfloat16, which MPI lacks, use an operation defined in this module, which MPI calls
-    back: nothing is converted, and two bytes per element are sent. So do sums and products of 8- and 16-bit integers,
-    because Open MPI 5 saturates sums where torch wraps. The minimum and maximum of floats use integers in the same
-    order, because MPI loses NaNs, and keeps either of two zeros; NaN takes precedence over all numbers.
+    MPI lacks sums and products of float16 and bfloat16. This module defines an operation for them that MPI calls back,
+    so elements are not converted, and take two bytes each in messages. Sums and products of 8- and 16-bit integers use
+    such an operation as well, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum
+    of floats, MPI loses NaNs and may return either of 0.0 and -0.0. Floats are therefore converted to integers in the
+    same order, with NaN as the extreme value.
     """
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
 
     def prepare(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, Any, Any]:
-        """Return the elements to reduce, which may be overwritten, their MPI type, and MPI's operation.
+        """Return the elements to reduce, their MPI type, and MPI's operation. May overwrite the tensor.
 
         Args:
-            tensor: Tensor with the elements.
+            tensor: Tensor to reduce.
             op: An operation that `reducible` allows.
         """
         dtype = tensor.dtype
@@ -107,7 +108,7 @@ class Reductions:
         return tensor, kind, self._op(dtype, op)
 
     def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
-        """Convert MPI's output to the result if `prepare` has changed the elements."""
+        """Convert MPI's output back to floats in place if `prepare` has converted the elements."""
         if prepares(result.dtype, op):
             _swap(result.view(_INTEGER_OF_SIZE[result.itemsize]))
 
@@ -118,7 +119,7 @@ class Reductions:
 
 
 def _may_have_nan(tensor: torch.Tensor) -> bool:
-    """Return False if there is no NaN. Uses a sum, by far the fastest test; opposite infinities also add up to NaN."""
+    """Return False only if there is no NaN. A sum is by far the fastest test, but inf - inf is NaN too."""
     return math.isnan(tensor.sum().item())
 
 
@@ -133,18 +134,19 @@ def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _swap(bits: torch.Tensor) -> None:
-    """Convert floats' bits to integers in the same order, and back, by inverting the magnitude of negative ones."""
+    """Convert floats' bits to integers in the same order, and back: invert the magnitude bits of negative floats."""
     info = torch.iinfo(bits.dtype)
     bits ^= (bits >> (info.bits - 1)) & info.max
 
 
-# MPI keeps an operation for the whole process, and mpi4py allows only a few of them.
+# Cached: MPI keeps each operation until the process exits, and mpi4py allows only a few.
 @cache
 def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
     from mpi4py import MPI
 
     def reduce(given: Any, total: Any, _type: Any) -> None:
-        # MPI sometimes calls this with no elements; an exception in here would end the process.
+        # MPI sometimes calls this with no elements, for which `frombuffer` raises. An exception here would terminate
+        # the process.
         if not len(given):
             return
         with torch.inference_mode():

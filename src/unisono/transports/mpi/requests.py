@@ -1,4 +1,4 @@
-"""MPI requests for a single message."""
+"""A single message as a sequence of MPI requests."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ INLINE_BYTES = ENVELOPE_BYTES - _HEADER.size
 
 
 def memory(comms: MpiCommunicators, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> Any:
-    """Return some bytes of a tensor's memory as an MPI buffer. Copies nothing."""
+    """Return bytes of a tensor's memory as an MPI buffer, without copying."""
     return comms.mpi.buffer.fromaddress(tensor.data_ptr() + start, tensor.nbytes if nbytes is None else nbytes)
 
 
 class MessageRequest(ABC):
-    """One message, as MPI requests.
+    """A message in flight, and its MPI requests.
 
     Attributes:
         message: The posted message.
         requests: Requests in flight, in the order of completion.
-        held: Memory that must not be freed before they complete.
+        held: Memory that must not be freed before the requests complete.
     """
 
     message: Message
@@ -72,11 +72,11 @@ class MessageRequest(ABC):
         return True
 
     def arrived(self) -> None:
-        """Handle completion of the first request. Raises `MismatchError` if the message does not fit."""
+        """Handle a completed request. Raises MismatchError if the message does not fit its receive."""
 
 
 class DirectMessage(MessageRequest):
-    """A message that belongs to a collective."""
+    """Message of a collective, whose length both ranks know."""
 
     def __init__(self, comms: MpiCommunicators, message: Message) -> None:
         self._comms = comms
@@ -91,7 +91,7 @@ class DirectMessage(MessageRequest):
 
 
 class RendezvousSend(MessageRequest):
-    """Send of a user's message."""
+    """Send of a user's message: an envelope, and a separate body if the content is long."""
 
     def __init__(self, comms: MpiCommunicators, message: Send, number: int) -> None:
         self._comms = comms
@@ -116,7 +116,7 @@ class RendezvousSend(MessageRequest):
 
 
 class RendezvousRecv(MessageRequest):
-    """Receive of a user's message."""
+    """Receive of a user's message: the envelope, and then the body if the content is long."""
 
     def __init__(self, comms: MpiCommunicators, message: Recv) -> None:
         self._comms = comms
@@ -147,7 +147,7 @@ class RendezvousRecv(MessageRequest):
 
 
 def opened(comms: MpiCommunicators, envelope: bytearray, message: Message) -> int:
-    """Return the message number in an envelope; `MismatchError` if the message does not fit the receive."""
+    """Return the message number in an envelope. Raises MismatchError if the message does not fit the receive."""
     tensor = message.tensor
     peer = message.peer
     numel, number, name = _HEADER.unpack_from(envelope)
@@ -166,7 +166,7 @@ def name_of(dtype: torch.dtype) -> bytes:
 
 
 def _cut(comms: MpiCommunicators, tensor: torch.Tensor) -> Iterator[tuple[list[Any], int]]:
-    """Yield a tensor's memory in pieces that MPI can count; at least one piece."""
+    """Yield a tensor's memory in blocks of at most 1 GiB; yields one empty block for an empty tensor."""
     total = tensor.nbytes
     for at in range(0, total, LONGEST) if total else (0,):
         nbytes = min(LONGEST, total - at)

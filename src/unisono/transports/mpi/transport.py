@@ -1,4 +1,4 @@
-"""Transport over MPI, through mpi4py, for ranks started by mpirun, over any network of the MPI library."""
+"""Transport over MPI, through mpi4py, for ranks started with mpirun."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _CROWDED_SPINS = 5
 
 
 class MpiTransport(Transport):
-    """MPI's messages and collectives, directly on the tensors' memory.
+    """Transport that uses MPI's messages and collectives directly on the tensors' memory.
 
-    Each collective begins with a 24-byte sum that shows that all ranks have reached the same call; waiting for it can
-    time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
+    Each collective begins with a 24-byte all-reduce that shows whether all ranks have reached the same call. Waiting
+    for it can time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
 
     Args:
         group: As for every transport.
-        comms: The MPI communicators of its ranks.
+        comms: The MPI communicators of the group's ranks.
         control: This rank's handle to the control plane.
         options: As for every transport.
     """
@@ -137,7 +137,7 @@ class MpiTransport(Transport):
         try:
             self._look([peer])
         except PeerLostError:
-            # Messages that the peer sent before it left may have arrived.
+            # The peer may have sent the message before it left.
             if any(self._messages.iprobe(peer, tag) for _ in range(LAST_LOOKS)):
                 return True
             raise
@@ -148,7 +148,7 @@ class MpiTransport(Transport):
         return call.name in self.native and carries(call, self.size)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return once all ranks have reached the same call."""
+        """Return once all ranks have reached this call; raise an error if their calls differ."""
         fingerprint = call.fingerprint
         word = word_of(fingerprint)
         sends = fingerprint.sends
@@ -170,7 +170,7 @@ class MpiTransport(Transport):
         if call.name != "all_to_all" or not self._agreement.counted:
             self._native.carry(call, deadline)
             return
-        # Some rank has more data than MPI can count; point-to-point messages are split.
+        # Some rank moves more bytes than one MPI call can. Use point-to-point messages, which are split if long.
         others = [rank for rank in range(self.size) if rank != self.rank]
         call.outputs[self.rank].copy_(call.inputs[self.rank])
         batch: list[Message] = [Recv(call.outputs[rank], rank, COLLECTIVE_TAG) for rank in others]
@@ -178,13 +178,13 @@ class MpiTransport(Transport):
         self.post(batch).wait(seconds_left(deadline))
 
     def _differ(self, mine: Fingerprint) -> NoReturn:
-        """Raise an error that quotes each rank's call, once all ranks know that their calls differ."""
+        """Raise an error that quotes each rank's call. All ranks already know that their calls differ."""
         topic = f"mismatch in call {self._agreement.number}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
-        """Make progress on messages in a long wait; raise if this transport is broken or one of the ranks has left."""
+        """Move messages during a long wait; raise an error if this transport is broken or one of the peers has left."""
         if self._comms.broken is not None:
             raise self._comms.broken
         self._messages.move()
@@ -200,13 +200,13 @@ class MpiTransport(Transport):
                 raise left_error(peer)
 
     def _left(self, rank: int | None = None) -> str:
-        """Return the key that is set when a rank has left, or, if no rank is given, when any rank has left."""
+        """Return the control plane's key that is set when this rank, or any rank if None, has left."""
         return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
 
     def _give_up(self) -> None:
-        """Give up on a collective that has begun on all ranks but does not end."""
+        """Abort because a collective has begun on all ranks, but not ended in time. The watchdog calls this."""
         text = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
-        # Done here, because this rank's own thread may never return.
+        # Report the failure here: the thread inside the collective may never return.
         hang = hang_report(self._control, self.group)
         about = hang.missing[0] if hang.missing else self.rank
         text += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
@@ -232,7 +232,7 @@ class MpiTransport(Transport):
             self._free()
 
     def _free(self) -> None:
-        """Release MPI's communicators; if a call may be in progress there, keep them forever."""
+        """Release MPI's communicators, unless a call may be in progress in them."""
         if self._comms.broken is None and self._messages.idle:
             self._comms.free()
 
@@ -241,7 +241,7 @@ class MpiTransport(Transport):
             self._comms.broken = cause
         self._messages.end(cause)
         if self._comms.deadline is not None:
-            # Only a revocation ends a collective that has begun.
+            # Only revoking the communicators ends a collective that has begun.
             self._comms.revoke(cause)
 
 
@@ -251,10 +251,10 @@ TRANSPORT = MpiTransport
 def adopt(
     comm: Any, timeout_s: float, chunk_bytes: int
 ) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
-    """Return this rank's transport, control handle and options, and a function to call at the end.
+    """Return this rank's transport, control handle and options, and a function that closes the control plane.
 
-    Messages use private communicators over the same ranks, so that they never match the owner's messages. Rank 0 hosts
-    the control plane, and broadcasts its address and secret over `comm`.
+    Messages use private communicators of the same ranks, so that they never match messages that the caller sends on
+    `comm`. Rank 0 hosts the control plane, and broadcasts its address and secret over a private communicator.
 
     Raises:
         TypeError: `comm` is not an mpi4py communicator.

@@ -1,4 +1,4 @@
-"""Watchdog for MPI collectives in progress: if a rank stops in the middle of one, only aborting the job ends it."""
+"""Watchdog for MPI collectives: if a rank stops in the middle of a collective, only aborting the job ends it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["Watchdog"]
 _EVERY_S = 0.1
 _GRACE_S = 3.0
 
-# At most one thread watches all communicators of the process, and ends with the last of them.
+# At most one thread watches all communicators of the process. It exits with the last communicator.
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _patrols: list[threading.Thread] = []
-# Guards both.
+# Guards `_watched` and `_patrols`.
 _lock = threading.Lock()
 
 
 class Watchdog:
-    """Watchdog for blocking MPI calls. The caller sets its communicators' `deadline`, and clears it afterwards.
+    """Watchdog for blocking MPI calls. Before each call, set `deadline` of the communicators; clear it afterwards.
 
-    A daemon thread of the process checks ten times a second. An overdue call is given up, as after an abort; if MPI can
-    revoke a communicator, that ends the call. If the call has not ended 3 s after the communicator broke, the job is
-    aborted, or only this rank if the others continue without it.
+    A daemon thread checks the deadline ten times a second. When a call is overdue, the thread breaks the communicator,
+    as an abort does, and revokes it if MPI can, which ends the call. If the call has not ended 3 s later, the thread
+    aborts the job. With an MPI that survives rank failures, it terminates only this rank.
 
     Args:
-        mpi: The module.
+        mpi: The module `mpi4py.MPI`.
         comms: The communicators.
         give_up: Function that breaks the communicator after a timeout.
     """
@@ -58,7 +58,7 @@ class Watchdog:
             _enrol(self)
 
     def look(self) -> None:
-        """Check the deadline once, on the daemon thread."""
+        """Check the deadline once. The daemon thread calls this."""
         now = clock.now()
         deadline = self._comms.deadline
         cause = self._comms.broken
@@ -68,7 +68,7 @@ class Watchdog:
             if now > deadline:
                 self._give_up()
         elif self._since is None:
-            # The call may have begun just as the communicator broke.
+            # Revoke again: the call may have begun just when the communicator broke.
             self._since = now
             self._comms.revoke(cause)
         elif now > self._since + _GRACE_S:
@@ -92,11 +92,11 @@ def _enrol(watch: Watchdog) -> None:
 
 
 def _loop() -> None:
-    """Run the daemon thread as long as there is anything to watch."""
+    """Watch until all communicators are gone. The daemon thread runs this."""
     while True:
         time.sleep(_EVERY_S)
         with _lock:
-            # Others may register meanwhile.
+            # Copy, because other threads may register communicators during the checks.
             watched = list(_watched)
         while watched:
             watched.pop().look()

@@ -99,7 +99,7 @@ class TcpCollectives(NativeCalls):
         raise_mismatch(self._control, self._group, topic, fingerprint, self._timeout_s)
 
     def leave(self) -> None:
-        """Notify ranks that wait for this one. If a connection ends without this notice, the rank counts as lost."""
+        """Send farewells to the other ranks. If a connection ends without a farewell, its rank counts as lost."""
         for connection in self._connections if self.broken is None else ():
             # The other end may already be gone.
             with contextlib.suppress(OSError):

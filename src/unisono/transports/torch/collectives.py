@@ -1,4 +1,4 @@
-"""Torch's collectives: the calls that they support correctly, and how each is started."""
+"""Torch's collectives: which reductions give correct results, and how to start each collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _VIEWED = {torch.bool, *_COMPLEX}
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-# On 0 and 1, the only values of a bool, these match torch's bool arithmetic.
+# On 0 and 1, the only values of a bool, these operations match torch's bool arithmetic.
 _BOOLEAN = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.BOR: ReduceOp.MAX,
@@ -35,7 +35,7 @@ def _named(dtypes: Iterable[torch.dtype], ops: Iterable[ReduceOp]) -> dict[tuple
 
 
 ON_GPU: dict[tuple[torch.dtype, ReduceOp | None], Any] = {
-    # Torch's backends lose NaN in the minimum and maximum of floats.
+    # No minimum or maximum of floats, because torch's backends lose NaNs in these.
     **_named(_FLOATS, _ARITHMETIC),
     **_named(_INTEGERS, (*_ARITHMETIC, ReduceOp.MIN, ReduceOp.MAX)),
     **_named(_COMPLEX, (ReduceOp.SUM,)),
@@ -120,12 +120,12 @@ def _root(call: Call) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a dtype that torch's backends reduce."""
+    """Return a view of a tensor with a dtype that torch's backends can reduce."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as bytes, because moving data needs no dtype."""
+    """Return a view of a tensor as bytes, for collectives that only move data."""
     return tensor.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""A transport on a process group that the caller created and owns, with its own control plane."""
+"""Transport on a process group that the caller created and owns, with a control plane of unisono's own."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _RECORD_BYTES = 256
 def adopt(
     group: dist.ProcessGroup, timeout_s: float, chunk_bytes: int
 ) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
-    """Return this rank's transport, control handle and options, and a function to call at the end.
+    """Return this rank's transport, control handle and options, and a function that closes the control plane.
 
-    Rank 0 hosts the control plane, and sends its address and secret over the group itself. The group remains unchanged,
-    and is never closed; sub-groups are created on the control plane's store.
+    Rank 0 hosts the control plane, and sends its address and secret over the group itself. The group remains unchanged
+    and is never closed. Subgroups use the control plane's store for their rendezvous.
 
     Raises:
         CommError: The group's backend cannot be wrapped.
@@ -58,8 +58,8 @@ def adopt(
     record = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
-            # For ranks on several hosts: the address on the route to the job's master, which the other hosts can also
-            # reach.
+            # If there are several hosts, listen on the network interface on the route to the job's master: other hosts
+            # can reach it too.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = ControlServer(
                 secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_for_others(far)
@@ -70,7 +70,7 @@ def adopt(
         control = SocketControl((host, port), secret, timeout_s, host_rank=0)
         undo.callback(control.close)
         world = Group.world(rank, size, name)
-        # Ranks can exchange values only within a group.
+        # Join first: ranks can exchange values only within a group.
         control.join(world)
         options = Options(kind, str(device), timeout_s, control.address_for_all(world, timeout_s), chunk_bytes)
         transport = TorchTransport(world, backend, control, options, owned=False)
@@ -78,10 +78,10 @@ def adopt(
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default group for None; from now on errors are displayed as after `unisono.init`.
+    """Return the group, or the default group for None. Also sets up error reports as `unisono.init` does.
 
     Raises:
-        TypeError: It is not a process group.
+        TypeError: `group` is not a process group.
         ValueError: There is no default group, or this process is not in the group.
     """
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
@@ -105,18 +105,18 @@ def _on_cuda(group: dist.ProcessGroup) -> bool:
 
 
 def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
-    """Gather a few bytes from each rank with torch's collective, because there is no control plane yet."""
+    """Gather a few bytes from each rank with torch's all_gather, because there is no control plane yet."""
     if len(data) >= _RECORD_BYTES:
         raise CommError(f"{len(data)} bytes do not fit in a record of {_RECORD_BYTES}")
     padded = bytes([len(data)]) + data.ljust(_RECORD_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     outputs = [torch.empty_like(mine) for _ in range(size)]
     try:
-        # A timeout of zero would mean no timeout.
+        # Torch treats a timeout of zero as no timeout.
         backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - clock.now(), 0.001)))
     except RuntimeError as error:
         found = translated(error, [])
-        # A timer may fire a little early.
+        # Don't rely on the clock alone: torch's timer may expire slightly before the deadline.
         if not isinstance(found, CommTimeoutError) and clock.now() < deadline:
             raise found from error
         raise CommTimeoutError(

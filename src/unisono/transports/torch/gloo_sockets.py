@@ -1,4 +1,4 @@
-"""Finds the connections of a gloo process group from outside, because gloo cannot end a wait."""
+"""Finds and shuts down the sockets of a gloo process group, because gloo itself cannot end a wait."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOOK_EVERY_S = 0.02
 
 
 class Sockets:
-    """Accepted sockets of a gloo group. Each group listens on its own port for the connections of peers.
+    """The sockets that a gloo group has accepted. Each group listens on its own port, which identifies them.
 
-    Shutting down the accepted connections ends the waits on both sides: of any two ranks, one has accepted. But gloo
-    aborts the process if a connection breaks while it is being established, so only connections seen in an earlier scan
-    are shut down.
+    Shutting down an accepted connection ends the waits of both its ranks, and every connection has been accepted by one
+    of its two ranks. However, gloo aborts the process if a connection breaks while it is being established, so `shut`
+    only shuts down connections that an earlier scan has found.
     """
 
     def __init__(self) -> None:
@@ -32,23 +32,23 @@ class Sockets:
         self._seen: set[int] = set()
 
     def listening(self, make: Callable[[], T]) -> T:
-        """Return the result of `make`, and record the ports that it listens on."""
+        """Return the result of `make`, and record the ports that `make` opens for listening."""
         before = set(_listening())
         made = make()
         self._ports |= set(_listening()) - before
         return made
 
     def look(self) -> None:
-        """Mark all connections accepted by now as in use."""
+        """Record the connections accepted so far as established."""
         for end in self._accepted():
             self._seen.add(_number(end))
 
     def shut(self) -> bool:
-        """Shut down all connections seen before; return whether there are new ones. From any thread. Idempotent."""
+        """Shut down the connections that earlier scans found; return whether there are new ones. Thread-safe."""
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:
-                # A connection reset by its other end is already closed.
+                # Shutting down fails if the peer has reset the connection, which is then already closed.
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             else:
@@ -57,9 +57,9 @@ class Sockets:
         return fresh
 
     def abandon(self, _references: object, works: Sequence[Any]) -> None:
-        """Keep a gloo group alive until its collectives have ended: releasing it earlier would abort the process."""
-        # A connection that is new in the first scan is established by the second. Connections made on first use may
-        # appear only now.
+        """Keep a gloo group alive until its collectives have ended. Releasing it earlier would abort the process."""
+        # A connection that is new in one scan is established by the next scan. Lazily made connections may appear only
+        # now.
         time.sleep(_LOOK_EVERY_S)
         while self.shut() or not all(work.is_completed() for work in works):
             time.sleep(_LOOK_EVERY_S)
@@ -72,7 +72,7 @@ class Sockets:
 
 
 def _number(end: socket.socket) -> int:
-    """Return the inode of a socket, the same for all its descriptors."""
+    """Return a socket's inode number, which is the same for all its descriptors."""
     return os.fstat(end.fileno()).st_ino
 
 
@@ -88,7 +88,7 @@ def _accepts(end: socket.socket) -> bool:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield this process's TCP sockets, each as a new descriptor that is closed with the loop."""
+    """Yield this process's TCP sockets, each as a new descriptor that is closed after its loop iteration."""
     if sys.platform != "linux":
         return
     for path in list(Path("/proc/self/fd").iterdir()):
@@ -104,7 +104,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    # The type is passed with SOCK_NONBLOCK: with a detected type, a default timeout set by the program would make the
-    # connection non-blocking for all its users.
+    # Pass the type, with SOCK_NONBLOCK. If Python detected the type, it would apply the program's default socket
+    # timeout, if any, and so make the connection non-blocking for all its descriptors.
     with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

@@ -26,7 +26,7 @@ _threads = DaemonThreadPool("unisono torch rendezvous")
 
 
 def gloo_options(timeout: timedelta, device: Any) -> Any:
-    """Return options for a gloo group with two threads, on a device from `ProcessGroupGloo.create_device`."""
+    """Return options for a gloo group with two threads. `device` is from `ProcessGroupGloo.create_device`."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
     options._timeout = timeout
     options._devices = [device]
@@ -35,7 +35,7 @@ def gloo_options(timeout: timedelta, device: Any) -> Any:
 
 
 def backend_plugin(name: str) -> Any:
-    """Return torch's entry for a backend of this name registered by another package; None if there is none."""
+    """Return torch's entry for a backend that another package registered under this name, or None."""
     return dist.Backend._plugins.get(name.upper())
 
 
@@ -45,15 +45,15 @@ def backend_of(
     """Create a torch process group.
 
     Args:
-        group: The ranks that meet.
-        control: Control plane that reports ranks that are lost meanwhile.
+        group: The ranks of the process group.
+        control: Control plane, which reports ranks that are lost during the rendezvous.
         store: Store for the rendezvous.
         options: As for every transport.
-        sockets: Record of gloo's connections.
-        lazy: Whether gloo connects on first use.
+        sockets: Recorder of gloo's sockets.
+        lazy: Whether gloo connects each pair of ranks only on first use.
 
     Raises:
-        RuntimeError: Torch's error, if not all ranks joined.
+        RuntimeError: Not all ranks joined. This is torch's own error.
     """
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":
@@ -79,12 +79,12 @@ def _gloo_device(address: str, lazy: bool) -> Any:
     try:
         return create(hostname=address, lazy_init=lazy)
     except TypeError:
-        # Older builds connect every pair of ranks immediately.
+        # Older builds of torch lack `lazy_init`, and connect all ranks immediately.
         return create(hostname=address)
 
 
 def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
-    """Return the result of `make`. If a rank dies meanwhile, gloo waits until its timeout, so it is left running."""
+    """Run `make` in a thread; return its result. Abandons the thread if a rank dies, which gloo would not notice."""
     made: list[Any] = []
     raised: list[BaseException] = []
     ended = threading.Event()

@@ -50,12 +50,12 @@ _threads = DaemonThreadPool("unisono torch")
 
 
 class TorchTransport(Transport):
-    """A torch process group, driven directly, without a default group or names registered with torch.
+    """Transport over a torch process group's backend, without torch's default group or its group registry.
 
-    Collectives are torch's own. With gloo, messages, and algorithms that consist of them, use this package's
-    connections, because a gloo wait can be neither interrupted nor polled, and a receive that does not fit aborts the
-    process. With nccl, they use nccl, and waits are stream-ordered: see `_StreamWork`. Ranks compare calls while nccl
-    carries them out, and an abort ends mismatched calls.
+    Collectives are torch's own. On gloo, messages, and algorithms composed of messages, use unisono's own TCP
+    connections: a wait in gloo can be neither interrupted nor polled, and a message that does not fit its receive
+    aborts the process. On nccl, messages use nccl too, and waits are stream-ordered: see `_StreamWork`. Ranks compare
+    their calls while nccl runs them, and mismatched calls end in an abort.
     """
 
     native: frozenset[str] = frozenset(START)
@@ -79,7 +79,7 @@ class TorchTransport(Transport):
         self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        # In the order in which they were started, which is also the order in which NCCL completes them.
+        # Works in flight, in the order in which they were started. NCCL completes them in the same order.
         self._flying: deque[_BackendWork] = deque()
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
@@ -87,8 +87,8 @@ class TorchTransport(Transport):
         self.host_staged: frozenset[str] = declared.host_staged
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
-        # A group that someone else owns cannot be aborted here. Gloo aborts a process if its peers make different
-        # calls.
+        # Comparing during the call requires an abort if calls differ. A group that the caller owns must not be aborted,
+        # and on gloo, mismatched calls abort the process, so both compare before the call.
         self.compares_later: bool = self._cuda and owned
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags: bool = not self._cuda
@@ -101,21 +101,21 @@ class TorchTransport(Transport):
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
-        """Keep torch's backend forever in a forked child, because its destructor waits for the parent's threads."""
+        """Leak torch's backend in a forked child: its destructor would wait for threads that only the parent has."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
         if backend in ("gloo", "mpi"):
-            # Gloo's reduce_scatter reduces the whole message on every rank; except for a few bytes, our algorithms are
-            # faster.
+            # Gloo's reduce_scatter reduces the whole message on every rank, so our algorithms are faster for all but
+            # the shortest messages.
             return Capabilities(ACCELERATORS | {"cpu"}, ACCELERATORS, cls.native - {"reduce_scatter"})
         return Capabilities(frozenset({"cuda"}), frozenset(), cls.native)
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         refuse_unencrypted(options.backend)
-        # Joined only so that ranks can exchange values here; the communicator reports failures.
+        # Join only to exchange values; the communicator reports failures.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)
         made._sockets.look()
@@ -128,7 +128,7 @@ class TorchTransport(Transport):
         made = cls(
             group, _backend(group, control, store, options, sockets, lazy=lazy), control, options, sockets=sockets
         )
-        # Kept, because C++ holds only its part of a store, which fails without the Python part.
+        # Keep the store alive: the backend references only its C++ part, which fails without the Python part.
         made._store = store
         return made
 
@@ -136,7 +136,7 @@ class TorchTransport(Transport):
         return self._made(group, self._control, self._options, lazy=True)
 
     def mailbox(self, group: Group) -> Mailbox:
-        # Messages that no caller waits for must not be mixed with awaited ones.
+        # Use separate connections, so that mail, which no caller waits for, is not mixed with messages.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
     def reconfigure(self, group: Group) -> TorchTransport:
@@ -150,13 +150,13 @@ class TorchTransport(Transport):
             return Completion.ended(self._broken)
         if not batch:
             return Completion.ended()
-        # In one launch on the device's stream, which must be left in any case: otherwise the thread's next group would
-        # be part of it.
+        # Coalesce the batch into one launch. Even after an error, coalescing must end, or it would swallow the thread's
+        # next messages.
         self._backend._start_coalescing()
         try:
             for message in batch:
                 move = self._backend.recv if isinstance(message, Recv) else self._backend.send
-                # Nccl supports few dtypes.
+                # Send bytes, because nccl supports few dtypes.
                 move([message.tensor.view(torch.uint8)], message.peer, 0)
             work = self._backend._end_coalescing()
         except RuntimeError as error:
@@ -181,8 +181,8 @@ class TorchTransport(Transport):
                 return False
             return (call.inputs[0].dtype, call.op) in (ON_GPU if self._cuda else ON_CPU)
         if call.name == "all_gather":
-            # Gloo gathers into separate memory first, and copies: long messages take up to twice as long as with an
-            # algorithm.
+            # Gloo gathers into internal memory and copies from there, so long messages take up to twice as long as with
+            # our algorithms.
             short = self._cuda or sum(t.nbytes for t in call.outputs) < _GATHERED_BYTES
             return short and len({t.numel() for t in call.outputs}) == 1
         return True
@@ -190,18 +190,18 @@ class TorchTransport(Transport):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         if call.steps is not None:
             return super().run(call, over)
-        # An abort from another thread must see the work in flight.
+        # Hold the lock until the work is in `_flying`, so that an abort from another thread finds it.
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            # Without tensors, it is a barrier.
+            # A call without tensors is a barrier.
             moves = max(map(torch.Tensor.numel, (*call.inputs, *call.outputs)), default=1)
             try:
                 work = START[call.name](self._backend, call, self._device) if moves else None
             except RuntimeError as error:
                 raise self._broken or translated(error, []) from error
             if self._broken is not None:
-                # An abort has ended the launch.
+                # An abort has interrupted the launch.
                 raise self._broken
             return self._flown(work)
 
@@ -209,7 +209,8 @@ class TorchTransport(Transport):
         if self._cuda:
             flown: _BackendWork = _StreamWork(work, self._options.timeout_s)
         else:
-            # A rank lost before it was connected never answers, and only this work's wait can be ended.
+            # If a rank is lost before gloo has connected to it, there is no socket to shut down, so the wait itself
+            # must check for an abort.
             flown = _PolledWork(work, self._options.timeout_s, lambda: self._broken)
         if self._owned:
             while self._flying and self._flying[0].is_finished():
@@ -230,11 +231,11 @@ class TorchTransport(Transport):
             self._messages.close()
 
     def abort(self, cause: BaseException) -> None:
-        # Ends gloo's own waits, here and at the peers.
+        # Shutting down gloo's sockets ends its waits on this rank and on its peers.
         self._end(cause, self._sockets.shut)
 
     def _land(self) -> None:
-        """Return once nccl has moved all data, or the group has failed: the caller's streams may need the results."""
+        """Wait until nccl has moved all data or the group has failed: the caller's streams may need the results."""
         deadline = clock.now() + self._options.timeout_s
         while not all(work.is_finished() for work in self._flying):
             if self._broken is not None or clock.now() > deadline:
@@ -242,23 +243,23 @@ class TorchTransport(Transport):
             time.sleep(_LOOK_EVERY_S)
 
     def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
-        """Detach the backend.
+        """Detach the backend from this transport, and release it as soon as possible.
 
-        Keep it while it waits, because releasing a waiting gloo group blocks until its wait ends.
+        A gloo backend must be kept alive while it waits: releasing it would block until its wait ends.
         """
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
-        # Nccl connects ranks when a call is launched, and waits there for a rank that makes a different call, or is
-        # lost.
+        # A launch may hold the lock forever: nccl connects ranks in a launch, and waits for ranks that make another
+        # call or are lost.
         launching = not self._lock.acquire(timeout=_LAUNCH_S)
         try:
             first = self._broken is None
             self._broken = self._broken or cause
             stuck = [known for known in self._flying if not known.is_finished()]
             for known in stuck if self._cuda else ():
-                # Its stream no longer produces the requested results.
+                # The stream will not produce the requested results any more.
                 known.fail(cause)
-            # Works keep their own references.
+            # Callers still hold references to their works.
             self._flying = deque()
             backend = self._backend
             if not self._owned:
@@ -268,8 +269,8 @@ class TorchTransport(Transport):
             if not launching:
                 self._lock.release()
         if self._cuda and first:
-            # An abort ends launches, and kernels that wait for a lost rank. A group that is only dropped leaks, and
-            # torch warns. On a failed device, neither works.
+            # `abort` ends launches and kernels that wait for a lost rank. `shutdown` avoids the leak, and torch's
+            # warning, of a group that is only dropped. On a failed device, both raise an error.
             with suppress(RuntimeError):
                 (backend.abort if stuck or launching else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):
@@ -277,7 +278,7 @@ class TorchTransport(Transport):
 
 
 class _DetachedGroup:
-    """Placeholder for a backend after an abort."""
+    """Placeholder for a detached backend: every access raises the cause."""
 
     def __init__(self, cause: BaseException) -> None:
         self._cause = cause
@@ -290,7 +291,7 @@ class _BackendWork(Work):
     """Torch's work for a collective, or for a batch of nccl messages.
 
     Args:
-        work: Torch's work; None if nothing moves.
+        work: Torch's work; None for an empty collective, which moves nothing.
         timeout_s: Default timeout of a wait.
     """
 
@@ -300,15 +301,15 @@ class _BackendWork(Work):
         self._error: BaseException | None = None
 
     def fail(self, cause: BaseException) -> None:
-        """Record that the group failed before the data had moved."""
+        """Record that the group failed before this work was done."""
         self._error = cause
 
     def is_finished(self) -> bool:
-        """Return whether torch's work has ended; gloo's reduce_scatter is never reported as completed."""
+        """Return whether torch's work has ended. Always False for gloo's reduce_scatter, which doesn't report it."""
         try:
             return self.work is None or bool(self.work.is_completed())
         except RuntimeError:
-            # The device has failed, and does nothing more.
+            # The device has failed, so the work makes no more progress.
             return True
 
     def is_completed(self) -> bool:
@@ -322,15 +323,16 @@ class _BackendWork(Work):
 
 
 class _StreamWork(_BackendWork):
-    """NCCL's work. As in torch, `wait` makes the current stream wait, and returns; no timeout limits that.
+    """NCCL's work. As in torch, `wait` returns at once and makes the current stream wait, without a timeout.
 
-    Earlier work on the stream may take any time, and torch would abort the whole group at a timeout.
+    Timeouts are ignored because earlier kernels on the stream may take any time, and torch would abort the whole group
+    when a timeout expires.
     """
 
     def wait(self, timeout: Timeout | None = None) -> None:
         if self._error is None and self.work is not None:
             try:
-                # Keep the work, because it keeps its tensors alive.
+                # Don't drop the work after the wait: it keeps its tensors alive while the stream uses them.
                 self.work.wait()
             except RuntimeError as error:
                 self._error = self._error or translated(error, [])
@@ -340,11 +342,11 @@ class _StreamWork(_BackendWork):
 
 
 class _PolledWork(_BackendWork):
-    """Gloo's work. Waits are split into slices, and can be ended after each slice.
+    """Gloo's work. A wait is split into time slices, so that it can end after any slice.
 
     Args:
         work, timeout_s: As for `_BackendWork`.
-        broken: Returns why the wait has to end.
+        broken: Function that returns the error with which waits must end, or None.
     """
 
     def __init__(self, work: Any, timeout_s: float, broken: Callable[[], BaseException | None]) -> None:
@@ -358,7 +360,7 @@ class _PolledWork(_BackendWork):
         try:
             if self.work is not None:
                 self._wait_until(started + resolve_timeout(timeout, self._timeout_s))
-                # It keeps its tensors alive.
+                # Drop the work, because it keeps its tensors alive.
                 self.work = None
         except CommError as error:
             self._error = error
@@ -375,7 +377,8 @@ class _PolledWork(_BackendWork):
                 # A timeout of zero would mean no timeout.
                 self.work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
             except CommError:
-                # Raised by the control store, which lazy connections use; torch cannot raise it twice.
+                # Lazily made connections use the control store, which raised this. Don't wait again: torch cannot raise
+                # it twice.
                 raise
             except RuntimeError:
                 if last:
@@ -402,12 +405,12 @@ TRANSPORT = TorchTransport
 
 
 def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
-    """Translate torch's error. Gloo never names the lost rank; the control plane does."""
+    """Translate an error from torch. Gloo never names a lost rank; the control plane reports it instead."""
     text = str(error)
     if re.search(r"[Tt]imed? ?out|timeout", text):
         return timeout_error(messages, waited_s)
     peer = messages[0].peer if len(messages) == 1 else None
     if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
-        # The control plane reports whether that rank was the first to fail.
+        # This peer may not have failed first; the control plane reports the first failure.
         return connection_error(peer)
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)

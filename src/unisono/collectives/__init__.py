@@ -1,1 +1,1 @@
-"""Collectives: how a call is made, how its algorithm is chosen, and how it is carried out."""
+"""Collectives: checks of arguments, choice of an algorithm, and execution."""

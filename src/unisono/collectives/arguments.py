@@ -1,4 +1,4 @@
-"""Turns a caller's arguments into a call, making all checks that one rank can make before anything is sent."""
+"""Turns a caller's arguments into a call, with all checks that a rank can make without communication."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call without the engine's additions, and a tensor with its dtype, device and shape, or None.
+    """Return a call for the engine to complete, and the tensor that determines its dtype, device and shape, or None.
 
     Args:
         what: The collective.
@@ -61,7 +61,7 @@ def make_call(
         scale: Factor for each contribution to an in-place sum.
 
     Raises:
-        TypeError, ValueError: Arguments that this rank can reject by itself.
+        TypeError, ValueError: The arguments are invalid.
     """
     if what.root is not None:
         check_rank(root, what.root, size)
@@ -92,11 +92,11 @@ def _in_place(
     tensor = check_tensor(output, label, devices, written=writes)
     reduced = parse_op(op) if what.reduces else None
     if reduced is not None and not receives:
-        # Intermediate data must not change the tensor of a rank that receives no result.
+        # Copy, because partial sums must not overwrite the tensor of a rank that receives no result.
         flat = _copied([tensor], staging)
     elif scale is not None:
         check_scale(scale, reduced, tensor.dtype)
-        # Scale a copy, because nothing may be written before all ranks agree.
+        # Scale a copy, because the caller's tensor must not change before all ranks agree.
         flat = _copied([tensor], staging)
         staging.before.append(partial(flat.mul_, scale))
         staging.after.append(partial(copy_back, tensor, flat.view(tensor.shape)))
@@ -132,7 +132,7 @@ def _apart(
     lengths: tuple[int, ...],
     staging: Staging,
 ) -> tuple[Call, torch.Tensor]:
-    """Return the call for a collective with separate results and contributions."""
+    """Return the call for a collective with separate input and output."""
     what = checks.what
     size = checks.size
     read, written = checks.sides(output, input, splits)
@@ -183,7 +183,7 @@ def _write_back(what: Collective, output: Any, written: _Side, staging: Staging)
 
 
 def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
-    """Turn a sum into an average: half-precision inputs are divided before summing, to avoid overflow."""
+    """Turn a sum into an average. Half-precision inputs are divided before the sum, so that it cannot overflow."""
     if summed.dtype in HALVES:
         staging.before.append(partial(divide, summed, size))
     elif outputs:
@@ -191,7 +191,7 @@ def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, st
 
 
 def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
-    """Raise `TypeError` or `ValueError` if `scale` is invalid for such a reduction."""
+    """Raise TypeError or ValueError if `scale` is not a valid factor for this reduction."""
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number, not {type(scale).__name__}")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -201,7 +201,7 @@ def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
 
 
 def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:
-    """Return one writable copy of all input, because the tensors belong to the caller."""
+    """Return one writable tensor into which staging copies the caller's tensors."""
     lengths = numels(tensors)
     scratch = staging.scratch(sum(lengths), tensors[0])
     for part, tensor in zip(scratch.split(lengths), tensors, strict=True):
@@ -210,38 +210,39 @@ def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:
 
 
 class _Side(NamedTuple):
-    """Tensors that one rank reads or writes in a call.
+    """The tensors that a rank reads in a call, or those that it writes.
 
     Attributes:
-        tensors: The caller's tensors, either one or one for each rank.
-        counts: Number of elements in each part, which is a tensor, or a slice of the one tensor with all parts.
+        tensors: The caller's tensors: a single tensor, or one tensor per rank.
+        counts: Number of elements in each part. A part is a tensor, or a slice of a single tensor that contains all
+        parts.
     """
 
     tensors: tuple[torch.Tensor, ...]
     counts: tuple[int, ...]
 
     def parts(self) -> list[torch.Tensor]:
-        """The parts of the contiguous tensor, or the tensors themselves."""
+        """Return the parts: the tensors themselves, or slices of the single contiguous tensor."""
         if len(self.tensors) == len(self.counts):
             return list(self.tensors)
         return list(self.tensors[0].detach().view(-1).split(self.counts))
 
 
 def _share_storage(read: _Side, written: _Side) -> bool:
-    """Return whether a result may overlap the input."""
+    """Return whether the output may overlap the input, because both have the same storage."""
     target = written.tensors[0].untyped_storage().data_ptr()
     return any(tensor.untyped_storage().data_ptr() == target for tensor in read.tensors)
 
 
 def _flat(side: _Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-    """Return the parts as one-dimensional tensors, and the tensor that they are consecutive slices of, if any."""
+    """Return the parts as flat tensors, and the single tensor that contains all of them, or None."""
     if len(side.tensors) == len(side.counts):
         return flat, None
     return flat[0].split(side.counts), flat[0]
 
 
 def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
-    """Raise `TypeError` or `ValueError` if an argument is not a rank below this size, or is an excluded rank."""
+    """Raise TypeError or ValueError unless an argument is a rank below `size` and not `other_than`."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
     if not 0 <= rank < size:
@@ -260,7 +261,7 @@ def _is_list(tensors: object) -> TypeGuard[Sequence[object]]:
 def check_list(
     tensors: object, name: str, size: int, devices: frozenset[str], *, written: bool, like: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return one tensor for each rank, all with the dtype and device of `like`, or of the first one if it is None."""
+    """Return one tensor per rank. All must match the dtype and device of `like`, or else of the first tensor."""
     if not _is_list(tensors):
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     if len(tensors) != size:
@@ -273,7 +274,7 @@ def check_list(
 
 
 class _Checks(NamedTuple):
-    """The checks for one call."""
+    """The checks of tensors for one call."""
 
     what: Collective
     root: int
@@ -282,7 +283,7 @@ class _Checks(NamedTuple):
     devices: frozenset[str]
 
     def sides(self, output: object, input: object, splits: Splits) -> tuple[_Side, _Side]:
-        """Return the sides that this rank reads and writes; raise for arguments that do not match."""
+        """Return the tensors to read and the tensors to write. Raises an error if they do not match."""
         collective = self.what
         if collective.packed:
             read, written = self._packed(output, input, splits)
@@ -305,7 +306,7 @@ class _Checks(NamedTuple):
         return _Side((found,), (found.numel(),))
 
     def _list(self, tensors: object, name: str, like: torch.Tensor | None, *, written: bool) -> _Side:
-        """Return one tensor for each rank, like `check_list`; if there is a root, only the root passes tensors."""
+        """Check a list of one tensor per rank. If there is a root, only the root may pass the list."""
         if self.what.root is not None:
             if self.rank != self.root:
                 if tensors is not None and not (_is_list(tensors) and not tensors):
@@ -361,7 +362,7 @@ class _Checks(NamedTuple):
         return tuple(size * row for size in sizes)
 
     def _check_own(self, read: _Side, written: _Side) -> None:
-        """Raise if the part that this rank sends to itself differs in length from the one that it expects."""
+        """Raise an error if the part that this rank sends to itself is not as long as the part that it expects."""
         if not read.counts or not written.counts:
             return
         given = read.counts[self.rank if self.what.scatters else 0]
@@ -377,12 +378,12 @@ class _Checks(NamedTuple):
         )
 
     def _check_apart(self, read: _Side, written: _Side) -> None:
-        """Raise if results overlap each other or the input, except for this rank's own part in place."""
+        """Raise an error if outputs overlap each other or the input, unless it is this rank's own part in place."""
         collective = self.what
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
         ):
-            # Input that is copied before it is reduced or sent may overlap.
+            # These inputs are copied before the collective starts, so overlaps do no harm.
             return
         sources = _labelled(read.parts(), collective.input, collective.scatters, "the input")
         targets = _labelled(written.parts(), collective.output, collective.gathers, "the tensor")
@@ -399,7 +400,7 @@ class _Checks(NamedTuple):
 
 
 def _labelled(tensors: Sequence[torch.Tensor], name: str, many: bool, single: str) -> list[tuple[str, torch.Tensor]]:
-    """Return each tensor with its name for error messages."""
+    """Return pairs of a name for error messages and a tensor."""
     return [(f"{name}[{index}]" if many else single, tensor) for index, tensor in enumerate(tensors)]
 
 

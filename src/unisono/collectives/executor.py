@@ -1,4 +1,4 @@
-"""Executes algorithms over a transport; the only module that handles both buffers and messages."""
+"""Runs algorithms over a transport. No other module handles both buffers and messages."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ PACKED_BYTES = 64 << 10
 
 
 class Region(NamedTuple):
-    """A part of memory that one message fills: elements `start` to `stop` of the buffer `key`.
+    """Memory that one message fills: elements `start` to `stop` of the buffer with number `key`.
 
-    `own` is this rank's contribution to a sum stored in `tensor`, if it is in separate memory.
+    `tensor` is that memory. For a reduction, `own` is this rank's contribution if it is not in `tensor`.
     """
 
     key: int
@@ -52,7 +52,7 @@ class Region(NamedTuple):
 
 
 def even_edges(numel: int, parts: int) -> list[int]:
-    """Return the start of each of `parts` nearly equal chunks, and the end; the first chunks are longer.
+    """Return the start of each of `parts` nearly equal chunks, and the end. Longer chunks come first.
 
     Example:
         >>> even_edges(10, 4)
@@ -66,18 +66,18 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """A buffer of chunks, which both ends of a message split in the same way, whatever their memory layout."""
+    """Memory layout of a buffer of chunks. Sender and receiver may differ in layout, but split messages alike."""
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        """The non-empty regions, of at most `segment_bytes` each, in chunks `start` to `stop`."""
+        """Return the non-empty regions of chunks `start` to `stop`, of at most `segment_bytes` each."""
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        """The same regions, as memory for received data."""
+        """Return the regions where received data for chunks `start` to `stop` goes."""
         return self.regions(start, stop, segment_bytes)
 
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
-        """The regions of each message in a move: one region, or several that are packed."""
+        """Return the regions of each message in a move: a single region, or several short ones that are packed."""
         found: list[list[Region]] = []
         packed = 0
         most = min(segment_bytes, PACKED_BYTES)
@@ -94,12 +94,12 @@ class Layout(ABC):
 
 
 class Flat(Layout):
-    """Chunks that are slices of one tensor, so that a run of them is contiguous.
+    """Chunks that are slices of one tensor, so that a run of chunks is contiguous.
 
     Args:
-        tensor: One-dimensional and contiguous.
+        tensor: The tensor, which is one-dimensional and contiguous.
         edges: Start of each chunk, and the end of the last.
-        key: Key of the regions: the tensor's index, if there are several.
+        key: Key of the regions: the tensor's index if there are several tensors.
     """
 
     def __init__(self, tensor: torch.Tensor, edges: Sequence[int], key: int = 0) -> None:
@@ -126,10 +126,10 @@ class Pieces(Layout):
     """Chunks that are separate tensors, each sent separately.
 
     Args:
-        tensors: Tensors by chunk, one-dimensional and contiguous. A missing chunk, which a rank only forwards, is
-            created on first use with the dtype of `like`.
+        tensors: Tensors by chunk, one-dimensional and contiguous. A chunk that this rank only forwards is missing here;
+            its tensor is created on first use, with the dtype of `like`.
         like: One of the call's tensors.
-        lengths: Number of elements in each chunk; if empty, as many as in `like`.
+        lengths: Number of elements in each chunk; empty if every chunk has as many as `like`.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class Pieces(Layout):
 
 
 class PartialSums(Pieces):
-    """Chunks of a reduce_scatter: read-only inputs, until something is reduced into them.
+    """Chunks of a reduce_scatter. A chunk is the caller's read-only input until a partial sum replaces it.
 
     Args:
         inputs: Inputs by chunk, one-dimensional and contiguous.
-        rank: The chunk whose sum is this rank's result.
+        rank: This rank, and the number of the chunk whose sum is its result.
         output: Memory for the result.
     """
 
@@ -176,7 +176,8 @@ class PartialSums(Pieces):
         return found
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        # With several contributions in one step, this rank's own is in the first region.
+        # Look up this rank's own contribution before marking the chunks as received. If a step has several
+        # contributions to a chunk, only the first target refers to the own contribution; `_store` uses that target.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)
@@ -190,21 +191,21 @@ _Combine = Callable[..., object]
 
 
 class Schedule:
-    """An algorithm's steps on one rank, used to carry out calls. They are integers, the same for every call.
+    """An algorithm's steps on one rank, which can run any number of calls.
 
-    Long messages are cut into segments. Segment i of all messages in a step is one batch; the next step's batch starts
-    as soon as the segments that it sends have arrived (and been reduced), while later segments are still in flight. So
-    a ring is pipelined without any code in the ring's file.
+    Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
+    the next step starts as soon as the segments that it sends have arrived (and been reduced), while later segments are
+    still in flight. This pipelines a ring, for example, without any code for it in the ring's file.
 
     Args:
-        algorithm: An algorithm for the calls' collective.
+        algorithm: The algorithm.
         rank, size: This rank, and the number of ranks.
         root: Root of the calls.
         segment_bytes: Maximum message size.
-        scratch: Pool of memory reused from earlier calls.
+        scratch: Pool of memory for received data, which calls reuse.
 
     Attributes:
-        chunks: Number of chunks in a call.
+        chunks: Number of chunks in the algorithm's messages.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Schedule:
         self._scratch = scratch
 
     def numbers(self) -> list[int]:
-        """Return the steps in the format of src/native/steps/program.hpp, with the ranks of the calls."""
+        """Return the steps in the format of src/native/steps/program.hpp, renumbered for the root of the calls."""
         found: list[int] = []
         for step in self._steps:
             found += (int(step.reduce), len(step.send), len(step.recv))
@@ -230,7 +231,7 @@ class Schedule:
         return found
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Return once this rank's part of a call is done. An in-place reduction writes to its tensors.
+        """Run a call; return once this rank's part is done. An in-place reduction also overwrites its inputs.
 
         Raises:
             CommTimeoutError: The call did not finish in time; the message names the step and the missing ranks.
@@ -250,7 +251,7 @@ class Schedule:
 
 
 def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int) -> Layout:
-    """Return the layout of an algorithm's chunks in the tensors of a call."""
+    """Return where an algorithm's chunks are in the tensors of a call."""
     root = call.root or 0
     if not family.moves:
         return Flat(torch.ones(1, dtype=torch.uint8, device="cpu"), even_edges(1, chunks))
@@ -264,7 +265,7 @@ def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int
 
 
 def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
-    """Copy a rank's own part to its result; algorithms assume that this has been done."""
+    """Copy a rank's own part from its input to its output, which algorithms leave to their caller."""
     if not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]
@@ -283,7 +284,7 @@ _Segment = tuple[list[_Routed], list[_Routed]]
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """Messages in flight, and separate memory for data that does not arrive in place."""
+    """A batch of messages in flight, and separate memory for data that is not received in place."""
 
     work: Work
     step: int
@@ -298,7 +299,7 @@ class _InFlight:
 
 
 class ScratchPool:
-    """Reusable memory for arriving contributions, because newly allocated memory costs a page fault per page.
+    """Pool of memory for received data. New memory would cost a page fault per page.
 
     Args:
         most_bytes: Maximum amount of memory to keep.
@@ -310,21 +311,21 @@ class ScratchPool:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def take(self, regions: list[Region]) -> torch.Tensor:
-        """Uninitialised memory for a message, with its dtype and device."""
+        """Return uninitialised memory for a message with these regions."""
         like = regions[0].tensor
         numel = 0
         for region in regions:
             numel += region.stop - region.start
         free = self._free.get((numel, like.dtype, like.device))
         if not free:
-            # A call in inference mode must not leave memory behind that is writable only in inference mode.
+            # Allocate outside inference mode: later calls reuse the memory, and could not write to an inference tensor.
             with torch.inference_mode(mode=False):
                 return like.new_empty(numel)
         self._held -= like.nbytes
         return free.pop()
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Return a tensor from `take` to the pool."""
+        """Give a tensor from `take` back to the pool."""
         if self._held + tensor.nbytes > self._most:
             self._free.clear()
             self._held = 0
@@ -355,9 +356,9 @@ class _Execution:
         self.flight: deque[_InFlight] = deque()
 
     def carry_out(self, steps: Iterable[Step], layout: Layout, segment_bytes: int) -> None:
-        """Return once all steps are done."""
+        """Run all steps; return once they are done."""
         for number, step in enumerate(steps, 1):
-            # Segment i of all messages of a step is one batch.
+            # Segments with the same index in all messages of this step form a batch.
             segments: list[_Segment] = []
             for side, moves in enumerate((step.send, step.recv)):
                 for move in moves:
@@ -372,8 +373,9 @@ class _Execution:
             self.settle()
 
     def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
-        """Post one batch, after the data that it depends on has arrived."""
-        # Contributions arrive in separate memory, so they may arrive while the buffer is still being read.
+        """Post a batch, after waiting for the earlier batches that it depends on."""
+        # Contributions to a reduction are received into separate memory, so earlier sends may still be reading the
+        # buffer.
         hazards = [] if reduce else recvs
         while self.flight and (len(self.flight) >= IN_FLIGHT or self._conflicts(sends, hazards)):
             self.settle()
@@ -399,14 +401,14 @@ class _Execution:
         self.flight.append(_InFlight(work, step, sends, recvs, reduce, packed, landed, aside))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
-        # Plain loops, because this runs for each message, and a generator would cost more than the test itself.
+        # Plain loops, because this runs for each batch, and a generator would cost more than the test itself.
         for batch in self.flight:
             if _overlap(reads, batch.recvs) or _overlap(overwrites, batch.recvs) or _overlap(overwrites, batch.sends):
                 return True
         return False
 
     def settle(self) -> None:
-        """Wait for the oldest batch, and store the received data, if possible while its sends are still in flight."""
+        """Wait for the oldest batch, and store its received data, if possible before its sends have completed."""
         batch = self.flight.popleft()
         try:
             early = batch.aside and not _overlap(batch.recvs, batch.sends)
@@ -423,7 +425,7 @@ class _Execution:
             self._spare.give(tensor)
 
     def _store(self, batch: _InFlight) -> None:
-        """Reduce or copy data from separate memory, and release that memory."""
+        """Reduce or copy received data from separate memory into the buffer, and release that memory."""
         found: dict[tuple[int, int, int], tuple[Region, list[tuple[int, torch.Tensor]]]] = {}
         for (peer, regions), beside in zip(batch.recvs, batch.landed, strict=True):
             if beside is None:
@@ -444,7 +446,7 @@ class _Execution:
                 self._spare.give(beside)
 
     def _reduce(self, region: Region, contributions: list[tuple[int, torch.Tensor]]) -> None:
-        """Reduce received contributions and this rank's own into the region, in a balanced tree by rank."""
+        """Reduce received contributions and this rank's own into a region, in a balanced tree in rank order."""
         target = region.tensor
         own = target if region.own is None else region.own
 

@@ -1,4 +1,4 @@
-"""Collectives in a native core, one native call each, whatever the tensors."""
+"""Collectives in a native core: each collective is one native call, for single tensors, lists and any layout."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _OPS = (str, ReduceOp)
 
 
 class Programs:
-    """Algorithms' steps in a core's format.
+    """Cache of algorithms' steps in the native core's format.
 
     Args:
         module: The native core.
         rank, size: This rank, and the number of ranks.
-        latency_s, second_per_byte: Cost of a message.
+        latency_s, second_per_byte: Latency of a message in seconds, and seconds per byte.
 
     Attributes:
-        ops, families: The core's numbers of reduce operations and collectives.
+        ops, families: The core's numbers for reduce operations and for collectives, by name.
         default: A program without chunks, which makes the core use its preferred steps.
     """
 
@@ -76,10 +76,10 @@ class Programs:
         self.default: Program = module.Program([], 0, size, 0)
 
     def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Program:
-        """Return the cheapest steps for calls of up to `nbytes`.
+        """Return the steps of the cheapest algorithm for calls of up to `nbytes`.
 
         Args:
-            number, op, dtype, root: The core's numbers.
+            number, op, dtype, root: The core's numbers for the collective, operation and dtype, and the root or -1.
             nbytes: Size of the whole message in bytes.
         """
         inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
@@ -89,7 +89,7 @@ class Programs:
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
 
     def named(self, number: int, op: int, root: int, label: str) -> Program | None:
-        """Return the steps of the algorithm that the caller named; None if the call needs the general path."""
+        """Return the steps of the algorithm with this name, or None if the call must use the general path."""
         key = number, op, root, label
         if type(label) is not str:
             return None
@@ -105,7 +105,7 @@ class Programs:
         return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
 
     def of(self, schedule: Schedule, label: str) -> Program:
-        """Return the steps of a named algorithm's schedule."""
+        """Return the steps of a schedule. `label` names its algorithm."""
         if (schedule, label) not in self._made:
             number = xxhash.xxh3_64_intdigest(label.encode())
             self._made[schedule, label] = self._module.Program(schedule.numbers(), schedule.chunks, self._size, number)
@@ -113,12 +113,12 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """One rank's messages, which Python moves while the core does not.
+    """One rank's messages that Python moves, as seen by the native core's caller.
 
     Attributes:
         lock: Lock to hold while moving bytes.
-        idle: Whether no message is in flight here, so that the core may move the next message by itself.
-        held: Whether the core is moving a message.
+        idle: Whether Python has no message in flight, so that the core may move the next message.
+        held: Whether the core is moving a message now.
     """
 
     lock: threading.RLock
@@ -126,18 +126,19 @@ class MessageEnds(Protocol):
     held: bool
 
     def has_read(self, peer: int, tag: int) -> bool:
-        """Return whether the next message with this tag may have been read already, at least in part."""
+        """Return whether Python may already have read the next message with this tag, at least in part."""
         ...
 
 
 class NativeCalls(ABC):
-    """Native collectives for one group. Calls that the core does not support are refused, and take the general path.
+    """Native collectives for one group. Refuses calls that the core does not support; these use the general path.
 
     Args:
         core: The native core.
         rank, size: This rank, and the number of ranks.
-        programs: The steps of algorithms.
-        messages: Messages that Python moves, if the core moves the others; None if the core moves none.
+        programs: The steps of each algorithm, as the native core reads them.
+        messages: Messages that Python moves, with which the core's messages must not interfere; None if the core moves
+        no messages.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class NativeCalls(ABC):
         steps: Program,
         deadline: float,
     ) -> Status:
-        # The root of a broadcast only reads its tensor, and so does each non-root rank of a reduce.
+        # In a broadcast, the root only reads its tensor; in a reduce, all other ranks do.
         written = root < 0 or (self._rank == root) == (collective.root == "dst")
         target = as_flat(output, collective.output, written=written)
         address = 0
@@ -203,7 +204,7 @@ class NativeCalls(ABC):
             source = as_flat(input, collective.input)
             if source is None or source.dtype is not target.dtype:
                 return Status.UNSUPPORTED
-            # Each rank's part consists of whole rows; the core checks lengths.
+            # Check that each rank's part consists of whole rows, because the core only checks the lengths of parts.
             if collective.pairwise and not (
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
@@ -260,7 +261,7 @@ class NativeCalls(ABC):
 
     # -- blocking messages ---------------------------------------------------------------------------
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Implement `FastPath`: True only while no other messages are in flight."""
+        """Implement `FastPath`. True only while no other messages are in flight."""
         return (
             self._messages is not None
             and self._messages.idle
@@ -273,7 +274,7 @@ class NativeCalls(ABC):
         )
 
     def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
-        """Implement `FastPath`. A receive is refused if a different message is next."""
+        """Implement `FastPath`. Refuses a receive if the next message is a different one."""
         messages = self._messages
         receives = name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
@@ -281,7 +282,7 @@ class NativeCalls(ABC):
             return Status.UNSUPPORTED
         move = self.core.receive if receives else self.core.send
         with messages.lock:
-            # Another thread may have begun a message since `takes`.
+            # Check again: another thread may have begun a message since `takes`.
             if not messages.idle or (receives and messages.has_read(peer, tag)):
                 return Status.UNSUPPORTED
             messages.held = True
@@ -295,19 +296,19 @@ class NativeCalls(ABC):
 
     # -- calls of the general path -------------------------------------------------------------------
     def _codes_of(self, call: Call) -> tuple[int, int]:
-        """Return the core's numbers for a call's operation and dtype; 0 if it has none."""
+        """Return the core's numbers for a call's operation and dtype, with 0 for none."""
         tensors = call.inputs or call.outputs
         op = ReduceOp.AVG if call.average else call.op
         return 0 if op is None else self._ops[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0
 
     def carries(self, call: Call) -> bool:
-        """Return whether `carry` supports a call: any algorithm, but only reductions that have a kernel."""
+        """Return whether `carry` supports a call: any algorithm, but no reductions without a kernel in the core."""
         if not (call.steps is None or isinstance(call.steps, Schedule)):
             return False
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Carry out a call as a transport receives it, with the caller's algorithm if one was named."""
+        """Run a call from the general path, with the steps of its algorithm if the caller chose one."""
         number = self._families[call.name]
         codes = self._codes_of(call)
         root = -1 if call.root is None else call.root
@@ -322,13 +323,13 @@ class NativeCalls(ABC):
         self.check(failure, call.fingerprint)
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
-        """Compare everything in separate rounds; return when all ranks are known to make the same call."""
+        """Compare all ranks' calls in separate rounds without data; return when all are known to match."""
         counts = [*fingerprint.sends, *fingerprint.receives]
         digest = hash_of(fingerprint.compared(shapes=shapes)[1:])
         self.check(self.core.compare(digest, counts, deadline), fingerprint)
 
     def check(self, failure: Outcome | None, fingerprint: Fingerprint) -> None:
-        """If a call from the general path has failed, raise its error."""
+        """Raise the error of a failed call from the general path. Do nothing if the call succeeded."""
         ended = self._ended(failure)
         if ended is Status.MISMATCH:
             self.mismatch(fingerprint)
@@ -342,14 +343,14 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def _cause(self) -> BaseException | None:
-        """Return why waits were ended."""
+        """Return the error with which waits were ended, or None."""
 
     def abort(self) -> None:
-        """End every wait, from any thread."""
+        """End every current and later wait. May be called from any thread."""
         self.core.abort()
 
     def _ended(self, failure: Outcome | None) -> Status:
-        """Return how a call ended, or raise its error."""
+        """Return the status of a call that ended, or raise its error."""
         if failure is None:
             return Status.OK
         status = failure.status
@@ -368,7 +369,7 @@ class NativeCalls(ABC):
 
 
 class NativeTransport(Transport):
-    """Transport whose collectives run in a native core, on flat memory, with any algorithm."""
+    """Transport whose collectives run in a native core, on contiguous memory, with any algorithm."""
 
     native: frozenset[str] = frozenset(FAMILIES)
     any_source = checks = True
@@ -380,9 +381,9 @@ class NativeTransport(Transport):
         return not call.lengths and self.calls.carries(call)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare message-based and backward calls in a separate round.
+        """Compare calls that the core does not carry, and calls of the backward pass, in a separate round.
 
-        Native calls are compared in their first round.
+        All other calls run in the core, which compares them in their first round.
         """
         if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
             self.calls.compare(call.fingerprint, deadline)
@@ -394,15 +395,15 @@ class NativeTransport(Transport):
 
 
 def check_builds(backend: str, builds: Sequence[str]) -> None:
-    """Raise if a rank has no native core, or a different one.
+    """Raise an error unless all ranks have the same build of the native core.
 
     Args:
-        backend: Backend that needs the core.
-        builds: Identifier of each rank's core.
+        backend: Name of the backend that needs the core.
+        builds: Identifier of each rank's build; empty for a rank without a core.
 
     Raises:
         UnavailableError: A rank has no native core.
-        CommError: Ranks have different builds of it.
+        CommError: Ranks have different builds of the native core.
     """
     if "" in builds:
         raise UnavailableError(
@@ -420,7 +421,7 @@ def known_dtypes() -> list[tuple[str, int]]:
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return addresses and element counts. Uses loops, because comprehensions in Python 3.11 are function calls."""
+    """Return addresses and element counts, in a plain loop: comprehensions are function calls in Python 3.11."""
     addresses = []
     counts = []
     for tensor in tensors:

@@ -28,13 +28,13 @@ _Chosen = tuple[str, Steps | None]
 
 
 class Selection:
-    """Choice of an algorithm for each call on a transport, cached for later calls of the same kind.
+    """Chooses an algorithm for each call on a transport. Caches the choice for later calls of the same kind.
 
     Args:
-        transport: Source of native collectives and costs.
+        transport: Transport with native collectives and message costs to consider.
         segment_bytes: Maximum size of an algorithm's messages.
-        deterministic: Whether sums of rounded numbers must be reduced in the balanced tree over the ranks.
-        machine: Function that returns what "auto" depends on besides the call; None if no call uses "auto".
+        deterministic: Whether floating-point sums and products must be reduced in the balanced tree over the ranks.
+        machine: Function that returns the cost constants and ranks per host for "auto"; None if no call uses "auto".
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Selection:
         """Return an algorithm's name with options, and its steps, or "native" and None.
 
         Args:
-            call: The call, without steps.
-            requested: The caller's choice; `ValueError` lists the known names if it cannot serve the call.
-                "fewest_bytes" is native, or the algorithm that sends the fewest bytes, regardless of its rounds. "auto"
-                is the algorithm with the lowest predicted time, determined by operation, size class, number of ranks,
-                hosts and cost table.
+            call: The call, without an algorithm's steps.
+            requested: The caller's choice. If it cannot serve the call, a ValueError lists the possible names.
+                "fewest_bytes" means the native collective if there is one, or else the algorithm that sends the fewest
+                bytes, regardless of its rounds. "auto" means the algorithm with the lowest predicted time, which
+                depends on the operation, size class, number of ranks, hosts and cost table.
         """
         native = bool(self._transport.native) and self._transport.supports(call)
         if native and requested is None and not self._deterministic:
             return NATIVE, None
         tensors = call.inputs or call.outputs
         dtype = tensors[0].dtype if tensors else None
-        # By `size_class`, so that all calls of a class make the same choice.
+        # Choose by size class, so that all calls in a class use the same algorithm.
         bits = max(0, message_bytes(call, self._size) - 1).bit_length()
         machine = self._machine() if requested == AUTO and self._machine is not None else None
         uniform = requested is None or _is_uniform(call)
@@ -83,7 +83,7 @@ class Selection:
     def plan(
         self, collective: str, nbytes: int, dtype: torch.dtype, op: ReduceOp | None, algorithm: str | None
     ) -> Choice:
-        """Return the algorithm that "auto" chooses for a call, and the predicted times of all that can serve it.
+        """Return the algorithm that "auto" chooses for a call, and the predicted times of all possible algorithms.
 
         Args:
             collective, nbytes, dtype, algorithm: As for `Communicator.plan`.
@@ -140,13 +140,13 @@ class Selection:
 
 
 def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = None, why: str = "") -> Choice:
-    """Return the algorithm that "auto" chooses, with the predicted times of the others.
+    """Return the algorithm that "auto" chooses, and the predicted times of the other algorithms.
 
     Args:
         needs: Requirements of the call.
         nbytes: A size class.
-        machine: Constants and hosts.
-        forced: A different algorithm to choose, for the reason given in `why`.
+        machine: Cost constants and ranks per host.
+        forced: Algorithm to choose instead of the fastest, for the reason in `why`.
     """
     fastest = _fastest(needs, nbytes, machine)
     if forced is None or forced == fastest.algorithm:
@@ -167,7 +167,7 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
 
 @lru_cache(maxsize=4096)
 def _fastest(needs: Needs, nbytes: int, machine: Machine) -> Choice:
-    # One rank alone cannot tell whether all ranks' parts have equal lengths.
+    # Assume uneven parts, because a rank cannot tell whether other ranks' parts have the same length.
     return compare(needs.collective, _serving(needs, uneven=True), needs.size, nbytes, machine)
 
 
@@ -175,10 +175,9 @@ class Needs(NamedTuple):
     """Requirements of a call that an algorithm must meet.
 
     Attributes:
-        rounded: Whether results depend on the order of operations: sums and products of floating-point numbers.
-        balanced: Whether that order must be the balanced tree over the ranks.
-        rotated: Whether the root is not rank 0, so that ranks are numbered differently in the algorithm than in the
-            call.
+        rounded: Whether results depend on the order of operations, as for sums and products of floating-point numbers.
+        balanced: Whether this order must be the balanced tree over the ranks.
+        rotated: Whether the root is not rank 0, so that the algorithm numbers the ranks differently than the call.
     """
 
     collective: str
@@ -189,7 +188,7 @@ class Needs(NamedTuple):
 
 
 def message_bytes(call: Call, size: int) -> int:
-    """Return the size in bytes of the whole message: equal on all ranks unless lengths differ between pairs."""
+    """Return the size of the whole message in bytes. It is the same on all ranks unless pairs differ in length."""
     family = FAMILIES[call.name]
     if call.lengths:
         return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize
@@ -207,10 +206,10 @@ def _serving(needs: Needs, *, uneven: bool = False) -> list[str]:
 
 
 def serves(name: str, needs: Needs, *, uneven: bool) -> bool:
-    """Return whether an algorithm serves a call with these needs, and, if `uneven`, with parts of different lengths."""
+    """Return whether an algorithm can serve a call. `uneven` means that the ranks' parts may differ in length."""
     algorithm = find(needs.collective, name)
     served = algorithm.serves(needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
-    # In a single round the root reduces in the order of the call's ranks.
+    # In a single round, the root itself reduces all contributions, in the order of the call's ranks.
     return served and not (needs.balanced and needs.rotated and algorithm.cost(needs.size, 1).rounds > 1)
 
 
@@ -244,8 +243,8 @@ def cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float
 
     Args:
         needs: Requirements of the call.
-        nbytes: Bytes of the whole message.
-        latency_s, second_per_byte: Cost of a message.
+        nbytes: Size of the whole message in bytes.
+        latency_s, second_per_byte: Latency of a message in seconds, and seconds per byte.
     """
 
     def seconds(name: str) -> tuple[float, int]:
@@ -253,5 +252,5 @@ def cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float
         latencies = cost.rounds + GAP * max(0, cost.messages - cost.rounds)
         return latencies * latency_s + cost.sent * second_per_byte, cost.rounds
 
-    # One rank alone cannot tell whether all ranks' parts have equal lengths.
+    # Assume uneven parts, because a rank cannot tell whether other ranks' parts have the same length.
     return min(_serving(needs, uneven=True), key=seconds)

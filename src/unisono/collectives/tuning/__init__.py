@@ -1,1 +1,1 @@
-"""Chooses algorithms by prediction: the machine's constants, fitted to measured calls, and predicted times."""
+"""Algorithm choice by prediction: cost constants fitted to measured calls, and predicted times."""

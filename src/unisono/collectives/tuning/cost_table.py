@@ -1,4 +1,4 @@
-"""Table of a machine's constants, from which algorithms' times are predicted, and the file that stores it."""
+"""Table of a machine's cost constants, used to predict the times of algorithms, and the file that stores the table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FORMAT = 2
 
 
 class LinkCost(NamedTuple):
-    """Latency in seconds, and seconds per byte.
+    """Cost of a link: latency in seconds (alpha), and seconds per byte (beta).
 
     Example:
         >>> LinkCost(alpha=10e-6, beta=1e-9).beta
@@ -43,16 +43,16 @@ class LinkCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """A machine's constants: the cost of messages inside a host and between hosts, and of a rank's CPU time.
+    """A machine's cost constants for messages inside a host, messages between hosts, and CPU time.
 
     Args:
         inside: Cost of messages between ranks on one host.
         between: Cost of messages between hosts.
         gamma: Seconds to reduce one received byte.
         overhead: CPU time per message in seconds.
-        measured: False for a transport's built-in constants.
-        cores: Number of cores that a host's ranks share, if fewer than its ranks; 0 if each rank has its own.
-        overrides: Pairs of a collective and the algorithm that "auto" uses, regardless of predictions.
+        measured: Whether the constants were measured; False for a transport's built-in constants.
+        cores: Number of a host's cores if it has fewer cores than ranks; 0 if each rank has its own core.
+        overrides: Pairs of a collective and the algorithm that "auto" uses for it, regardless of predictions.
 
     Example:
         >>> table = CostTable(LinkCost(1e-6, 1e-10), LinkCost(10e-6, 1e-9))
@@ -75,7 +75,7 @@ class CostTable:
 
     @classmethod
     def builtin(cls, latency_s: float, second_per_byte: float) -> CostTable:
-        """Return the table with a transport's built-in constants, which are the same inside a host and between hosts.
+        """Return a table with a transport's built-in constants, with equal costs inside a host and between hosts.
 
         Args:
             latency_s, second_per_byte: As for `Transport`.
@@ -89,7 +89,7 @@ class CostTable:
         return hashlib.sha256(json.dumps(self._constants(), sort_keys=True).encode()).hexdigest()[:12]
 
     def with_overrides(self, overrides: Mapping[str, str]) -> CostTable:
-        """Return this table with additional overrides, which take precedence over its own.
+        """Return this table with additional overrides, which take precedence over existing overrides.
 
         Args:
             overrides: An algorithm for each collective.
@@ -102,7 +102,7 @@ class CostTable:
         return {**links, **processor, "measured": self.measured}
 
     def to_json(self, **further: Any) -> str:
-        """Return the table as JSON, with its format and hash.
+        """Return the table as JSON, including the format's version and the table's hash.
 
         Args:
             further: Additional entries, which `from_json` ignores.
@@ -118,7 +118,8 @@ class CostTable:
             text: JSON.
 
         Raises:
-            ValueError: It is not such a table, has a different format, or its constants do not match its hash.
+            ValueError: The text is not a cost table, has a different format, or contains constants that do not match
+            its hash.
         """
         try:
             found = json.loads(text)
@@ -171,7 +172,7 @@ _OVERRIDES = "UNISONO_ALGORITHM"
 
 
 class TableFile:
-    """File with the cost table for one backend and pattern of hosts.
+    """File with the cost table for one backend and one distribution of ranks over hosts.
 
     Args:
         backend: Name of the backend.
@@ -188,7 +189,7 @@ class TableFile:
         )
 
     def load(self) -> CostTable | None:
-        """Return the table; None if there is no file, or if it is damaged or not ours, which is logged."""
+        """Return the table, or None if the file is missing, damaged or for other hosts. Logs why a file is ignored."""
         try:
             text = self.path.read_text(encoding="utf-8")
             table = CostTable.from_json(text)
@@ -202,10 +203,10 @@ class TableFile:
         return table
 
     def store(self, table: CostTable) -> None:
-        """Replace the file, or log why that failed."""
+        """Replace the file with `table`, or log why that failed."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # The temporary file is created with mode 0600.
+            # `mkstemp` creates the file with mode 0600, so other users cannot change it.
             handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -223,7 +224,7 @@ class TableFile:
         """Return the overrides from the environment.
 
         Raises:
-            ValueError: They are malformed.
+            ValueError: The overrides are malformed.
         """
         try:
             return parse_overrides(os.environ.get(_OVERRIDES, ""))

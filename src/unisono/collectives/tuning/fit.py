@@ -1,4 +1,4 @@
-"""Fits a machine's constants to measured calls, minimizing the squares of relative errors."""
+"""Fits a machine's cost constants to measured calls by least squares of the relative errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
     """Return the non-negative constants that best predict measured calls.
 
     Args:
-        cells: Calls with several sizes and algorithms, including some that send several messages per round.
+        cells: Calls with several sizes and algorithms, some of which send several messages per round.
         cores: Number of cores that the ranks shared, if fewer than the ranks; 0 otherwise.
 
     Example:
@@ -68,7 +68,7 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
 
 
 def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[float, ...]:
-    """Return the non-negative constants with which the rows' sums come closest to the measured seconds."""
+    """Return the non-negative constants for which `rows` times the constants is closest to the measured seconds."""
     weighted = torch.tensor(rows, dtype=torch.float64)
     weighted /= torch.tensor([[cell.seconds] for cell in cells], dtype=torch.float64)
     kept = [column for column in range(4) if weighted[:, column].any()]
@@ -85,9 +85,10 @@ def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[flo
 
 
 def _coefficients(cell: Cell, constants: Sequence[float], cores: int) -> list[float]:
-    """Return the derivatives of a predicted time by alpha, beta, gamma and the overhead, at these constants.
+    """Return the derivatives of a predicted time with respect to alpha, beta, gamma and overhead.
 
-    A predicted time is piecewise linear, so near these constants it is the sum of derivatives times constants.
+    A predicted time is piecewise linear in the constants, so near `constants` it equals the sum of each constant times
+    its derivative.
     """
     algorithm = find(cell.collective, cell.algorithm)
 

@@ -1,4 +1,4 @@
-"""Predicts the time of each algorithm that can serve a call, from its declared cost and its steps."""
+"""Predicts the time of each algorithm for a call from the algorithm's declared cost and its steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SEGMENTS = (1, 2, 4, 8, 16, 32)
 
 
 class Machine(NamedTuple):
-    """Constants and hosts, on which a choice depends in addition to the call.
+    """Cost constants and number of ranks per host, on which the choice of an algorithm depends in addition to the call.
 
     Attributes:
-        table: Constants, equal on all ranks.
+        table: Cost constants, equal on all ranks.
         per_host: Ranks per host, if all hosts have the same number of consecutive ranks; 0 otherwise.
     """
 
@@ -37,7 +37,7 @@ class Choice:
         size: Number of ranks.
         nbytes: Size of the message in bytes, rounded up to a power of two.
         algorithm: Name of the chosen algorithm, with its options.
-        options: The options by name.
+        options: Options of the chosen algorithm by name.
         predicted_s: Predicted time in seconds.
         others: Predicted times of the other algorithms in seconds, by name.
         why: Reason, as a sentence.
@@ -67,10 +67,10 @@ class Choice:
 
 
 def size_class(nbytes: int) -> int:
-    """Return the number of bytes rounded up to a power of two; all calls in a class use the same choice.
+    """Return the number of bytes rounded up to a power of two. All calls in a size class use the same algorithm.
 
     Args:
-        nbytes: Bytes of the message.
+        nbytes: Size of the message in bytes.
 
     Example:
         >>> size_class(0), size_class(1024), size_class(1025)
@@ -94,18 +94,18 @@ class _StepTraffic(NamedTuple):
 def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the predicted time of a collective in seconds.
 
-    Each round costs one latency; a step's bytes move at link speed (between hosts, a host's ranks share a link);
-    received data is reduced while further messages of the round arrive; and each message costs the overhead. The steps
-    are those of rank 0, or, with several hosts, those of the first host's ranks. If the longest chain of messages has
-    more rounds than these ranks' steps, each round moves at least their smallest message. Ranks that share
-    fewer cores take at least their total work divided by the cores (Brent, 1974): inside a host, the latency of waking
-    a waiting rank counts as work, as do copies.
+    Each round costs one latency, and each message costs the overhead. A step's bytes move at link speed; between hosts,
+    a host's ranks share one link. Received data is reduced while further messages of the round arrive. Only the steps
+    of rank 0 are examined, or those of all ranks on the first host if there are several hosts. If the algorithm has
+    more rounds than these ranks have steps, each round moves at least their smallest message. If a host has fewer cores
+    than ranks, the time is at least the ranks' total work divided by the number of cores (Brent, 1974). This work
+    includes copies and the latency of waking a waiting rank.
 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
-        nbytes: Bytes of the message.
-        machine: Constants and hosts.
+        nbytes: Size of the message in bytes.
+        machine: Cost constants and ranks per host.
     """
     table = machine.table
     per_host = machine.per_host
@@ -131,7 +131,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     seconds = far * table.between.alpha + (cost.rounds - far) * near.alpha
     moving = max(moving, cost.rounds * least * near.beta)
     reducing = reduced * table.gamma
-    # All messages of a round except the first arrive while others are reduced.
+    # While the first message of a round is being reduced, further messages of the round arrive.
     beside = min(moving, reducing) * cost.rounds / max(1, cost.rounds, cost.messages)
     seconds += max(moving, reducing) + beside + cost.messages * table.overhead
     if not 0 < table.cores < per_host:
@@ -145,7 +145,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
 def _traffic(
     algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int
 ) -> Iterator[_StepTraffic]:
-    """Yield a rank's traffic in each step, without empty messages. Without hosts, all ranks count as near."""
+    """Yield a rank's traffic in each step, without empty messages. If `per_host` is 0, all ranks count as near."""
     host = rank // per_host if per_host else 0
 
     def side(step: Step, receives: bool) -> tuple[int, int, int, int]:
@@ -169,7 +169,7 @@ def _traffic(
 
 
 def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]:
-    """Return an algorithm with each of its possible options."""
+    """Return variants of an algorithm with different options, or the algorithm itself if its options are set."""
     if algorithm.options:
         return [algorithm]
     known = getattr(algorithm.file, "OPTIONS", {})
@@ -182,15 +182,15 @@ def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]
 def compare(
     collective: str, names: Sequence[str], size: int, nbytes: int, machine: Machine, *, why: str = ""
 ) -> Choice:
-    """Return the fastest of several algorithms; ties go to the one with fewer messages.
+    """Return the algorithm with the lowest predicted time. Of equally fast algorithms, prefers fewer messages.
 
     Args:
         collective: The collective.
-        names: Names of algorithms; at least one. Options in a name are kept.
+        names: Names of algorithms, at least one. If a name has options, only these are considered.
         size: Number of ranks.
-        nbytes: Bytes of the message.
-        machine: Constants and hosts.
-        why: Reason for the choice; by default, that it is the fastest.
+        nbytes: Size of the message in bytes.
+        machine: Cost constants and ranks per host.
+        why: Reason for the choice. By default, it says that the algorithm is the fastest.
 
     Example:
         >>> machine = Machine(CostTable.builtin(latency_s=10e-6, second_per_byte=1e-9), per_host=64)
@@ -199,7 +199,7 @@ def compare(
     """
     found = [one for name in names for one in _variants(find(collective, name), size, machine.per_host)]
     seconds = {one.label: predicted(one, size, nbytes, machine) for one in found}
-    # Compare rounded times, because sums taken in a different order differ in their last bits.
+    # Compare rounded times: equal times may differ in their last bits because they were summed in different orders.
     fewest = {one.label: one.cost(size, nbytes).messages for one in found}
     chosen = min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
     least = seconds.pop(chosen.label)

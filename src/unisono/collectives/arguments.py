@@ -215,7 +215,7 @@ class _Side(NamedTuple):
     Attributes:
         tensors: The caller's tensors: a single tensor, or one tensor per rank.
         counts: Number of elements in each part. A part is a tensor, or a slice of a single tensor that contains all
-        parts.
+            parts.
     """
 
     tensors: tuple[torch.Tensor, ...]

@@ -138,7 +138,7 @@ class NativeCalls(ABC):
         rank, size: This rank, and the number of ranks.
         programs: The steps of each algorithm, as the native core reads them.
         messages: Messages that Python moves, with which the core's messages must not interfere; None if the core moves
-        no messages.
+            no messages.
     """
 
     def __init__(

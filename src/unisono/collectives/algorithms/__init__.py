@@ -1,4 +1,4 @@
-"""Collective algorithms by name, each a file that only computes with integers: `<collective>/<algorithm>.py`."""
+"""Collective algorithms by name. Each is a file `<collective>/<algorithm>.py` that only computes with integers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
     """Return an algorithm by its name.
 
     Args:
-        collective: A name of `COLLECTIVES`.
-        name: A name of `ALGORITHMS[collective].names()`, optionally with options: "double_binary_tree:segments=8",
+        collective: A name in `COLLECTIVES`.
+        name: A name in `ALGORITHMS[collective].names()`, optionally with options: "double_binary_tree:segments=8",
             "hierarchical:levels=8x128".
-        options: Options of this algorithm, as listed in its file; they take precedence over those in the name.
+        options: Options of the algorithm, as listed in its file. They take precedence over options in `name`.
 
     Raises:
-        ValueError: There is no such collective, algorithm or option (the message lists the known ones), or an option's
-            value is not an integer.
+        ValueError: There is no such collective, algorithm or option, or an option's value is not an integer. The
+            message lists the known names.
 
     Example:
         >>> find("all_reduce", "ring").chunks(size=5)
@@ -64,7 +64,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
 
 def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
-    """Return the algorithm specified by a name, a file or an algorithm; raise if it cannot serve this size."""
+    """Return the algorithm given by name or file, or as an `Algorithm`. Raises ValueError if it cannot serve `size`."""
     if isinstance(algorithm, str):
         algorithm = find(collective, algorithm)
     elif not isinstance(algorithm, Algorithm):
@@ -82,7 +82,7 @@ def serving(
     """Return the names of the algorithms that can serve a call.
 
     Args:
-        collective: A name of `COLLECTIVES`.
+        collective: A name in `COLLECTIVES`.
         size: Number of ranks, from 1.
         rounded: Whether the call adds or multiplies floating-point numbers.
         uneven: Whether parts may differ in length.

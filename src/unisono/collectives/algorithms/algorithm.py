@@ -1,4 +1,4 @@
-"""An algorithm for a collective: the functions in its file, with its options bound."""
+"""An algorithm for a collective: the functions in its file, and values for its options."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = [
 
 
 class AlgorithmFile(Protocol):
-    """Interface of a file in `algorithms/<collective>/`. Rooted collectives are written for root 0.
+    """Interface of a file in `algorithms/<collective>/`. Algorithms of rooted collectives use rank 0 as the root.
 
-    The interpreter renumbers ranks for other roots. A file may also define:
+    For other roots, the executor renumbers the ranks. A file may also define:
 
-    - `chunks(size)`: the number of chunks in a message. Only all_reduce, reduce and broadcast may choose it; by default
-      it is 2p for all_to_all, where each rank sends chunks 0 to p-1 and receives chunks p to 2p-1 (chunks from 2p on
-      are scratch), 1 for a barrier, and p for all other collectives.
-    - `unsupported(size)`: the reason why it cannot serve this number of ranks; an empty string if it can.
-    - `SAME_BITS = False`, if ranks may end with differently rounded sums. Such an algorithm serves exact dtypes only.
+    - `chunks(size)`: the number of chunks in a message. The default is 1 for a barrier, 2p for an all_to_all, and p for
+      other collectives. Only algorithms for all_reduce, reduce and broadcast may choose it freely. In an all_to_all,
+      each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
+    - `unsupported(size)`: the reason why the algorithm cannot serve this number of ranks; an empty string if it can.
+    - `SAME_BITS = False`, if ranks may get differently rounded sums. Such an algorithm is only used for exact dtypes.
     - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of ranks.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.
-    - `OPTIONS`: a dict of keyword arguments, with defaults, that all its functions take (`{"segments": 1}`).
+    - `OPTIONS`: a dict of keyword arguments, with defaults, that all functions in the file accept (`{"segments": 1}`).
 
     Example:
         >>> from unisono.collectives.algorithms.all_gather import ring
@@ -45,10 +45,10 @@ class AlgorithmFile(Protocol):
     """
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """Return a rank's steps, in order.
+        """Return a rank's steps in order.
 
         Args:
-            rank: A rank of the group; the root is rank 0.
+            rank: The rank, in a numbering in which the root is rank 0.
             size: Number of ranks, from 1.
         """
         ...
@@ -58,21 +58,21 @@ class AlgorithmFile(Protocol):
 
         Args:
             size: Number of ranks, from 2.
-            numel: Number of elements in the message, that is, in all chunks of one rank's input or output, whichever is
-                longer. Chunks are nearly equal in length; if they differ, the first ones are longer.
+            numel: Number of elements in the message, that is, in one rank's input or output, whichever is longer.
+                Chunks are nearly equal in length, with longer chunks first.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Algorithm for a collective, with its options bound.
+    """Algorithm for a collective, with values for its options.
 
     Args:
-        collective: Its collective.
-        name: Its name.
-        file: Its functions.
-        options: Keyword arguments for these functions that differ from the defaults.
+        collective: Name of the collective.
+        name: Name of the algorithm.
+        file: File with the algorithm's functions.
+        options: Options that differ from the file's defaults, by name.
 
     Example:
         >>> ring = un.algorithms.find("all_reduce", "ring")
@@ -94,22 +94,22 @@ class Algorithm:
 
     @property
     def same_bits(self) -> bool:
-        """True if all ranks end up with the same bits, even if sums are rounded."""
+        """Whether all ranks get bit-identical results, even if sums are rounded."""
         return bool(getattr(self.file, "SAME_BITS", True))
 
     @property
     def balanced(self) -> bool:
-        """True if sums are reduced in the balanced binary tree over the ranks, for any number of ranks."""
+        """Whether sums are reduced in the balanced binary tree over the ranks, for any number of ranks."""
         return bool(getattr(self.file, "BALANCED", False))
 
     @property
     def uniform(self) -> bool:
-        """True if all parts of an all_to_all must be equally long."""
+        """Whether all parts of an all_to_all must be equally long."""
         return bool(getattr(self.file, "UNIFORM", False))
 
     @property
     def label(self) -> str:
-        """Name and options, as `find` parses them: "double_binary_tree:segments=8"."""
+        """Name and options in the format of `find`, such as "double_binary_tree:segments=8"."""
         values = (
             f"{option}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}"
             for option, value in self.options.items()
@@ -117,7 +117,7 @@ class Algorithm:
         return ":".join((self.name, *values))
 
     def parse_options(self, pairs: Iterable[str]) -> dict[str, Any]:
-        """Return the options parsed from strings such as "segments=8" and "levels=8x128".
+        """Parse options from strings such as "segments=8" and "levels=8x128".
 
         Args:
             pairs: One string per option.
@@ -145,7 +145,7 @@ class Algorithm:
         """Return this algorithm with different options.
 
         Args:
-            options: New values for the file's options, by name; other options keep their values.
+            options: New values of options, by name. Other options keep their values.
 
         Example:
             >>> un.algorithms.find("all_reduce", "ring").with_options().name
@@ -197,7 +197,7 @@ class Algorithm:
         return chunks(size, **self.options) if chunks else default_chunks(self.collective, size)
 
     def parts(self, size: int) -> int:
-        """Return the number of parts in a message: its chunks, except in an all_to_all, which has one part per rank.
+        """Return the number of parts in a message. A part is a chunk or, in an all_to_all, the data for one rank.
 
         Args:
             size: Number of ranks.
@@ -227,10 +227,10 @@ class Algorithm:
         return [0, *accumulate(lengths[chunk % parts] for chunk in range(self.chunks(size)))]
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """Return a rank's steps; none if it is alone.
+        """Return a rank's steps in order. There are none if the group has only one rank.
 
         Args:
-            rank: A rank of the group; the root is rank 0.
+            rank: The rank, in a numbering in which the root is rank 0.
             size: Number of ranks, from 1.
 
         Example:
@@ -244,7 +244,7 @@ class Algorithm:
 
         Args:
             size: Number of ranks, from 1.
-            numel: Elements of the message.
+            numel: Number of elements in the message.
 
         Example:
             >>> un.algorithms.find("broadcast", "binomial").cost(size=8, numel=100)
@@ -262,7 +262,7 @@ FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions in this rank's chunk before the first step, as a bit mask; 0 if there are none.
+    """Return the contributions in a rank's chunk before the first step, as a bit mask; 0 for an empty chunk.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -279,7 +279,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions that this rank's chunk must contain at the end, as a bit mask; 0 if anything is allowed.
+    """Return the contributions that must be in a rank's chunk at the end, as a bit mask; 0 if any contents are allowed.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -299,7 +299,7 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
 def default_chunks(collective: str, size: int) -> int:
     """Return the default number of chunks for a collective.
 
-    Except in the collectives of `FREE_CHUNKS`, a chunk is one rank's contribution or result.
+    A chunk is one rank's contribution or result, except in the collectives in `FREE_CHUNKS`.
 
     Example:
         >>> default_chunks("all_reduce", 5), default_chunks("all_to_all", 5), default_chunks("barrier", 5)
@@ -310,11 +310,11 @@ def default_chunks(collective: str, size: int) -> int:
 
 
 def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
-    """Reduce parts in a balanced binary tree. If the halves differ, the first one is longer.
+    """Reduce parts in a balanced binary tree. If the number of parts is odd, the first half is longer.
 
     Args:
         parts: Parts to reduce; at least one.
-        plus: Function that reduces two parts, the earlier one first.
+        plus: Function that reduces two parts. Its first argument is the earlier part.
 
     Example:
         >>> balanced("abcde", lambda low, high: f"({low}+{high})")

@@ -1,4 +1,4 @@
-"""In-order binary tree with any number of places, the basis of double binary trees.
+"""In-order binary tree with any number of places, on which double binary trees are based.
 
 All left subtrees are complete, so that odd places are leaves. Source: Sanders, Speck and Träff, "Two-tree
 algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 2.
@@ -12,7 +12,7 @@ __all__ = ["children", "path"]
 
 
 def path(place: int, size: int) -> list[int]:
-    """Return the path from the root to a place, from 1 to `size`.
+    """Return the path from the root to a place. Places are numbered from 1 to `size`.
 
     Example:
         >>> path(3, 6), path(5, 6)
@@ -28,7 +28,7 @@ def path(place: int, size: int) -> list[int]:
 
 
 def children(place: int, size: int) -> list[int]:
-    """Return the places below a place: the root of the complete tree on the left, and of the rest on the right.
+    """Return a place's children: the roots of its left subtree, which is complete, and of its right subtree.
 
     Example:
         >>> children(4, 6), children(6, 6), children(5, 6)

@@ -1,7 +1,7 @@
-"""Butterflies for powers of two: in each step, every rank exchanges data with one peer.
+"""Butterfly exchanges for powers of two: in each step, every rank exchanges data with one peer.
 
-Chunks are placed so that every message of a reduction is one run: whatever the peers, the ranks that are still
-reachable after a step own adjacent places.
+Chunks are assigned to ranks ("places") such that every message of a reduction is one run of chunks: the ranks that a
+rank can still reach after a step own adjacent places, whatever the choice of peers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Peer = Callable[[int, int, int], int]
 
 
 def doubling(rank: int, step: int, size: int) -> int:
-    """Return the peer at distance 1, 2, 4, ..., whose rank differs in one bit."""
+    """Return the peer at distance 1, 2, 4, ...: its rank differs from `rank` in one bit."""
     return rank ^ 1 << step
 
 
 def swinging(rank: int, step: int, size: int) -> int:
-    """Return the peer at distance 1, -1, 3, -5, 11, ..., the sums of powers of -2; odd ranks use the opposite sign.
+    """Return the peer at distance 1, -1, 3, -5, 11, ... (sums of powers of -2), with opposite signs for odd ranks.
 
     Example:
         >>> [swinging(0, step, 16) for step in range(4)]
@@ -44,7 +44,7 @@ def swinging(rank: int, step: int, size: int) -> int:
 
 
 def needs_power_of_two(size: int) -> str:
-    """Return the reason why an algorithm cannot serve a number of ranks; empty if it is a power of two."""
+    """Return an empty string for a power of two, or else the reason why the algorithm cannot serve this size."""
     return f"needs a power of two, not {size} ranks" if size & (size - 1) else ""
 
 
@@ -69,12 +69,13 @@ def places(peer: Peer, size: int) -> tuple[int, ...]:
 
 
 def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], Move] = Move) -> Iterator[Step]:
-    """Return the steps in which ranks exchange halves, quarters, ... until each has reduced its place.
+    """Return steps in which ranks exchange halves, quarters, ... of the message until each has reduced its place.
 
     Args:
-        rank, size: As for the algorithm.
-        peer: Peer in each step.
-        move: Function that returns the message to or from a peer, given the first place and the one after the last.
+        rank, size: This rank, and the number of ranks.
+        peer: Function that returns the peer in each step.
+        move: Function that returns the message to or from a peer, given the peer, the first place and the end of the
+            run.
     """
     place = places(peer, size)[rank]
     for step in range(size.bit_length() - 1):
@@ -86,22 +87,22 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
 
 
 def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int:
-    """Return how many elements the busiest rank sends in halvings of a message, and in the same steps in reverse.
+    """Return how many elements the busiest rank sends in halvings and the same steps in reverse.
 
-    In the halvings, it sends all chunks except its own; in reverse, it sends back those that it received. The rank with
-    the first chunks, which are longer, sends the most.
+    In the halvings, a rank sends all chunks except its own. In reverse, it sends the chunks that it has received. The
+    busiest rank is the one that owns the first chunks, because these may be longer.
 
     Args:
         numel: Number of elements in the message.
         chunks: Number of chunks.
-        runs: Number of chunks that it receives in each halving.
-        own: Number of its own chunks.
+        runs: Number of chunks that each rank receives in each halving.
+        own: Number of chunks that each rank owns at the end.
     """
     return numel - elements(numel, chunks, 0, own) + sum(elements(numel, chunks, 0, run) for run in runs)
 
 
 def exchanges(rank: int, size: int, peer: Peer) -> Iterator[Step]:
-    """Return the steps in which ranks exchange everything that they have reduced so far, as one chunk."""
+    """Return steps in which ranks exchange everything that they have reduced so far, as one chunk."""
     for step in range(size.bit_length() - 1):
         move = (Move(peer(rank, step, size), 0, 1),)
         yield Step(move, move, reduce=True)

@@ -1,7 +1,7 @@
-"""Folds any number of ranks to a power of two: pairs of adjacent ranks are reduced first, and share the result.
+"""Folds any number of ranks to a power of two: pairs of adjacent ranks reduce first, and share the result at the end.
 
-The pairs are the deepest leaves of the balanced binary tree over all ranks, so an algorithm that reduces its nodes in a
-balanced tree does so for any number of ranks.
+A node is a pair or a single rank. The pairs are the deepest leaves of the balanced binary tree over all ranks. If an
+algorithm reduces over the nodes in a balanced tree, the whole reduction is balanced for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def nodes_of(size: int) -> int:
 
 
 def extra_ranks(size: int) -> bool:
-    """True if the number of ranks is not a power of two."""
+    """Return whether the number of ranks is not a power of two."""
     return size != nodes_of(size)
 
 
 @lru_cache(maxsize=16)
 def heads(size: int) -> tuple[int, ...]:
-    """Return the first rank of each node of one or two adjacent ranks, followed by the number of ranks.
+    """Return the first rank of each node, followed by the number of ranks. A node is one or two adjacent ranks.
 
     Example:
         >>> heads(6)
@@ -43,13 +43,14 @@ def heads(size: int) -> tuple[int, ...]:
 def folded(
     rank: int, size: int, chunks: int, among: Callable[[int, int], Iterator[Step]], *, scattered: bool = False
 ) -> Iterator[Step]:
-    """Return the steps, for any number of ranks, of an algorithm that serves only powers of two.
+    """Extend an algorithm for powers of two to any number of ranks; return a rank's steps.
 
     Args:
-        rank, size: As for the algorithm.
+        rank, size: This rank, and the number of ranks.
         chunks: Number of chunks in the message.
-        among: Function that returns the steps of a node, given its number and the number of nodes.
-        scattered: Whether each rank's result is only the chunk with its number.
+        among: The algorithm for powers of two: a function that, given a node's number and the number of nodes, returns
+            the node's steps.
+        scattered: Whether each rank's result is only the chunk with the rank's number, as in a reduce_scatter.
     """
     first = heads(size)
     node = bisect_right(first, rank) - 1

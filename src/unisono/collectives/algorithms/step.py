@@ -1,8 +1,9 @@
-"""Steps of a collective algorithm, in integers: no tensors, no waiting, no torch.
+"""Steps of a collective algorithm, described with integers only: no tensors, no waiting, no torch.
 
-A message is cut into *chunks*, numbered from 0. An algorithm lists, for one rank, step by step, the runs of chunks to
-send and to receive, and the peers. All messages of a step are in flight at the same time; the step ends when all have
-arrived. Matching steps on two peers may have different numbers.
+A message is cut into *chunks*, numbered from 0. For each step of a rank, an algorithm lists the messages to send and to
+receive, with their peers and runs of consecutive chunks. All messages of a step are in flight at the same time; the
+step ends when all have arrived. A send in one rank's step may match a receive in another rank's step with a different
+number.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ class Move(NamedTuple):
     """Message to or from another rank, with one or more runs of chunks.
 
     Attributes:
-        peer: The rank that receives or sends it.
-        start, stop: The first run: its first chunk, and the chunk after its last.
-        further: Further runs, as (start, stop) pairs, sent in this order in the same message.
+        peer: The other rank.
+        start, stop: First chunk of the first run, and the chunk after its last chunk.
+        further: Further runs in the same message, as (start, stop) pairs in sending order.
 
     Example:
         >>> Move(peer=1, start=0, stop=2).runs
@@ -33,12 +34,12 @@ class Move(NamedTuple):
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """All runs, in order."""
+        """All runs of chunks, in sending order."""
         return ((self.start, self.stop), *self.further)
 
     @property
     def chunks(self) -> list[int]:
-        """All chunks, in order."""
+        """All chunk numbers, in sending order."""
         return [chunk for start, stop in self.runs for chunk in range(start, stop)]
 
 
@@ -46,7 +47,7 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
     """Return a message with the given chunks in ascending order, in as few runs as possible.
 
     Args:
-        peer: The rank that receives or sends it.
+        peer: The other rank.
         chunks: Distinct chunk numbers; at least one.
 
     Example:
@@ -64,11 +65,11 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
 
 
 def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
-    """Return the message of `count` chunks from `start` on, wrapping to chunk 0 after the last one.
+    """Return a message of `count` chunks from `start` on, which continues with chunk 0 after the last chunk.
 
     Args:
-        peer: The rank that receives or sends it.
-        start: The first chunk; taken modulo `chunks`.
+        peer: The other rank.
+        start: The first chunk, modulo `chunks`.
         count: Number of chunks, at least 1.
         chunks: Total number of chunks.
 
@@ -83,12 +84,12 @@ def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
 
 
 def others(rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Return all other ranks in the order in which a rank sends to them, and in the order in which it receives.
+    """Return all other ranks in the order in which to send to them, and in the order in which to receive.
 
-    Each order begins with a neighbour, so that no two ranks send to the same rank at once.
+    Both orders begin with a neighbour of the rank, so that no two ranks send to the same rank at once.
 
     Args:
-        rank: The rank that sends and receives.
+        rank: This rank.
         size: Number of ranks.
 
     Example:
@@ -103,12 +104,13 @@ class Step(NamedTuple):
 
     Attributes:
         send: Messages to send. They are read before any received data of this step is written.
-        recv: Messages to receive. The n-th message from a peer in a step is the n-th that the peer sends to this
-            rank in its matching step. Runs that are overwritten must not overlap a run that is sent in this step, or
-            another received run.
-        reduce: Whether received data is reduced into the existing data rather than overwriting it. Contributions to one
-            chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order
-            (the first half is the longer one), so every rank that reduces the same contributions gets the same bits.
+        recv: Messages to receive. The n-th message from a peer in a step is the n-th message that the peer sends to
+            this rank in its matching step. A run that is overwritten must not overlap another received run, or a run
+            that is sent in this step.
+        reduce: Whether received data is reduced into the existing data instead of overwriting it. All contributions to
+            a chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order.
+            If the number of ranks is odd, the first half is longer. Every rank that reduces the same contributions
+            therefore gets the same bits.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
@@ -121,11 +123,11 @@ class Step(NamedTuple):
     reduce: bool = False
 
     def renumbered(self, peer: Callable[[int], int], chunk: int = 0) -> Step:
-        """Return this step, which is among some of the ranks, as a step among all ranks.
+        """Return this step, in which only some ranks take part, with its ranks and chunks renumbered for all ranks.
 
         Args:
-            peer: Function that returns a rank's number among all ranks.
-            chunk: First chunk of its part of the message.
+            peer: Function that returns the number of a rank among all ranks.
+            chunk: Number that is added to each chunk.
 
         Example:
             >>> Step(send=(Move(1, 0, 2),)).renumbered(lambda rank: 10 * rank, chunk=5).send
@@ -140,13 +142,13 @@ class Step(NamedTuple):
 
 
 def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
-    """Return steps in reverse, with sends and receives exchanged.
+    """Return steps in reverse order, with sends and receives exchanged.
 
-    Turns a reduce into a broadcast and a reduce_scatter into an all_gather, or, with `reduce`, vice versa.
+    This turns a reduce into a broadcast, and a reduce_scatter into an all_gather. With `reduce`, it does the opposite.
 
     Args:
         steps: Steps of one rank, in which each chunk travels along a tree.
-        reduce: Whether received data is reduced into the existing data.
+        reduce: Whether the returned steps reduce received data into the existing data.
 
     Example:
         >>> list(mirrored([Step(send=(Move(1, 0, 1),)), Step(recv=(Move(2, 0, 1),), reduce=True)]))[0].send
@@ -156,7 +158,7 @@ def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
 
 
 class Cost(NamedTuple):
-    """Exact cost of an algorithm for a group and message size, as declared by its file and counted by the prover.
+    """Exact cost of an algorithm for a number of ranks and a message size. The prover checks it by counting.
 
     Attributes:
         rounds: Number of steps on the longest chain of messages that depend on each other.
@@ -175,12 +177,12 @@ class Cost(NamedTuple):
 
 
 def elements(numel: int, chunks: int, start: int = 0, stop: int = 1) -> int:
-    """Return the number of elements in a run of nearly equal chunks. If they differ, the first ones are longer.
+    """Return the number of elements in a run of nearly equal chunks. Longer chunks come first.
 
     Args:
         numel: Number of elements in the whole message.
         chunks: Number of chunks in the message.
-        start, stop: The run; the first chunk by default.
+        start, stop: The run of chunks; by default, the first chunk only.
 
     Example:
         >>> elements(10, 4), elements(10, 4, 3, 4), elements(10, 4, 1, 4)

@@ -119,7 +119,7 @@ class CostTable:
 
         Raises:
             ValueError: The text is not a cost table, has a different format, or contains constants that do not match
-            its hash.
+                its hash.
         """
         try:
             found = json.loads(text)

@@ -1,1 +1,1 @@
-"""Checks of algorithms for any number of ranks, without tensors or processes."""
+"""Proofs that algorithms are correct for a number of ranks, without tensors or processes."""

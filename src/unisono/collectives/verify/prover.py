@@ -1,4 +1,4 @@
-"""Exhaustive proof that an algorithm is correct, cannot deadlock, and has its declared cost."""
+"""Exhaustive proof that an algorithm is correct, cannot deadlock and has its declared cost."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Proof(NamedTuple):
     """Result of a proof for a given number of ranks.
 
     Attributes:
-        cost: Counted cost of a message with one element per chunk.
-        scratch: Number of chunks of memory, beyond the caller's, that the rank with the highest need uses.
-        same_bits: Whether all ranks end up with the same reduction trees, and so with the same bits.
+        cost: Cost counted for a message with one element per chunk.
+        scratch: Memory needed beyond the caller's, in chunks, on the rank that needs the most.
+        same_bits: Whether all ranks reduce each result in the same tree, and so get the same bits.
         balanced: Whether each result is reduced in the balanced binary tree over all ranks, in ascending order.
 
     Example:
@@ -44,18 +44,18 @@ class Proof(NamedTuple):
 def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int) -> Proof:
     """Run an algorithm on `size` ranks, with sets of contributions instead of numbers.
 
-    Proves for this size that every contribution to a result enters it exactly once (in a barrier, at least once); that
-    all ranks of an all_reduce end up with the same bits, unless the file declares otherwise; that no rank deadlocks,
-    even if no send is ever buffered, or messages are cut into segments; that no step sends data that it overwrites; and
-    that the declared cost equals the counted one, whether or not the message divides evenly into chunks.
+    Proves for this size that each result contains every contribution exactly once (in a barrier, at least once); that
+    all ranks of an all_reduce get the same bits, unless the file declares otherwise; that no rank deadlocks, even if
+    sends are never buffered or messages are cut into segments; that no step overwrites data that it sends; and that the
+    declared cost equals the counted cost, whether or not the message divides evenly into chunks.
 
     Args:
-        collective: "all_reduce", ...; roots are rank 0.
-        algorithm: A name, a file in `algorithms/<collective>/`, or an `Algorithm` with its options.
+        collective: Name of a collective, such as "all_reduce". If it is rooted, rank 0 is the root.
+        algorithm: Name of an algorithm, a file as in `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks, from 1.
 
     Returns:
-        The counted cost and other findings.
+        The counted cost, and other properties of the algorithm.
 
     Raises:
         AlgorithmError: The algorithm is wrong; the message names the rank, step and chunk.
@@ -119,7 +119,7 @@ def _contributors(model: RankModel, members: int) -> str:
 
 
 def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
-    """Return whether all ranks' results have the same trees, and whether these are balanced."""
+    """Return whether all ranks reduce results in the same trees, and whether these trees are balanced."""
     if not family_of(checker.collective).reduces:
         return True, True
     leaves = [checker.trees.leaf(rank) for rank in range(checker.size)]
@@ -143,7 +143,7 @@ def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
 def _counted(checker: ModelChecker, numel: int) -> Cost:
     parts = checker.size if checker.collective == "all_to_all" else checker.chunks
     lengths = [elements(numel, parts, chunk, chunk + 1) for chunk in range(parts)]
-    # The chunks of an all_to_all are counted by destination; only calls with parts of equal length use scratch memory.
+    # In an all_to_all, chunk n has the length of part n % p. Scratch chunks only occur if all parts are equally long.
     lengths = (lengths * (checker.chunks // parts + 1))[: checker.chunks]
     return Cost(
         max(model.rounds for model in checker.models),
@@ -170,16 +170,16 @@ _Key = tuple[int, int]
 
 
 class ModelChecker:
-    """Simulation of all ranks running an algorithm, from the collective's initial state to the last step.
+    """Simulation of an algorithm on all ranks, from the collective's initial state to the last step.
 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
 
     Attributes:
-        models: The ranks, in order.
+        models: Models of the ranks, in order.
         chunks: Number of chunks on each rank.
-        trees: The reduction trees of the chunks.
+        trees: The reduction trees that occur in chunks.
 
     Example:
         >>> from unisono.collectives.algorithms import find
@@ -203,7 +203,7 @@ class ModelChecker:
         return RankModel(rank, self.size, self.collective, steps, held, self.trees, self.collective != "barrier")
 
     def run(self) -> None:
-        """Execute all possible steps; raise `AlgorithmError` if a step is wrong or a rank deadlocks."""
+        """Run all ranks to the end. Raises AlgorithmError if a step is wrong or ranks deadlock."""
         for model in self.models:
             model.begin()
         while self._sweep():
@@ -212,7 +212,7 @@ class ModelChecker:
             raise self._deadlock_error()
 
     def _sweep(self) -> bool:
-        """Execute every step that is possible now; return whether there was any."""
+        """Run every step that is possible now; return whether any was possible."""
         happened = False
         seen = set[int]()
         for model in self.models:
@@ -225,7 +225,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
-        """Return the models, by rank, whose current steps are only possible together with this model's."""
+        """Return the models, by rank, whose current steps must run together with this model's step."""
         group = {model.rank: model}
         queue = [model]
         for member in queue:
@@ -257,7 +257,7 @@ class ModelChecker:
 
     def _sent(self, source: RankModel, target: RankModel, key: _Key, recv: Move) -> list[ChunkState]:
         send = source.sends[target.rank, key[1]]
-        # An all_to_all moves parts of equal length, and may store a part under a different number than the sender does.
+        # In an all_to_all, the receiver may store a part in a chunk with another number than the sender's chunk.
         alike = len(send.chunks) == len(recv.chunks) if self.collective == "all_to_all" else send.runs == recv.runs
         if not alike:
             sent = f"rank {source.rank}, which in its step {source.number} sends {named(send)}"
@@ -265,7 +265,7 @@ class ModelChecker:
         return [source.chunks[chunk] for chunk in send.chunks]
 
     def _deadlock_error(self) -> AlgorithmError:
-        """Return an error that names each waiting rank and the peer it is waiting for."""
+        """Return an error that names waiting ranks and the peers that they are waiting for."""
         waiting = [(model, *unmatched) for model in self.models for unmatched in self._unmatched(model)]
         for model, verb, move in waiting:
             partner = self.models[move.peer]

@@ -1,4 +1,4 @@
-"""Model of one rank in an algorithm: the contents of its chunks, its current step, and checks on that step."""
+"""Model of one rank that runs an algorithm: the contents of its chunks, its current step, and checks of that step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["NOTHING", "AlgorithmError", "ChunkState", "RankModel", "ReductionTre
 
 
 class AlgorithmError(CommError, ValueError):
-    """Error in an algorithm; the message names the rank, its step (counted from 1) and the chunk.
+    """Error in an algorithm. The message names the rank, its step (counted from 1) and the chunk.
 
     Example:
         >>> from types import SimpleNamespace
@@ -28,11 +28,11 @@ class AlgorithmError(CommError, ValueError):
 
 
 class ChunkState(NamedTuple):
-    """Set of contributions that a chunk holds.
+    """Set of contributions that a chunk contains.
 
     Attributes:
-        members: Bit r is set if contribution r is included.
-        tree: Number of the reduction tree that combined them.
+        members: Bit mask in which bit r is set if the chunk contains contribution r.
+        tree: Number of the reduction tree that combined the contributions.
     """
 
     members: int
@@ -45,19 +45,19 @@ NOTHING = ChunkState(0, -1)
 
 @dataclass(slots=True, eq=False)
 class RankModel:
-    """Model of one rank that executes an algorithm.
+    """Model of one rank that runs an algorithm.
 
     Attributes:
         chunks: The contributions in each chunk.
         once: Whether a contribution may enter a result only once.
         written: For each received chunk, the step and peer of its last message.
-        step: The current step; None after the last.
-        number: Number of the step, from 1.
-        sends, recvs: Its moves, by peer and by position among those to or from that peer.
+        step: The current step; None after the last step.
+        number: Number of the current step, from 1.
+        sends, recvs: Messages of the current step, by peer and by position among the messages to, or from, that peer.
         rounds: Number of steps on the longest chain of messages so far.
         messages: Number of messages sent so far.
         sent: For each chunk, how many times it was sent.
-        landing: Largest number of chunks that arrived in one step to be reduced, and so needed separate memory.
+        landing: Largest number of chunks that one step received for reduction, and so needed separate memory for.
     """
 
     rank: int
@@ -81,12 +81,12 @@ class RankModel:
         self.sent = [0] * len(self.chunks)
 
     def error(self, message: str) -> AlgorithmError:
-        """Return an error in the current step."""
+        """Return an error about the current step."""
         message = f"step {self.number}: {message}"
         return AlgorithmError(message, rank=self.rank, size=self.size, operation=self.collective)
 
     def begin(self) -> None:
-        """Begin the next step, if there is one."""
+        """Begin the next step if there is one, and check it."""
         self.step = next(self.program, None)
         self.sends = {}
         self.recvs = {}
@@ -99,7 +99,7 @@ class RankModel:
             self.recvs = _numbered(self.step.recv)
 
     def end(self, arrived: list[tuple[Move, list[ChunkState]]], rounds: int) -> None:
-        """Write the data received in the current step."""
+        """End the current step: store the received data."""
         assert self.step is not None
         incoming: dict[int, list[tuple[int, ChunkState]]] = {}
         for move, values in arrived:
@@ -117,7 +117,7 @@ class RankModel:
             self.landing = max(self.landing, sum(len(move.chunks) for move, _ in arrived))
 
     def _reduced(self, chunk: int, arrived: list[tuple[int, ChunkState]]) -> ChunkState:
-        """Combine a chunk's contents with the contributions that arrived for it, in rank order."""
+        """Combine a chunk's contents with the contributions received for it, in rank order."""
         seen = self.chunks[chunk].members
         for peer, held in arrived:
             if self.once and seen & held.members:
@@ -133,7 +133,7 @@ class RankModel:
                 raise self.error(f"{name}={moves!r} is not a tuple of moves; write {name}=(Move(...),), with the comma")
 
     def _check_moves(self, step: Step) -> None:
-        # No valid algorithm comes near this limit, which stops an invalid one that never ends.
+        # Stop an algorithm that never ends. No valid algorithm comes near this limit.
         if self.number > 64 * (self.size + len(self.chunks)):
             raise self.error("that is more steps than any algorithm needs; does it ever end?")
         if not step.send and not step.recv:
@@ -189,13 +189,13 @@ def named(move: Move) -> str:
 
 
 def ranks_text(members: int) -> str:
-    """Return a set of contributions as text: "rank 1", or "ranks 1, 3"."""
+    """Return a set of contributions as text, such as "rank 1" or "ranks 1, 3"."""
     numbers = [str(rank) for rank in range(members.bit_length()) if members >> rank & 1]
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
 
 class ReductionTrees:
-    """Trees by number. Equal trees have equal numbers, and give equal bits.
+    """Registry that numbers reduction trees. Equal trees have equal numbers, and give equal bits.
 
     The order of operands matters, because the sum of two NaNs has the bits of the first.
 

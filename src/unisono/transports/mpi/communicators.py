@@ -84,7 +84,7 @@ class MpiCommunicators:
         turn: Lock to hold during MPI calls.
         broken: Cause of the first failure, after which no more MPI calls are made; None before.
         deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`; None between
-        collectives.
+            collectives.
         largest_tag: Largest tag that users may pass. Each of these takes two of MPI's tags.
     """
 

@@ -42,11 +42,11 @@ def map_shared(
         name: Name of the memory; the same on every rank.
         nbytes: Size in bytes; the same on every rank.
         map_file: Function that maps the file, given a descriptor and a size in bytes. The descriptor is closed
-        afterwards.
+            afterwards.
 
     Raises:
-        MismatchError: Ranks request different sizes. Raised on every rank. UnavailableError, CommError: A rank cannot
-        map the memory. Raised on every rank.
+        MismatchError: Ranks request different sizes. Raised on every rank.
+        UnavailableError, CommError: A rank cannot map the memory. Raised on every rank.
     """
     with ExitStack() as stack:
         handle, failure = _attempt(

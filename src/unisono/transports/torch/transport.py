@@ -53,9 +53,9 @@ class TorchTransport(Transport):
     """Transport over a torch process group's backend, without torch's default group or its group registry.
 
     Collectives are torch's own. On gloo, messages, and algorithms composed of messages, use unisono's own TCP
-    connections: a wait in gloo can be neither interrupted nor polled, and a message that does not fit its receive
-    aborts the process. On nccl, messages use nccl too, and waits are stream-ordered: see `_StreamWork`. Ranks compare
-    their calls while nccl runs them, and mismatched calls end in an abort.
+    connections. This is because a wait in gloo can be neither interrupted nor polled, and a message that does not fit
+    its receive aborts the process. On nccl, messages use nccl too, and waits are stream-ordered: see `_StreamWork`.
+    Ranks compare their calls while nccl runs them, and mismatched calls end in an abort.
     """
 
     native: frozenset[str] = frozenset(START)

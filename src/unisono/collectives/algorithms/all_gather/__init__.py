@@ -1,1 +1,1 @@
-"""All-gather algorithms, one per file: all ranks end with every rank's chunk."""
+"""All-gather algorithms, one per file: every rank receives every rank's chunk."""

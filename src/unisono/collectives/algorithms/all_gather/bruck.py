@@ -1,8 +1,8 @@
-"""Bruck all-gather: each rank sends all chunks that it has to the rank 1, 2, 4, ... before it.
+"""Bruck all-gather: each rank sends all chunks that it has to the rank 1, 2, 4, ... places before it.
 
-Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Bruck, Ho, Kipnis, Upfal and
-Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
-1997, section 4.
+Cost: log2(p) rounds, rounded up, for any number of ranks p; each rank sends (p-1)/p of the message. Source: Bruck, Ho,
+Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems",
+IEEE TPDS 8(11), 1997, section 4.
 """
 
 from __future__ import annotations

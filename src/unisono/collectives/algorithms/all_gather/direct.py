@@ -1,6 +1,6 @@
 """Direct all-gather: every rank sends its chunk to every other rank in one step.
 
-Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time.
+Cost: 1 round; each rank sends (p-1)/p of the message, and receives p - 1 messages at the same time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""PAT (parallel aggregated trees): each chunk travels along its own binomial tree, the longest hops first.
+"""PAT (parallel aggregated trees): each chunk travels along its own binomial tree, with the longest hops first.
 
-All trees advance in the same rounds. Few chunks travel far, and many go to a nearby rank: half of them to the next one.
-Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Jeaugey, "PAT: a new
-algorithm for all-gather and reduce-scatter operations at scale", 2025, section 3.
+All trees advance in the same rounds. Few chunks travel far in a round; half of all hops are to the next rank. Cost:
+log2(p) rounds, rounded up, for any number of ranks p; each rank sends about (p-1)/p of the message. Source: Jeaugey,
+"PAT: a new algorithm for all-gather and reduce-scatter operations at scale", 2025, section 3.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
         to = (rank + distance) % size
         source = (rank - distance) % size
-        passed = range(0, size - distance, 2 * distance)  # distance that the forwarded chunks have travelled
+        passed = range(0, size - distance, 2 * distance)  # distances that forwarded chunks have travelled
         yield Step(
             (move_of(to, ((rank - way) % size for way in passed)),),
             (move_of(source, ((source - way) % size for way in passed)),),
@@ -27,12 +27,12 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     rounds = (size - 1).bit_length()
-    sent = [0] * size  # number of sends, by how many ranks the chunk's owner comes before the sender
+    sent = [0] * size  # number of sends of a chunk, by distance from its owner
     for distance in (1 << bit for bit in range(rounds)):
         for way in range(0, size - distance, 2 * distance):
             sent[way] += 1
     least, longer = divmod(numel, size)
-    # The first `longer` chunks have one element more. Seen from a rank, chunk c lies at distance rank - c.
+    # The first `longer` chunks have one element more. The distance from chunk c's owner to a rank is rank - c.
     extra = sum(sent[-chunk] for chunk in range(longer))
     most = extra
     for rank in range(size):

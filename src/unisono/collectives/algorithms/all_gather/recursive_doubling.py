@@ -1,7 +1,7 @@
-"""Recursive doubling: ranks exchange everything they have with a peer at a distance that doubles every round.
+"""Recursive doubling: ranks exchange all chunks that they have with peers at distances 1, 2, 4, ...
 
-Cost: log2(p) rounds, (p-1)/p of the message; powers of two only. Source: Thakur, Rabenseifner and Gropp, "Optimization
-of collective communication operations in MPICH", IJHPCA 19(1), 2005, section 4.1.
+Only for powers of two. Cost: log2(p) rounds; each rank sends (p-1)/p of the message. Source: Thakur, Rabenseifner and
+Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, section 4.1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ring all-gather: each chunk travels around the ring once, from its owner to all other ranks.
 
-Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+Cost: p - 1 rounds; each rank sends (p-1)/p of the message, which is the minimum. Source: Patarasu and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
 
 from __future__ import annotations

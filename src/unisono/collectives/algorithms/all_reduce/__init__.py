@@ -1,1 +1,1 @@
-"""All-reduce algorithms, one per file: all ranks end with the reduction of all ranks' messages."""
+"""All-reduce algorithms, one per file: every rank gets the reduction of all ranks' messages."""

@@ -1,9 +1,9 @@
-"""Latency-optimal Bine: exchanges of the whole message along the distance-halving butterfly of negabinary numbers.
+"""Latency-optimal Bine: ranks exchange whole messages along the distance-halving butterfly of negabinary numbers.
 
-Distances are the same as in Swing, largest first: ..., 11, -5, 3, -1, 1. Ranks compute the same sums, but with operands
-in a different order, which shows in the bits of NaNs, so it serves only exact dtypes. For powers of two. Cost: log2(p)
-rounds, log2(p) times the message. Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing
-communication locality", SC 2025.
+Distances are those of Swing, but the largest come first: ..., 11, -5, 3, -1, 1. All ranks compute the same sums, but
+with operands in different orders, so the bits of NaNs may differ. The algorithm is therefore only for exact dtypes, and
+only for powers of two. Cost: log2(p) rounds; each rank sends log2(p) times the message. Source: De Sensi et al., "Bine
+trees: enhancing collective operations by optimizing communication locality", SC 2025.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Chunked ring all-reduce: a ring whose chunks are cut into segments that are in flight at the same time.
+"""Chunked ring all-reduce: a ring all-reduce whose chunks are cut into segments, all in flight at the same time.
 
-Cost: 2(p-1) rounds of `segments` messages each, 2(p-1)/p of the message, the least possible. Reducing one segment
-overlaps with receiving the next. Source: Gibiansky, "Bringing HPC techniques to deep learning", Baidu Research, 2017;
-the ring is that of Patarasu and Yuan, JPDC 69(2), 2009.
+Reducing one segment overlaps with receiving the next. Cost: 2(p-1) rounds of `segments` messages each; each rank sends
+2(p-1)/p of the message, which is the minimum. Source: Gibiansky, "Bringing HPC techniques to deep learning", Baidu
+Research, 2017; for the ring, Patarasu and Yuan, JPDC 69(2), 2009.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def steps(rank: int, size: int, segments: int = 2) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int, segments: int = 2) -> Cost:
-    # The rank that sends most skips the last chunk in one lap and the second-to-last in the other.
+    # Each rank omits one chunk per lap. The rank that sends the most omits the last two chunks, which are the shortest.
     kept = elements(numel, size * segments, (size - 2) * segments, size * segments)
     return Cost(2 * (size - 1), 2 * (size - 1) * segments, 2 * numel - kept)

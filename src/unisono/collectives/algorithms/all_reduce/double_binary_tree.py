@@ -1,9 +1,9 @@
-"""Double binary tree all-reduce: each half of the message is reduced up its own tree and spread down that tree.
+"""Double binary tree all-reduce: each half of the message is reduced up its own tree, then broadcast down it.
 
-A rank inside one tree is a leaf of the other, so that all ranks send about as much. Each half is cut into k `segments`,
-which follow each other up and down the trees. Cost: 2(log2(p) + k - 1) rounds, rounded down, and 2 times the message;
-4k messages. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-Parallel Computing 35(12), 2009, sections 2 and 3.
+An inner node of one tree is a leaf of the other, so that all ranks send about the same amount. Each half is cut into k
+`segments`, which follow each other up and down the trees. Cost: 2(log2(p) + k - 1) rounds, with log2(p) rounded down;
+each rank sends at most 4k messages, in total twice the message. Source: Sanders, Speck and Träff, "Two-tree algorithms
+for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, sections 2 and 3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
         place = (rank + tree) % size + 1
         way = path(place, size)
         for receives, others in enumerate((way[-2:-1], children(place, size))):
-            # Segments move up from depth d to d - 1 from round depth - d on.
+            # The first segment moves up from depth d to d - 1 in round depth - d.
             start = depth - len(way) + 1 - receives
             for other, segment in product(others, range(segments)):
                 chunk = tree * segments + segment
@@ -46,7 +46,7 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int, segments: int = 4) -> Cost:
-    # The rank at place 2 of the first tree has two children and, from 4 ranks on, a parent.
+    # The busiest rank is at place 2 of the first tree. It has two children and, with 4 or more ranks, a parent.
     half = elements(numel, 2 * segments, 0, segments)
     more = min(size - 2, 2)
     return Cost(2 * (size.bit_length() + segments - 2), (more + 2) * segments, numel + more * half)

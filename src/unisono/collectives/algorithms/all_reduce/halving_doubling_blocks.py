@@ -1,9 +1,10 @@
-"""Halving and doubling in binary blocks: blocks of ranks, each a power of two and smaller than the previous one.
+"""Halving and doubling in binary blocks: each block has a power of two of ranks, fewer than the previous block.
 
-Every block does its halving separately; the smallest then adds its ranks' chunks to the next larger block, which does
-the same. Results return the same way. Cost: 2 log2(q) rounds, where q is the largest block, and 2 more if there are
-several. Unlike in the fold to a power of two, no rank sends its whole message to another. Source: Rabenseifner,
-"Optimization of collective reduction operations", ICCS 2004, section 4.
+Each block performs the halvings separately. The smallest block then sends its ranks' chunks to the next larger block,
+which adds them and sends the sums to its next larger block, and so on. The same steps in reverse distribute the
+results. Cost: 2 log2(q) rounds, where q is the size of the largest block, and 2 more if there are several blocks.
+Unlike in `halving_doubling`, no rank ever sends its whole message to another rank. Source: Rabenseifner, "Optimization
+of collective reduction operations", ICCS 2004, section 4.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     start = places(doubling, block)[node] * width
 
     def owned_by(other: int) -> tuple[Move, ...]:
-        """Return the messages of this rank's chunks to or from their owners in another block."""
+        """Return messages with this rank's chunks to or from the owners of these chunks in another block."""
         ranks = owners(doubling, blocks[other])
         wide = blocks[0] // blocks[other]
         run = min(width, wide)

@@ -1,12 +1,13 @@
-"""Hierarchical all-reduce of any depth, with little traffic on the slow links between hosts, racks, ...
+"""Hierarchical all-reduce of any depth, with little traffic on the slow links between hosts or racks.
 
 `levels` are the group sizes, innermost first: (8, 128) is 128 hosts of 8 consecutive ranks. The default is two levels,
-as equal as possible. In each group except the outermost, each member reduces one part with direct messages, and
-continues with the owners of the same part in other groups. The outermost level halves as in `halving_doubling`, or as
-in `bruck` if its size is not a power of two. Results return the same way. Cost: 2 rounds for each inner level and 2
-log2(N), rounded up, for N groups at the outermost level. Each of these sends 2(N-1)/N of the message to the others.
-Source: Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize collective operation
-performance", IPDPS 2000, for several levels; here each level reduces and gathers parts.
+as equal as possible. At each inner level, every member of a group reduces one part of the message, which it receives
+from the other members directly. At the next level, it continues with the members of other groups that own the same
+part. The outermost level works like `halving_doubling`, or like `bruck` if its size is not a power of two. The same
+steps in reverse distribute the results. Cost: 2 rounds for each inner level, and 2 log2(N) rounds, rounded up, for N
+groups at the outermost level, where each group sends 2(N-1)/N of the message. Source: Karonis et al., "Exploiting
+hierarchy in parallel computer networks to optimize collective operation performance", IPDPS 2000, for several levels.
+Unlike there, each level here is a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def unsupported(size: int, levels: tuple[int, ...] = ()) -> str:
 
 
 def _split(size: int, levels: tuple[int, ...]) -> tuple[list[int], int]:
-    """Return the sizes of the inner levels that have several members, and the size of the outermost level."""
+    """Return the sizes of the inner levels with more than one member, and the size of the outermost level."""
     inner = max(count for count in range(1, isqrt(size) + 1) if size % count == 0)
     *inside, outermost = levels or (inner, size // inner)
     return [count for count in inside if count > 1], outermost

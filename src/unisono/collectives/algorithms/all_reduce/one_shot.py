@@ -1,6 +1,6 @@
 """One-shot all-reduce: every rank sends its whole message to every other rank in one step.
 
-Cost: 1 round, p - 1 times the message. Best for tiny messages among up to about 8 ranks.
+Cost: 1 round, in which each rank sends p - 1 times the message. Best for tiny messages among up to about 8 ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ring all-reduce: each chunk travels around the ring twice, first to be reduced, then to be broadcast.
 
-Cost: 2(p-1) rounds, 2(p-1)/p of the message, which is the least possible. Best for long messages.
-Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-JPDC 69(2), 2009; popularized in deep learning by Baidu in 2017.
+Cost: 2(p-1) rounds; each rank sends 2(p-1)/p of the message, which is the minimum. Best for long messages. Source:
+Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009; popularized
+in deep learning by Baidu in 2017.
 """
 
 from __future__ import annotations

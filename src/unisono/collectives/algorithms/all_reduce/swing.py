@@ -1,9 +1,9 @@
 """Swing all-reduce: Swing's reduce_scatter, then the same messages in reverse.
 
-Each chunk is owned by the rank with the same number, so messages consist of several runs. For powers of two. Cost: 2
-log2(p) rounds, 2(p-1)/p of the message, the least possible; if the message does not divide evenly into chunks, a rank's
-share depends on how many of the longer chunks its messages contain. Source: De Sensi et al., "Swing: short-cutting
-rings for higher bandwidth allreduce", NSDI 2024, section 3.
+Each chunk is owned by the rank with the same number, so messages consist of several runs. Only for powers of two. Cost:
+2 log2(p) rounds; each rank sends 2(p-1)/p of the message, which is the minimum. If the message does not divide evenly
+into chunks, ranks send different amounts, depending on how many of the longer chunks they send. Source: De Sensi et
+al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # For runs of 1, 2, 4, ... chunks: how many of the chunks are longer, and how many of those a rank sends at most.
+    # For messages of 1, 2, 4, ... chunks: the number of longer chunks, and the most that one rank sends of these.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:
         pairs = zip(runs[::2], runs[1::2], strict=True)

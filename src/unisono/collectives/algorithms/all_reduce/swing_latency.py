@@ -1,8 +1,8 @@
-"""Latency-optimal Swing: exchanges of the whole message with peers at distances 1, -1, 3, -5, 11, ...
+"""Latency-optimal Swing: ranks exchange whole messages with peers at distances 1, -1, 3, -5, 11, ...
 
-Every rank adds in a different order, so it serves only exact dtypes. For powers of two. Cost: log2(p) rounds, log2(p)
-times the message. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024,
-section 3.
+Each rank adds in a different order, so the algorithm is only for exact dtypes. Only for powers of two. Cost: log2(p)
+rounds; each rank sends log2(p) times the message. Source: De Sensi et al., "Swing: short-cutting rings for higher
+bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations

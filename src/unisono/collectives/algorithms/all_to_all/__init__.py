@@ -1,1 +1,1 @@
-"""All-to-all algorithms, one per file: each rank ends with its own chunk of every rank's message."""
+"""All-to-all algorithms, one per file: each rank receives its own chunk of every rank's message."""

@@ -1,9 +1,9 @@
-"""Bruck all-to-all: in round k, parts whose distance has bit k set move 2^k ranks ahead, all in one message.
+"""Bruck all-to-all: in round k, all parts whose distance has bit k set move 2^k ranks ahead in one message.
 
-Each part travels along the binary digits of its distance. Cost: log2(p) rounds, rounded up; about log2(p)/2 times the
-message. Best for short messages among many ranks. Only for parts of equal length. Source: Bruck, Ho, Kipnis, Upfal and
-Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
-1997, section 3.
+A part's distance is the number of ranks from its source to its destination. Cost: log2(p) rounds, rounded up; each rank
+sends about log2(p)/2 times the message. Best for short messages among many ranks. Only for parts of equal length.
+Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
+message-passing systems", IEEE TPDS 8(11), 1997, section 3.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def _chunk(rank: int, way: int, travelled: int, size: int) -> int:
-    """Return where a rank keeps a part with distance `way` that has already travelled some of it.
+    """Return the chunk in which a rank keeps a part that has travelled some of its distance `way`.
 
-    It starts in the input, then alternates between scratch and its place in the output, where it ends.
+    A part starts in the input, then alternates between scratch memory and its final place in the output.
     """
     if not travelled:
         return (rank + way) % size

@@ -1,7 +1,7 @@
-"""Direct all-to-all: every rank exchanges with every other rank in one step.
+"""Direct all-to-all: every rank exchanges data with every other rank in one step.
 
-Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the same time. Best for
-short messages.
+Cost: 1 round; each rank sends (p-1)/p of the message, and receives p - 1 messages at the same time. Best for short
+messages.
 """
 
 from __future__ import annotations

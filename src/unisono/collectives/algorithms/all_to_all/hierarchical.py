@@ -1,9 +1,10 @@
-"""Hierarchical all-to-all: first within groups of consecutive ranks, then between them.
+"""Hierarchical all-to-all: first inside groups of consecutive ranks, then between the groups.
 
-A rank collects from its group everything for ranks at its own position in other groups; then ranks at the same position
-exchange that, with one message per group instead of one per rank. Cost: 2 rounds; q - 1 + p/q - 1
-messages among groups of q; up to twice the message. Only for parts of equal length. Source: Träff and Rougier, "MPI
-collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014.
+A rank first collects, from the members of its group, all data for ranks at its own position in other groups. Then ranks
+at the same position exchange the collected data, with one message per group instead of one per rank. Cost for groups of
+q ranks: 2 rounds; each rank sends q - 1 + p/q - 1 messages with up to twice the message's data. Only for parts of equal
+length. Source: Träff and Rougier, "MPI collectives and datatypes for hierarchical all-to-all communication", EuroMPI
+2014.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def steps(rank: int, size: int, group: int = 0) -> Iterator[Step]:
 
 
 def _group(size: int) -> int:
-    """Return the divisor nearest to the square root, which needs the fewest messages."""
+    """Return the largest divisor of `size` up to its square root, for which ranks send the fewest messages."""
     return max(divisor for divisor in range(1, size + 1) if size % divisor == 0 and divisor * divisor <= size)
 
 
 def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
-    """Return where a rank keeps, between rounds, the part from position `source` in its group to group `other`."""
+    """Return the chunk that stores, between rounds, the part from position `source` in this group to group `other`."""
     mine, place = divmod(rank, group)
     if other == mine:
         return size + mine * group + source

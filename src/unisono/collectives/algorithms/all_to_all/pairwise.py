@@ -1,8 +1,8 @@
-"""Pairwise all-to-all: in round d, rank r sends to rank r + d and receives from rank r - d, modulo p.
+"""Pairwise all-to-all: in round d, rank r sends to rank r + d and receives from rank r - d (modulo p).
 
-Cost: p - 1 rounds, (p-1)/p of the message; every rank has one message in flight each way at a time. Source:
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-IJHPCA 19(1), 2005.
+Cost: p - 1 rounds; each rank sends (p-1)/p of the message, with only one message in flight in each direction at a time.
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
+2005.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Dissemination barrier: each rank notifies one peer per round, at a distance that doubles every round.
+"""Dissemination barrier: in each round, every rank notifies one peer, at twice the previous distance.
 
-Cost: log2(p) rounds and tokens, rounded up, which is the least possible. Source: Hensgen, Finkel and
+Cost: log2(p) rounds, rounded up, which is the minimum; each rank sends one token per round. Source: Hensgen, Finkel and
 Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 """
 

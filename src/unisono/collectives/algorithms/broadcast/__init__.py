@@ -1,1 +1,1 @@
-"""Broadcast algorithms, one per file: all ranks end with the message of rank 0."""
+"""Broadcast algorithms, one per file: all ranks receive rank 0's message."""

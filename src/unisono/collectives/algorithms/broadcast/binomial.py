@@ -1,8 +1,7 @@
-"""Binomial broadcast: in each round, every rank that has the message sends it half as far as in the previous round.
+"""Binomial broadcast: in each round, every rank that has the message sends it, at half the previous distance.
 
-Cost: log2(p) rounds, rounded up; rank 0 sends as many messages. Best for short messages. Source:
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-IJHPCA 19(1), 2005.
+Cost: log2(p) rounds, rounded up; rank 0 sends one message per round. Best for short messages. Source: Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pipelined chain broadcast: the message travels from rank to rank in segments.
 
-Cost: p - 2 + k rounds for k segments; every rank except the last sends the message once. Best for long messages among
-few ranks. Source: Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel Processing
-Letters 5(2), 1995.
+Cost: p - 2 + k rounds for k segments; each rank except the last sends the whole message once. Best for long messages
+among few ranks. Source: Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel
+Processing Letters 5(2), 1995.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Double tree broadcast: each half of the message is pipelined down its own binary tree.
+"""Double binary tree broadcast: each half of the message is pipelined down its own binary tree.
 
-A rank that forwards messages in one tree is a leaf of the other, so all ranks send about as much as they receive.
-Cost: k segments of each half take at most k + log2(p) rounds, rounded up; a rank sends the message once. Best for
-messages of medium length among many ranks. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
-broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 3.
+A rank that forwards messages in one tree is a leaf of the other, so all ranks send about as much as they receive. Cost:
+at most k + log2(p) rounds, rounded up, if each half is cut into k segments; each rank sends the whole message about
+once. Best for messages of medium length among many ranks. Source: Sanders, Speck and Träff, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 3.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
 def _place(rank: int, size: int, tree: int) -> tuple[int, int, list[int]]:
     """Return a rank's parent, depth and children in a tree.
 
-    Rank 0 is above positions 1 to p-1, which are numbered from left to right, so that odd ones are leaves. The second
-    tree swaps odd and even positions.
+    Rank 0 is the parent of the root of a tree over positions 1 to p-1. Positions are numbered from left to right, so
+    that all leaves are odd. In the second tree, ranks at odd and even positions are swapped.
     """
     last = size - 1
 

@@ -1,1 +1,1 @@
-"""Gather algorithms, one per file: rank 0 ends with every rank's chunk."""
+"""Gather algorithms, one per file: rank 0 receives every rank's chunk."""

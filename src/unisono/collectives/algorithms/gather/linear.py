@@ -1,8 +1,8 @@
 """Linear gather: every rank sends its chunk to the root, all in one round.
 
-Cost: 1 round; the root receives p - 1 messages, (p-1)/p of the message. Best for long messages, and among few ranks.
-Source: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience",
-CCPE 19(13), 2007, section 3.
+Cost: 1 round, in which the root receives (p-1)/p of the message in p - 1 messages. Best for long messages, and for few
+ranks. Source: Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and
+experience", CCPE 19(13), 2007, section 3.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Reduce algorithms, one per file: rank 0 ends with the reduction of all ranks' messages."""
+"""Reduce algorithms, one per file: rank 0 gets the reduction of all ranks' messages."""

@@ -1,8 +1,8 @@
-"""Binomial reduce: the ranks' second half is reduced to its first rank, which sends the sum to rank 0, recursively.
+"""Binomial reduce: recursively, the second half of the ranks reduces to its first rank, which sends to rank 0.
 
-Sums are balanced for any number of ranks. Cost: log2(p) rounds, rounded up; every rank sends its message once.
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
-2005, section 4.4.
+Sums are balanced for any number of ranks. Cost: log2(p) rounds, rounded up; each rank except the root sends one
+message. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+19(1), 2005, section 4.4.
 """
 
 from __future__ import annotations

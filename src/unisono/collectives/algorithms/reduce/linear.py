@@ -1,7 +1,7 @@
 """Linear reduce: every rank sends its message to rank 0.
 
-Cost: 1 round; every rank sends its message once, and rank 0 receives p - 1 messages at the same time.
-Source: "Basic linear" in Open MPI's tuned collectives.
+Cost: 1 round, in which rank 0 receives p - 1 messages at the same time. Source: "Basic linear" in Open MPI's tuned
+collectives.
 """
 
 from __future__ import annotations

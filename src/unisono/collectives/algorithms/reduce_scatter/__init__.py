@@ -1,1 +1,1 @@
-"""Reduce-scatter algorithms, one per file: each rank ends with the reduction of its own chunk of all messages."""
+"""Reduce-scatter algorithms, one per file: each rank gets the reduction of its own chunk of all messages."""

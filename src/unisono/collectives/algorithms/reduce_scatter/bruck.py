@@ -1,10 +1,10 @@
-"""Bruck reduce-scatter: partial sums move towards their owners, over distances that halve every round.
+"""Bruck reduce-scatter: partial sums move towards their owners over distances that halve in every round.
 
-This is Bruck's all_gather in reverse, and generalises halving from powers of two to any number of ranks.
-Cost: log2(p) rounds, rounded up, and (p-1)/p of the message: both the least possible.
-Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE
-TPDS 8(11), 1997, section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of
-reduce-scatter in MPI", Journal of Systems Architecture 49(3), 2003.
+This is Bruck's all_gather in reverse. It generalizes recursive halving from powers of two to any number of ranks. Cost:
+log2(p) rounds, rounded up; each rank sends (p-1)/p of the message. Both are the minimum. Source: Bruck et al.,
+"Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997,
+section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of reduce-scatter in MPI",
+Journal of Systems Architecture 49(3), 2003.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["cost", "runs", "steps"]
 
 
 def runs(size: int) -> list[tuple[int, int]]:
-    """Return, for each round, the distance, and the number of chunks that are at least that far ahead."""
+    """Return the distance of each round, and the number of chunks that each rank sends in it."""
     distances = [1 << bit for bit in reversed(range((size - 1).bit_length()))]
     return [(distance, min(distance, size - distance)) for distance in distances]
 

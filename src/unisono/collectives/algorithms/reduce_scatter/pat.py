@@ -1,7 +1,7 @@
 """PAT reduce-scatter (parallel aggregated trees): the all-gather of the same name, in reverse.
 
-Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Jeaugey, "PAT: a new
-algorithm for all-gather and reduce-scatter operations at scale", 2025, section 3.
+Cost: log2(p) rounds, rounded up, for any number of ranks p; each rank sends about (p-1)/p of the message. Source:
+Jeaugey, "PAT: a new algorithm for all-gather and reduce-scatter operations at scale", 2025, section 3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ring reduce-scatter: each chunk travels around the ring once, is reduced, and ends at its owner.
 
-Every rank communicates only with its two neighbours, and all links carry the same load at all times.
-Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source: Patarasu and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+Every rank communicates only with its two neighbours, and all links are equally busy at all times. Cost: p - 1 rounds;
+each rank sends (p-1)/p of the message, which is the minimum. Source: Patarasu and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Scatter algorithms, one per file: each rank ends with its own chunk of the message of rank 0."""
+"""Scatter algorithms, one per file: each rank receives its own chunk of rank 0's message."""

@@ -1,4 +1,4 @@
-"""Binomial scatter: every rank sends the upper half of its chunks to a peer at half the previous distance.
+"""Binomial scatter: each rank repeatedly sends the upper half of its chunks, to peers at halving distances.
 
 Cost: log2(p) rounds, rounded up; rank 0 sends (p-1)/p of the message. Source: Thakur, Rabenseifner
 and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.

@@ -1,4 +1,4 @@
-// Collectives as Python passes them to a native core. Python checks the tensors and passes their addresses.
+// Collectives as Python passes them to a native core. Python checks the tensors, and passes their addresses.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -46,8 +46,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// First word of the signature if ranks compare a hash of their calls: for a call without kernels (kGeneralCall), and
-// for a call that runs an algorithm's steps (kStepsCall).
+// First signature word of calls that ranks compare by a hash: calls without kernels (kGeneralCall), and calls that run
+// an algorithm's steps (kStepsCall).
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -93,7 +93,7 @@ Failure run_interruptible(int64_t nbytes, const Function& function) {
     return outcome;
 }
 
-// Entry points from Python, which passes the collective, the operation and the dtype as numbers.
+// Entry points for Python. The collective, the operation and the dtype are passed as numbers.
 class Calls {
   public:
     Calls(int rank, int size, const std::vector<std::pair<std::string, int64_t>>& dtypes) : rank_(rank), size_(size) {
@@ -324,7 +324,8 @@ class Calls {
             const int r = (place + std::max(0, call.root)) % size_;
             char* here = many.empty() ? nullptr : many[r].data;
             char* mine = r == rank_ ? one[0].data : nullptr;
-            // A rank may only forward a part whose length differs from its own part's: `lengths_` then has that length.
+            // A rank may forward a part that is longer or shorter than its own part. `lengths_` then contains the
+            // length.
             const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
             add_chunk(gathers ? mine : here, gathers ? here : mine, count);
         }

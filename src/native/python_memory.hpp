@@ -7,7 +7,7 @@
 
 namespace unisono {
 
-// The memory of a Python object, which cannot move or be freed as long as this exists.
+// The memory of a Python object, which cannot be moved or freed during the lifetime of the PythonMemory.
 class PythonMemory {
   public:
     PythonMemory(nanobind::handle object, int flags, uint64_t least = 0) {

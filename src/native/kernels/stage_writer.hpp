@@ -36,8 +36,8 @@ class StageWriter {
     }
 
     // Reduces rows in a balanced binary tree, block by block, and writes the result to all `targets`, which may include
-    // some of the rows, and to `shared_target`, which other ranks read. Divides the result by `divisor` if that is not
-    // 1.
+    // some of the rows, and to `shared_target` (unless null), which other ranks read. Divides the result by `divisor`
+    // if that is not 1.
     void reduce(const Reduction& reduction, const std::vector<const char*>& rows, size_t count, int64_t divisor,
                 const std::vector<char*>& targets, char* shared_target) const {
         alignas(64) char blocks[kMaxDepth * kBlockBytes];

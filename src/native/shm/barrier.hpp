@@ -52,8 +52,8 @@ class SharedBarrier {
     }
 
     // The last word of a rank's signature in this round. The word is valid until this rank arrives in the next round.
-    // The other rank overwrites it two rounds later, which it cannot reach before this rank has arrived in the next
-    // one.
+    // This rank must arrive in the next round before the other rank can reach the round after that, in which it
+    // overwrites the word.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
@@ -90,7 +90,7 @@ class SharedBarrier {
             do {
                 for (int n = 0; n < kSpins; n++, cpu_relax())
                     if (ready()) return Status::ok;
-                // The peer may be waiting for this processor.
+                // Yield: the peer may be waiting for this processor.
                 sched_yield();
             } while (monotonic_s() < end);
         }
@@ -102,7 +102,7 @@ class SharedBarrier {
         }
         while (!ready()) {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
-            // Check the condition again: the peer may have met it before leaving.
+            // Check the condition again: the peer may have made it true before leaving.
             if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
                 return Outcome(Status::peer_left, peer, monotonic_s() - start);
             if (deadline_clock_s() > deadline) return Outcome(Status::timeout, peer, monotonic_s() - start);

@@ -21,7 +21,7 @@ struct ByteRing {
     static constexpr uint64_t kBytes = 128 << 10, kCacheLine = 64;
 
     char *control, *data;
-    // A power of two.
+    // Capacity of the ring; a power of two, so that `at` can use a mask.
     uint64_t nbytes = kBytes;
 
     Word& written() const { return *reinterpret_cast<Word*>(control); }

@@ -107,7 +107,8 @@ class MessageRings {
 
   private:
     static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
-    // Longer than in the barrier, because a peer that moves messages in Python takes longer than the native core.
+    // Time for which `wait` yields before it sleeps. Longer than in the barrier, because a peer that moves messages in
+    // Python takes longer than the native core.
     static constexpr double kYieldS = 200e-6;
 
     std::atomic<uint64_t> progress_{0};

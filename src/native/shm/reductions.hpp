@@ -68,8 +68,8 @@ class Reductions {
             all_divide = all_divide && (payload & kAverages);
         }
         if (!in_segment && is_short) return one_shot(call, part, {.first = false, .stages = true, .reads = true});
-        // The rank that reduces a share also divides it, for all ranks. If any rank's call does not expect that, each
-        // rank divides its own result instead.
+        // The rank that reduces a share also divides it, for all ranks. If not all ranks have set kAverages, each rank
+        // divides its own result instead.
         const int64_t divisor = std::exchange(call.divisor, all_divide ? 1 : call.divisor);
         const int64_t shared_divisor = all_divide ? divisor : 1;
         if (in_segment) return in_place(call, part, stride, shared_divisor);
@@ -210,7 +210,7 @@ class Reductions {
         return Status::ok;
     }
 
-    // Each rank reduces its share of the columns, and writes the result to all rows.
+    // Each rank reduces its share of the elements, and writes the result to all ranks' rows.
     Outcome in_place(CollectiveCall& call, const Buffer& part, int64_t stride, int64_t divisor) {
         const int64_t low = share_begin(rank_, part.count), share = share_begin(rank_ + 1, part.count) - low;
         std::vector<char*> targets;

@@ -22,8 +22,8 @@ class RingEnd {
   public:
     RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
 
-    // Number of bytes that can be read, including padding. A thread that is about to sleep must set its flag before it
-    // checks this for the last time, hence the sequentially consistent load.
+    // Number of bytes that can be read, including padding. A thread that is about to sleep must set its flag before its
+    // last check of this number, hence the sequentially consistent load.
     uint64_t available() const {
         return ring_.written().load(std::memory_order_seq_cst) - ring_.read().load(std::memory_order_relaxed);
     }
@@ -42,7 +42,7 @@ class RingEnd {
         return step;
     }
 
-    // A view of the contiguous bytes that can be read, including padding. They remain in the ring.
+    // A view of the contiguous bytes that can be read, including padding. The bytes remain in the ring.
     nanobind::object peek() const {
         const uint64_t count = read_count();
         const auto from = static_cast<uint64_t>(ring_.at(count) - memory_->begin());

@@ -12,7 +12,7 @@
 
 namespace unisono {
 
-// Words of shared memory that Python code uses for synchronization. Plain accesses from Python would not do, because
+// Words of shared memory that Python code uses for synchronization. Plain accesses from Python are not enough, because
 // processors may reorder them. A rank that reads a new value here also sees everything that its writer stored earlier,
 // and a rank's reads are complete before its next store here becomes visible.
 class SharedWords {

@@ -1,11 +1,12 @@
 // Collectives over links to other ranks: runs all of this rank's steps of an algorithm in one native call. No rank
 // writes the caller's memory, or returns, before it knows that every rank makes the same call; each frame contains the
-// call's signature. If every rank's result depends on all contributions, receiving the data proves that. Short calls
-// therefore receive into internal memory, and copy the result to the caller's memory at the end. Before long calls, and
-// during the short calls of a rooted collective, ranks confirm their calls with a dissemination barrier: in round k,
-// each rank sends a "heard" frame to the rank 2^k places further, once it has received the frames of the earlier
-// rounds. Ranks that can compare their calls in another way, such as with a barrier in shared memory, do so before the
-// call. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+// call's signature. If every rank's result depends on all contributions, receiving the data proves that the calls
+// match. Short calls therefore receive into internal memory, and copy the result to the caller's memory at the end.
+// Before long calls, and during the short calls of a rooted collective, ranks confirm their calls with a dissemination
+// barrier: in round k, each rank sends a "heard" frame to the rank 2^k places further, once it has received the frames
+// of the earlier rounds. Ranks that can compare their calls in another way, such as with a barrier in shared memory, do
+// so before the call. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1),
+// 1988.
 #pragma once
 
 #include <algorithm>
@@ -383,7 +384,8 @@ class Executor {
         for (int peer = 0; peer < size_; peer++) {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
-            // If a complete header is waiting, its frame is for later, and nothing behind it needs to be read yet.
+            // If a complete header is waiting, its frame belongs to a later step, and nothing behind it needs to be
+            // read yet.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
@@ -535,7 +537,7 @@ class Executor {
         return sum;
     }
 
-    // -- the news of calls ------------------------------------------------------------------------
+    // -- comparing the ranks' calls ---------------------------------------------------------------
     // The rank whose "heard" frame this rank needs in its next round; -1 after the last round.
     int heard_from() const { return 1 << round_ < size_ ? (rank_ - (1 << round_) % size_ + size_) % size_ : -1; }
 

@@ -13,9 +13,9 @@
 
 namespace unisono {
 
-// Content of a frame. data: a message of an algorithm. heard: proof that the sender has entered this call, and has
-// received the "heard" frames of earlier rounds. mismatch: ranks make different calls. farewell: the sender makes no
-// more calls.
+// Content of a frame. `data`: a message of an algorithm. `heard`: proof that the sender has entered this call, and has
+// received the "heard" frames of earlier rounds. `mismatch`: ranks make different calls. `farewell`: the sender makes
+// no more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
 // The beginning of each frame. It is sent in native byte order: ranks with different builds or architectures refuse to
@@ -34,7 +34,7 @@ class Link {
   public:
     explicit Link(const Stream& stream) : stream_(stream) {}
 
-    // lost: the stream has ended or is unusable. left: the other rank has sent its farewell.
+    // `lost`: the stream has ended or is unusable. `left`: the other rank has sent its farewell.
     bool lost() const { return cut_ || stream_.lost(); }
     bool left() const { return left_; }
     void mark_left() { left_ = true; }

@@ -30,9 +30,9 @@ struct Step {
 
 class Program {
   public:
-    // `numbers` describes the steps, one after another. A step is whether it reduces (0 or 1), the number of sends and
-    // the number of receives, and then each of these messages. A message is its peer, the number of its runs and then,
-    // for each run, its first chunk and the chunk after its last. Chunk numbers are less than `chunks`, and peers less
+    // `numbers` describes the steps, one after another. Each step consists of whether it reduces (0 or 1), the number
+    // of sends, the number of receives, and these messages. Each message consists of its peer, its number of runs and,
+    // for each run, the first chunk and the chunk after the last. Chunk numbers are less than `chunks`, and peers less
     // than `size`. `label` identifies the algorithm when ranks compare their calls.
     Program(const std::vector<int64_t>& numbers, int chunks, int size, uint64_t label)
         : chunks(chunks), label(label), frames(static_cast<size_t>(size)) {

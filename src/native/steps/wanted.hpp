@@ -5,7 +5,7 @@ namespace unisono {
 
 struct Wanted {
     int peer;
-    // bytes: bytes from the peer. room: room for bytes to the peer.
+    // `bytes`: wait for bytes from the peer. `room`: wait for room for bytes to the peer.
     bool bytes, room;
 };
 

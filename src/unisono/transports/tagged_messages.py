@@ -271,7 +271,7 @@ class Incoming:
             return
         self.early.setdefault(self._tag, deque()).append(content)
         if self._tag in self._posted:
-            # Its receive was posted while the message was being read.
+            # The message's receive was posted while the message was being read.
             self.pending -= 1
             self.post(*_next(self._posted, self._tag))
 
@@ -321,7 +321,7 @@ class TaggedMessages(ABC):
         self.broken: BaseException | None = None
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
-        """Post messages, and move as many bytes as possible. A thread that waits for the work moves the others."""
+        """Post messages, and move as many bytes as possible. Waiting for the work moves the remaining bytes."""
         work = MessageWork(timeout_s, batch, self.wait, self.check)
         if self.broken is not None:
             work.complete(self.broken)
@@ -402,7 +402,7 @@ class TaggedMessages(ABC):
         for work in self.pending():
             work.complete(cause)
 
-    # -- implemented by each carrier -----------------------------------------------------------
+    # -- implemented by each transport ---------------------------------------------------------
     @abstractmethod
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait until messages have moved or `done` returns true.

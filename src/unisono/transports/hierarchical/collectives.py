@@ -35,7 +35,7 @@ _threads = DaemonThreadPool("unisono between hosts")
 
 
 class HierarchicalCollectives:
-    """One group's collectives on long messages. Before each call, all ranks must have agreed on it.
+    """One group's collectives on long messages. All ranks must have agreed on a call before they run it here.
 
     reduce_scatter and all_gather need the same number of ranks on every host; the other collectives don't.
 
@@ -47,7 +47,7 @@ class HierarchicalCollectives:
         inside: Runs collectives among the ranks on this host; None if this rank is alone there.
         rail: Transport among this rank and its peers on the other hosts; None if this rank is not a carrier.
         hosts: For each host, its ranks.
-        chunk_bytes: Maximum size of a schedule's messages.
+        chunk_bytes: Maximum size of an algorithm's messages.
         timeout_s: Longest wait for the last exchange between hosts after a call's deadline.
     """
 
@@ -161,7 +161,7 @@ class HierarchicalCollectives:
         return found
 
     def all_gather(self, call: Call, deadline: float) -> None:
-        """All-gather among each rank's peers on the other hosts, then inside each host."""
+        """All-gather between this rank and its peers on the other hosts, then inside each host."""
         assert self._rail is not None
         assert self._inside is not None
         rail = tuple(call.outputs[ranks[self._local_rank]] for ranks in self._hosts)
@@ -171,7 +171,7 @@ class HierarchicalCollectives:
             self._inside(Call("all_gather", inputs=(outputs[self._local_rank],), outputs=outputs), deadline)
 
     def reduce_scatter(self, call: Call, deadline: float) -> None:
-        """Reduce-scatter each host's part inside this host, then reduce-scatter with the peers on the other hosts."""
+        """Reduce-scatter each host's part inside this host, then with the peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
         lengths = [call.inputs[ranks[self._local_rank]].numel() for ranks in self._hosts]
@@ -184,7 +184,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Return the number of elements in each tile: few in the first and last tiles, which overlap with nothing.
+    """Return the number of elements in each tile: fewer in the first and last tiles, which overlap less.
 
     Example:
         >>> _tiles(100, 16)

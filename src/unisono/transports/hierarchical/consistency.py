@@ -1,7 +1,8 @@
 """Comparison of calls between ranks on several hosts before data moves.
 
-Ranks first compare their calls inside each host. Then the first ranks of all hosts compare theirs, and broadcast the
-verdict inside their hosts. A short reduction travels in the same messages, so its result is ready once all ranks agree.
+Ranks first compare their calls inside each host. Then the first ranks of all hosts compare their hosts' calls, and
+broadcast the verdict inside their hosts. A short reduction travels in the same messages, so its result is ready once
+all ranks agree.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class HostAgreement:
         """Return once all ranks are known to make the same call.
 
         Raises:
-            MismatchError: Ranks make different calls. Raised on every rank; the message quotes them.
-            CommTimeoutError: A rank has not arrived in time; the message names it.
+            MismatchError: Ranks make different calls. Raised on every rank; the message quotes the calls.
+            CommTimeoutError: A rank has not arrived in time; the message names that rank.
         """
         self._calls += 1
         if mine.sends or mine.receives:

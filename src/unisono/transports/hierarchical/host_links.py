@@ -191,12 +191,12 @@ def meet(
 ) -> HostLinks | None:
     """Return links to the other hosts on a host's first rank, and None on other ranks. Collective.
 
-    Of each two hosts, the one with the lower number listens at its own address, and the other connects. It proves that
-    it knows a secret that the first rank has published through the control plane.
+    For each pair of hosts, the host with the lower number listens at its own address, and the other host connects. The
+    connecting host must prove that it knows a secret that the first rank has published through the control plane.
 
     Args:
         group: The ranks to connect. The group is joined here.
-        control: This rank's handle.
+        control: This rank's handle to the control plane.
         hosts: For each host, its ranks in the group.
         address: Address at which other hosts reach this one.
         timeout: Time limit for all hosts to join, in seconds. If an address does not respond, gives up after 10 s.

@@ -344,7 +344,7 @@ def transport_named(name: str) -> Connectable:
 
 
 def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
-    """Return, for each host, its ranks: those that the named transport has proved able to connect. Collective."""
+    """Detect hosts: return sets of ranks that the named transport has proved able to connect. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
 

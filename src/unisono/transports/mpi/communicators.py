@@ -27,8 +27,8 @@ _unused: list[Any] = []
 class CommHandle:
     """Private communicator that is only used to create other communicators.
 
-    It must not have receives in progress: Open MPI's internal messages for creating a communicator match any-tag
-    receives on the parent.
+    No receive may be in progress on it: Open MPI's internal messages for creating a communicator match any-tag receives
+    on the parent communicator.
 
     Args:
         comm: The communicator. It is freed after all communicators created from it.

@@ -118,7 +118,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return 64 bits that identify a call, except for its number, which calls on the fast path lack."""
+    """Return 64 bits that identify a call apart from its number, which calls on the fast path lack."""
     return hash_of(fingerprint.compared()[1:])
 
 

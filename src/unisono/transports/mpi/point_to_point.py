@@ -111,8 +111,8 @@ class MpiMessages:
     def move(self) -> None:
         """Make progress on all messages in flight. Must be called in every long wait of this rank.
 
-        This posts the receive for a long message's body once its envelope has arrived. Until then, the sender may be
-        blocked, even if this rank is waiting for something else.
+        `move` posts the receive for a long message's body once the message's envelope has arrived. Until then, the
+        sender may be blocked, even if this rank is waiting for something else.
         """
         for work in list(self._open):
             work.move()

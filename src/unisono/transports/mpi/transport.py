@@ -47,8 +47,8 @@ _CROWDED_SPINS = 5
 class MpiTransport(Transport):
     """Transport that uses MPI's messages and collectives directly on the tensors' memory.
 
-    Each collective begins with a 24-byte all-reduce that shows whether all ranks have reached the same call. Waiting
-    for it can time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
+    Each collective begins with a 24-byte all-reduce that shows whether all ranks have reached the same call. This
+    all-reduce can time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
 
     Args:
         group: As for every transport.

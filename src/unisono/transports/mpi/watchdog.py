@@ -19,7 +19,7 @@ __all__ = ["Watchdog"]
 _EVERY_S = 0.1
 _GRACE_S = 3.0
 
-# At most one thread watches all communicators of the process. It exits with the last communicator.
+# At most one thread watches all communicators of the process. This thread exits when the last communicator is gone.
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _patrols: list[threading.Thread] = []
 # Guards `_watched` and `_patrols`.
@@ -30,8 +30,8 @@ class Watchdog:
     """Watchdog for blocking MPI calls. Before each call, set `deadline` of the communicators; clear it afterwards.
 
     A daemon thread checks the deadline ten times a second. When a call is overdue, the thread breaks the communicator,
-    as an abort does, and revokes it if MPI can, which ends the call. If the call has not ended 3 s later, the thread
-    aborts the job. With an MPI that survives rank failures, it terminates only this rank.
+    as an abort does. If MPI can revoke communicators, this ends the call. If the call has not ended 3 s later, the
+    thread aborts the job. With an MPI that survives rank failures, the thread terminates only this rank.
 
     Args:
         mpi: The module `mpi4py.MPI`.

@@ -177,7 +177,7 @@ class ShmMailbox(Mailbox):
         own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
-            # `wake` was called before `seen` was read, so the futex would miss it. It catches later calls.
+            # `wake` was called before `seen` was read, so the futex would miss this call. It catches later calls.
             self._woken = False
             return
         self._is_waiting = True

@@ -37,8 +37,8 @@ class ShmMessages(TaggedMessages):
         self._core.wake(peer)
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        # Another thread may move the messages that this thread waits for. The core then increments `progress`, so read
-        # it before checking `done`.
+        # Another thread may move the messages that this thread waits for, which increments `progress`. Therefore read
+        # `progress` before checking `done`.
         progress = self._core.progress
         started = clock.now()
         if done():
@@ -54,7 +54,7 @@ class ShmMessages(TaggedMessages):
         return left_error(peer) if self._core.has_left(peer) else None
 
     def abort(self, cause: BaseException) -> None:
-        # Abort the core before `super().abort` takes the lock: a thread that is waiting in the core may hold it.
+        # Abort the core before `super().abort` takes the lock: a thread that is waiting in the core may hold that lock.
         self.broken: BaseException | None = cause
         self._core.abort()
         super().abort(cause)

@@ -107,7 +107,7 @@ def open_handle(handle: bytes) -> tuple[int, int]:
 
 
 def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks in sets that can map each other's memory. Collective.
+    """Return the ranks, grouped into sets that can map each other's memory. Collective.
 
     Among ranks that seem to share a host, the first publishes a random number in its memory. A rank that cannot read
     this number, for example because it runs in another container, counts as a separate host.
@@ -129,7 +129,7 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
 
 @contextmanager
 def _create_file(name: str, nbytes: int) -> Iterator[bytes]:
-    """Keep an anonymous file with a random number open for the block; yield the handle that others open it with."""
+    """Keep an anonymous file with a random number open for a `with` block; yield a handle for other ranks."""
     token = secrets.token_bytes(16)
     descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
     try:

@@ -40,7 +40,7 @@ class ShmTransport(NativeTransport):
     the length of messages, allocated on first touch and freed when the last process exits.
 
     Args:
-        group, control, options: As for `connect`.
+        group, control, options: Arguments of `connect`.
         background: Whether each rank has a processor to spare in addition to those of torch's threads.
     """
 
@@ -71,7 +71,7 @@ class ShmTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
-        # Join only to exchange values; the communicator reports failures.
+        # Join the group only so that ranks can exchange values here; the communicator reports failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         mine = why_no_shm(), core_build(), spare
@@ -213,7 +213,7 @@ class ShmFastPath(NativeCalls):
         self._mismatch = mismatch
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As in `FastPath`."""
+        """Implement `FastPath`."""
         self._mismatch(fingerprint)
 
     def _cause(self) -> BaseException | None:

@@ -58,11 +58,12 @@ class _SimWork(CountdownWork):
 
 
 class SimTransport(ThreadTransport):
-    """Ranks in one process that take turns, for `un.simulate` or `un.launch(fn, nprocs, "sim")`.
+    """Transport between simulated ranks, which take turns in one process.
 
-    As in the thread transport, a send completes only when it has been received. A message starts to travel when both
-    its send and its receive have been posted. It is read from the sender's tensor only when it arrives, which exposes
-    programs that modify a buffer too early. Cost in real time: a few thread switches per message.
+    `un.simulate` and `un.launch(fn, nprocs, "sim")` use this transport. As in the thread transport, a send completes
+    only when it has been received. A message starts to travel when both its send and its receive have been posted. Its
+    content is read from the sender's tensor only when it arrives, which exposes programs that modify a buffer too
+    early. Cost in real time: a few thread switches per message.
     """
 
     simulated = True

@@ -215,7 +215,8 @@ class TcpMessages(TaggedMessages):
 
     def _ring(self) -> None:
         # Ignore a failed send: if the socket pair is full, the thread wakes up anyway; if it is closed, no thread is
-        # polling. If there is no pair yet, the thread has yet to check for messages.
+        # polling. If there is no pair yet, the polling thread has not collected the connections to poll, and will find
+        # the new messages.
         with contextlib.suppress(OSError):
             for bell in self._bell[:1]:
                 bell.send(b"!")

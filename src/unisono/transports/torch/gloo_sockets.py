@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Sockets:
-    """The sockets that a gloo group has accepted. Each group listens on its own port, which identifies them.
+    """The sockets that a gloo group has accepted. Each group listens on its own port, which identifies its sockets.
 
     Shutting down an accepted connection ends the waits of both its ranks, and every connection has been accepted by one
     of its two ranks. However, gloo aborts the process if a connection breaks while it is being established, so `shut`
@@ -58,8 +58,8 @@ class Sockets:
 
     def abandon(self, _references: object, works: Sequence[Any]) -> None:
         """Keep a gloo group alive until its collectives have ended. Releasing it earlier would abort the process."""
-        # A connection that is new in one scan is established by the next scan. Lazily made connections may appear only
-        # now.
+        # A connection that is new in one scan has been established by the next scan. Lazily made connections may appear
+        # only now.
         time.sleep(_LOOK_EVERY_S)
         while self.shut() or not all(work.is_completed() for work in works):
             time.sleep(_LOOK_EVERY_S)

@@ -52,10 +52,10 @@ _threads = DaemonThreadPool("unisono torch")
 class TorchTransport(Transport):
     """Transport over a torch process group's backend, without torch's default group or its group registry.
 
-    Collectives are torch's own. On gloo, messages, and algorithms composed of messages, use unisono's own TCP
-    connections. This is because a wait in gloo can be neither interrupted nor polled, and a message that does not fit
-    its receive aborts the process. On nccl, messages use nccl too, and waits are stream-ordered: see `_StreamWork`.
-    Ranks compare their calls while nccl runs them, and mismatched calls end in an abort.
+    Collectives are torch's own. On gloo, messages, and algorithms composed of messages, use unisono's own TCP sockets,
+    because a wait in gloo can be neither interrupted nor polled, and a message that does not fit its receive aborts the
+    process. On nccl, messages use nccl too, and waits are stream-ordered: see `_StreamWork`. Ranks compare their calls
+    while nccl runs them, and mismatched calls end in an abort.
     """
 
     native: frozenset[str] = frozenset(START)
@@ -88,7 +88,7 @@ class TorchTransport(Transport):
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
         # Comparing during the call requires an abort if calls differ. A group that the caller owns must not be aborted,
-        # and on gloo, mismatched calls abort the process, so both compare before the call.
+        # and on gloo, mismatched calls abort the process, so in both cases, ranks compare before the call.
         self.compares_later: bool = self._cuda and owned
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags: bool = not self._cuda
@@ -115,7 +115,7 @@ class TorchTransport(Transport):
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         refuse_unencrypted(options.backend)
-        # Join only to exchange values; the communicator reports failures.
+        # Join the group only so that ranks can exchange values here; the communicator reports failures.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)
         made._sockets.look()
@@ -305,7 +305,7 @@ class _BackendWork(Work):
         self._error = cause
 
     def is_finished(self) -> bool:
-        """Return whether torch's work has ended. Always False for gloo's reduce_scatter, which doesn't report it."""
+        """Return whether torch's work has ended. Gloo's reduce_scatter never reports that."""
         try:
             return self.work is None or bool(self.work.is_completed())
         except RuntimeError:
@@ -374,11 +374,11 @@ class _PolledWork(_BackendWork):
             left = deadline - clock.now()
             last = left <= _SLICE_S or self.work.is_completed()
             try:
-                # A timeout of zero would mean no timeout.
+                # Torch treats a timeout of zero as no timeout.
                 self.work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
             except CommError:
-                # Lazily made connections use the control store, which raised this. Don't wait again: torch cannot raise
-                # it twice.
+                # Lazily made connections use the control store, which raised this error. Don't wait again: torch cannot
+                # raise it twice.
                 raise
             except RuntimeError:
                 if last:

@@ -57,7 +57,7 @@ def make_call(
         devices: Device types that the transport supports.
         staging: Staging that makes tensors one-dimensional and contiguous.
         splits: See `Splits`.
-        lengths: As for `Call`.
+        lengths: See `Call`.
         scale: Factor for each contribution to an in-place sum.
 
     Raises:
@@ -274,7 +274,7 @@ def check_list(
 
 
 class _Checks(NamedTuple):
-    """The checks of tensors for one call."""
+    """Checks of one call's tensors."""
 
     what: Collective
     root: int

@@ -191,7 +191,7 @@ _Combine = Callable[..., object]
 
 
 class Schedule:
-    """An algorithm's steps on one rank, which can run any number of calls.
+    """An algorithm's steps on one rank, for any number of calls.
 
     Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
     the next step starts as soon as the segments that it sends have arrived (and been reduced), while later segments are
@@ -265,7 +265,7 @@ def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int
 
 
 def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
-    """Copy a rank's own part from its input to its output, which algorithms leave to their caller."""
+    """Copy a rank's own part from its input to its output. Algorithms rely on this."""
     if not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]

@@ -113,7 +113,7 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """One rank's messages that Python moves, as seen by the native core's caller.
+    """Interface to the messages of a rank that Python moves instead of the native core.
 
     Attributes:
         lock: Lock to hold while moving bytes.

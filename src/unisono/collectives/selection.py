@@ -55,7 +55,7 @@ class Selection:
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
 
     def choose(self, call: Call, requested: str | None = None) -> _Chosen:
-        """Return an algorithm's name with options, and its steps, or "native" and None.
+        """Return the name (with options) and the steps of the chosen algorithm, or "native" and None.
 
         Args:
             call: The call, without an algorithm's steps.
@@ -86,7 +86,7 @@ class Selection:
         """Return the algorithm that "auto" chooses for a call, and the predicted times of all possible algorithms.
 
         Args:
-            collective, nbytes, dtype, algorithm: As for `Communicator.plan`.
+            collective, nbytes, dtype, algorithm: See `Communicator.plan`.
             op: Reduce operation; None if nothing is reduced.
         """
         assert self._machine is not None
@@ -188,7 +188,7 @@ class Needs(NamedTuple):
 
 
 def message_bytes(call: Call, size: int) -> int:
-    """Return the size of the whole message in bytes. It is the same on all ranks unless pairs differ in length."""
+    """Return the size of the whole message in bytes. Ranks may only differ if each pair has its own length."""
     family = FAMILIES[call.name]
     if call.lengths:
         return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize

@@ -306,7 +306,7 @@ class TaggedMessages(ABC):
         rank: This rank.
 
     Attributes:
-        lock, idle, held: As for `MessageEnds`.
+        lock, idle, held: See `MessageEnds`.
         broken: Error that ended all messages; None while messages are possible.
     """
 

@@ -1,7 +1,8 @@
-"""Butterfly exchanges for powers of two: in each step, every rank exchanges data with one peer.
+"""Butterfly exchanges among a power of two of ranks: in each step, every rank exchanges data with one peer.
 
-Chunks are assigned to ranks ("places") such that every message of a reduction is one run of chunks: the ranks that a
-rank can still reach after a step own adjacent places, whatever the choice of peers.
+A place is a part of the message that one rank owns at the end. Places are ordered such that every message of a
+reduction is contiguous: whatever the choice of peers, the ranks that a rank can still reach after a step own adjacent
+places.
 """
 
 from __future__ import annotations

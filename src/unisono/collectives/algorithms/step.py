@@ -126,7 +126,7 @@ class Step(NamedTuple):
         """Return this step, in which only some ranks take part, with its ranks and chunks renumbered for all ranks.
 
         Args:
-            peer: Function that returns the number of a rank among all ranks.
+            peer: Function that maps a rank in this step to its number among all ranks.
             chunk: Number that is added to each chunk.
 
         Example:
@@ -158,12 +158,12 @@ def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
 
 
 class Cost(NamedTuple):
-    """Exact cost of an algorithm for a number of ranks and a message size. The prover checks it by counting.
+    """Exact cost of an algorithm for a number of ranks and a message size. The prover checks costs by counting.
 
     Attributes:
         rounds: Number of steps on the longest chain of messages that depend on each other.
-        messages: Messages sent by the rank that sends the most of them.
-        sent: Elements sent by the rank that sends the most of them.
+        messages: Number of messages sent by the rank that sends the most messages.
+        sent: Number of elements sent by the rank that sends the most elements.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring

@@ -78,7 +78,7 @@ class CostTable:
         """Return a table with a transport's built-in constants, with equal costs inside a host and between hosts.
 
         Args:
-            latency_s, second_per_byte: As for `Transport`.
+            latency_s, second_per_byte: See `Transport`.
         """
         link = LinkCost((1 - GAP) * latency_s, second_per_byte)
         return cls(link, link, overhead=GAP * latency_s, measured=False)

@@ -186,7 +186,7 @@ def compare(
 
     Args:
         collective: The collective.
-        names: Names of algorithms, at least one. If a name has options, only these are considered.
+        names: Names of algorithms, at least one. If a name has options, only these options are considered.
         size: Number of ranks.
         nbytes: Size of the message in bytes.
         machine: Cost constants and ranks per host.

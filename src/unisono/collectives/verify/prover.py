@@ -44,10 +44,13 @@ class Proof(NamedTuple):
 def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int) -> Proof:
     """Run an algorithm on `size` ranks, with sets of contributions instead of numbers.
 
-    Proves for this size that each result contains every contribution exactly once (in a barrier, at least once); that
-    all ranks of an all_reduce get the same bits, unless the file declares otherwise; that no rank deadlocks, even if
-    sends are never buffered or messages are cut into segments; that no step overwrites data that it sends; and that the
-    declared cost equals the counted cost, whether or not the message divides evenly into chunks.
+    Proves for this size that:
+
+    - each result contains every contribution exactly once (in a barrier, at least once);
+    - all ranks of an all_reduce get the same bits, unless the file declares otherwise;
+    - no rank deadlocks, even if sends are never buffered or messages are cut into segments;
+    - no step overwrites data that it sends; and
+    - the declared cost equals the counted cost, whether or not the message divides evenly into chunks.
 
     Args:
         collective: Name of a collective, such as "all_reduce". If it is rooted, rank 0 is the root.

@@ -111,7 +111,7 @@ class MpiCommunicators:
         self._ended_by: BaseException | None = None
 
     def part(self, ranks: Sequence[int], name: str) -> MpiCommunicators:
-        """Return communicators of some of these ranks, even if these are broken. Collective over the new ranks."""
+        """Return communicators of some of these ranks, even if this group is broken. Collective over those ranks."""
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:

@@ -51,10 +51,10 @@ class MpiTransport(Transport):
     all-reduce can time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
 
     Args:
-        group: As for every transport.
+        group: The group of ranks.
         comms: The MPI communicators of the group's ranks.
         control: This rank's handle to the control plane.
-        options: As for every transport.
+        options: Options, as passed to `connect`.
     """
 
     launcher = "mpirun"

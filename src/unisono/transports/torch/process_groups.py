@@ -48,7 +48,7 @@ def backend_of(
         group: The ranks of the process group.
         control: Control plane, which reports ranks that are lost during the rendezvous.
         store: Store for the rendezvous.
-        options: As for every transport.
+        options: Options, as passed to `connect`.
         sockets: Recorder of gloo's sockets.
         lazy: Whether gloo connects each pair of ranks only on first use.
 

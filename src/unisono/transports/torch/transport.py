@@ -345,7 +345,7 @@ class _PolledWork(_BackendWork):
     """Gloo's work. A wait is split into time slices, so that it can end after any slice.
 
     Args:
-        work, timeout_s: As for `_BackendWork`.
+        work, timeout_s: See `_BackendWork`.
         broken: Function that returns the error with which waits must end, or None.
     """
 

@@ -1,7 +1,8 @@
 """Recursive doubling: ranks exchange all chunks that they have with peers at distances 1, 2, 4, ...
 
-Only for powers of two. Cost: log2(p) rounds; each rank sends (p-1)/p of the message. Source: Thakur, Rabenseifner and
-Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, section 4.1.
+The number of ranks must be a power of two. Cost: log2(p) rounds; each rank sends (p-1)/p of the message. Source:
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005,
+section 4.1.
 """
 
 from __future__ import annotations

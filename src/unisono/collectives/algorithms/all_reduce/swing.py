@@ -1,9 +1,9 @@
 """Swing all-reduce: Swing's reduce_scatter, then the same messages in reverse.
 
-Each chunk is owned by the rank with the same number, so messages consist of several runs. Only for powers of two. Cost:
-2 log2(p) rounds; each rank sends 2(p-1)/p of the message, which is the minimum. If the message does not divide evenly
-into chunks, ranks send different amounts, depending on how many of the longer chunks they send. Source: De Sensi et
-al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024, section 3.
+Each chunk is owned by the rank with the same number, so messages consist of several runs. The number of ranks must be a
+power of two. Cost: 2 log2(p) rounds; each rank sends 2(p-1)/p of the message, which is the minimum. If the message does
+not divide evenly into chunks, ranks send different amounts, depending on how many of the longer chunks they send.
+Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bruck reduce-scatter: partial sums move towards their owners over distances that halve in every round.
 
 This is Bruck's all_gather in reverse. It generalizes recursive halving from powers of two to any number of ranks. Cost:
-log2(p) rounds, rounded up; each rank sends (p-1)/p of the message. Both are the minimum. Source: Bruck et al.,
+log2(p) rounds, rounded up; each rank sends (p-1)/p of the message. Both numbers are the minimum. Source: Bruck et al.,
 "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997,
 section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of reduce-scatter in MPI",
 Journal of Systems Architecture 49(3), 2003.
@@ -17,7 +17,7 @@ __all__ = ["cost", "runs", "steps"]
 
 
 def runs(size: int) -> list[tuple[int, int]]:
-    """Return the distance of each round, and the number of chunks that each rank sends in it."""
+    """Return the distance of each round, and the number of chunks that each rank sends in that round."""
     distances = [1 << bit for bit in reversed(range((size - 1).bit_length()))]
     return [(distance, min(distance, size - distance)) for distance in distances]
 

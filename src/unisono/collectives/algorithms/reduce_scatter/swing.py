@@ -1,8 +1,8 @@
 """Swing reduce-scatter: halving with peers at distances 1, -1, 3, -5, 11, ..., which swing from side to side.
 
-On a ring or torus, messages cross fewer links than with distances 1, 2, 4, ... Only for powers of two. Cost: log2(p)
-rounds; each rank sends (p-1)/p of the message. Source: De Sensi et al., "Swing: short-cutting rings for higher
-bandwidth allreduce", NSDI 2024, section 3.
+On a ring or torus, messages cross fewer links than with distances 1, 2, 4, ... The number of ranks must be a power of
+two. Cost: log2(p) rounds; each rank sends (p-1)/p of the message. Source: De Sensi et al., "Swing: short-cutting rings
+for higher bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations

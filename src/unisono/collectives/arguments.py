@@ -28,7 +28,7 @@ from unisono.core.types import ReduceOp
 __all__ = ["Splits", "check_list", "check_rank", "check_scale", "make_call"]
 
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]
-"""Rows of a packed output and input for each rank; None for equal parts."""
+"""Number of rows for each rank in a packed output and a packed input; None for equal parts."""
 
 
 def make_call(

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 PACKED_BYTES = 64 << 10
-"""Largest message that is packed from several regions: a longer one is not worth the copy."""
+"""Largest message that is packed from several regions. For longer messages, the copy costs more than it saves."""
 
 
 class Region(NamedTuple):
@@ -185,7 +185,7 @@ class PartialSums(Pieces):
 
 
 IN_FLIGHT = 8
-"""Maximum number of message batches in flight, which bounds the memory for arriving contributions."""
+"""Maximum number of message batches in flight, which limits the memory for received contributions."""
 
 _Combine = Callable[..., object]
 
@@ -293,9 +293,9 @@ class _InFlight:
     reduce: bool
     packed: list[torch.Tensor]
     landed: list[torch.Tensor | None]
-    """Memory for each receive that does not arrive in place: contributions, and packed messages."""
+    """Separate memory of each receive, for contributions and packed messages; None if data is received in place."""
     aside: bool
-    """Whether there is any such memory."""
+    """Whether any receive uses separate memory."""
 
 
 class ScratchPool:

@@ -43,7 +43,7 @@ __all__ = [
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
-"""Numbers of dtypes, the same on all ranks. A core gets the list in its constructor."""
+"""Numbers of dtypes, the same on all ranks. The native core's constructor receives `known_dtypes()` in this order."""
 
 _OPS = (str, ReduceOp)
 

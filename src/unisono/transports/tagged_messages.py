@@ -91,10 +91,10 @@ class MessageWork(CountdownWork):
 ItemT = TypeVar("ItemT")
 
 _HEADER = struct.Struct(MESSAGE_HEADER)
-"""Header, the first part of each message; its content is the second."""
+"""Format of the header, the first part of each message. The second part is the content."""
 HEADER_BYTES = _HEADER.size
 FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
-"""The header that follows the last message on a connection."""
+"""Header that a rank sends after its last message on a connection."""
 
 
 class Bytes(Protocol):

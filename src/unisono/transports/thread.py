@@ -25,7 +25,7 @@ __all__ = ["TRANSPORT", "InFlightMessage", "MessageQueue", "ThreadTransport"]
 _Key = tuple[str, int, int, int]
 _Rank = tuple[str, int]
 _Attendance = tuple[Fingerprint, Completion]
-"""A rank's call, and its wait for the calls of the other ranks."""
+"""A rank's call, and the completion for which it waits until all ranks have made their calls."""
 
 
 class MessageQueue:

@@ -258,7 +258,7 @@ T = TypeVar("T")
 COLLECTIVES = tuple(FAMILIES)
 
 FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Collectives whose algorithms choose the number of chunks."""
+"""Collectives whose algorithms may choose the number of chunks freely."""
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Peer = Callable[[int, int, int], int]
-"""Function that returns a rank's peer in a step (from 0) among a number of ranks."""
+"""Function that, given a rank, a step (from 0) and the number of ranks, returns the rank's peer."""
 
 
 def doubling(rank: int, step: int, size: int) -> int:

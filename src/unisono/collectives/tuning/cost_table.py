@@ -23,8 +23,8 @@ __all__ = ["GAP", "CostTable", "LinkCost", "TableFile", "parse_overrides"]
 _log = logging.getLogger("unisono")
 
 GAP = 0.25
-"""Part of a message's latency that passes before its sender can send the next message: the gap of LogP (Culler et al.,
-1993). Without it, any number of messages to different ranks would cost as much as one message."""
+"""Fraction of a message's latency that passes before its sender can send the next message: the gap of LogP (Culler et
+al., 1993). Without it, any number of messages to different ranks would cost as much as one message."""
 
 _FORMAT = 2
 

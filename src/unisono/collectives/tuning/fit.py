@@ -15,7 +15,7 @@ __all__ = ["Cell", "Fit", "fit"]
 
 
 _ROUNDS = 3
-"""Number of iterations, because the bottleneck link or rank depends on the constants."""
+"""Number of iterations. The fit is repeated because the bottleneck link or rank depends on the constants."""
 
 
 class Cell(NamedTuple):

@@ -145,7 +145,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
 def _traffic(
     algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int
 ) -> Iterator[_StepTraffic]:
-    """Yield a rank's traffic in each step, without empty messages. If `per_host` is 0, all ranks count as near."""
+    """Yield a rank's traffic in each step, without empty messages. If `per_host` is 0, all traffic counts as local."""
     host = rank // per_host if per_host else 0
 
     def side(step: Step, receives: bool) -> tuple[int, int, int, int]:

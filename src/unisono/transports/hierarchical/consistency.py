@@ -28,7 +28,7 @@ _HEAD_BYTES = 16
 _DIFFERENT, _AGREED, _LATE = range(3)
 _REPORT_S = 2.0
 _WITHOUT = bytes(_HEAD_BYTES)
-"""Sent by a host whose ranks differ: matches no digest."""
+"""Digest that a host sends if its own ranks differ. It matches no other digest."""
 
 _MISSING_RANK_S = 0.5, 5.0
 _QUOTE_S = 10.0

@@ -32,7 +32,7 @@ Hosts = tuple[tuple[int, ...], ...]
 
 _SHORT_BYTES = 128 << 10
 _SHORT_PART = 16
-"""Largest reduction done in one step: this fraction of `chunk_bytes`, but at most this number of bytes."""
+"""Short reductions have at most `_SHORT_BYTES`, and at most `chunk_bytes` divided by this number."""
 
 _ANYWHERE = frozenset({"all_reduce", "barrier", "broadcast", "reduce"})
 _IF_EVEN = frozenset({"all_gather", "reduce_scatter"})

@@ -21,7 +21,7 @@ _NOTICED_S = 1.0
 # Lock for MPI calls of all communicators in this process, if MPI allows only one thread at a time.
 _turns = threading.RLock()
 _unused: list[Any] = []
-"""MPI communicators for the next constructor to free, because finalizers, in any thread, must not call MPI."""
+"""MPI communicators that the next constructor frees: a finalizer may run in any thread, and so must not call MPI."""
 
 
 class CommHandle:

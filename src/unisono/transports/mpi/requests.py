@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 LONGEST = 1 << 30
-"""Largest number of bytes, or elements, of one MPI call: many libraries count in 32 bits."""
+"""Largest number of bytes or elements in one MPI call, because many MPI libraries count in 32 bits."""
 
 _HEADER = struct.Struct("<qq24s")
-"""Header before the first elements of a message: their number, the message's number, and the name of the dtype."""
+"""Header of an envelope: number of elements in the message, number of the message, and name of the dtype."""
 
 ENVELOPE_BYTES = 4096
 INLINE_BYTES = ENVELOPE_BYTES - _HEADER.size

@@ -21,7 +21,7 @@ __all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_handle"]
 
 T = TypeVar("T")
 _Failure = tuple[str, str] | None
-"""Reason why a rank has no memory: class and text of the error."""
+"""Reason why a rank could not create or map the memory: class and text of the error; None if it could."""
 
 PAGE_BYTES = 4096
 _HANDLE = struct.Struct("<qqq16s")

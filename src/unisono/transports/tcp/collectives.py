@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["TcpCollectives", "connected"]
 
 _SLICE_BYTES = 1 << 20
-"""Bytes that remain in the cache between two steps."""
+"""Slice length: this many bytes remain in the cache between two steps."""
 _FAR_SLICE_BYTES = 64 << 20
-"""Slice length on a long link, where each step of a slice costs a latency, which outweighs any cache miss."""
+"""Slice length for slow links, on which the latency of each additional slice outweighs any cache miss."""
 
 
 class TcpCollectives(NativeCalls):

@@ -41,7 +41,7 @@ ON_GPU: dict[tuple[torch.dtype, ReduceOp | None], Any] = {
     **_named(_COMPLEX, (ReduceOp.SUM,)),
     **{(torch.bool, op): getattr(dist.ReduceOp, other.name) for op, other in _BOOLEAN.items()},
 }
-"""Reductions of which torch's collectives give the right result, and torch's name of the operation."""
+"""Reductions for which torch's collectives give the correct result, and torch's operation for each."""
 
 ON_CPU = {**ON_GPU, **_named(_INTEGERS, _BITWISE)}
 
@@ -108,9 +108,9 @@ START: dict[str, Callable[[Any, Call, int | None], Any]] = {
     "scatter": _scatter,
     "all_gather": _all_gather,
 }
-"""How each supported collective is started: with the backend, the call, and the number of the GPU, for a barrier.
+"""Functions that start each supported collective, given the backend, the call and (for a barrier) the GPU's number.
 
-all_to_all is missing, because torch needs equal parts or one tensor, unlike the schedule.
+all_to_all is missing, because torch's version needs equal parts or one tensor; our algorithms don't.
 """
 
 

@@ -28,7 +28,7 @@ from unisono.transports.torch.transport import TorchTransport, translated
 __all__ = ["MAKERS", "adopt", "resolve_group"]
 
 MAKERS: dict[type, Callable[..., Any]] = {}
-"""Group classes that make a communicator themselves. `interop`, which is above the communicator, adds its own."""
+"""Functions that make communicators from special group classes. `interop` registers its own classes here."""
 
 _RECORD_BYTES = 256
 

@@ -42,9 +42,9 @@ __all__ = ["TRANSPORT", "TorchTransport", "translated"]
 _SLICE_S = 0.1
 _LOOK_EVERY_S = 0.001
 _GATHERED_BYTES = 4 << 20
-"""From which on gloo's all_gather is slower than an algorithm."""
+"""Size from which gloo's all_gather is slower than our algorithms."""
 _LAUNCH_S = 1.0
-"""Seconds that an abort waits for a launch. One of nccl's takes microseconds, unless it waits for other ranks."""
+"""Seconds that an abort waits for a launch. A launch in nccl takes microseconds, unless it waits for other ranks."""
 
 _threads = DaemonThreadPool("unisono torch")
 

@@ -1,4 +1,4 @@
-"""Binomial gather: in each round, one rank of each pair sends all its chunks to the other, and finally to rank 0.
+"""Binomial gather: in each round, one rank of each pair sends all its chunks to the other, until rank 0 has all.
 
 Cost: log2(p) rounds, rounded up; for a power of two, the rank that sends the most sends half of the message. Source:
     Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in

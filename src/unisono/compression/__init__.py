@@ -1,4 +1,4 @@
-"""Lossy codecs that average gradients over all ranks with less traffic, optionally sending what was lost later.
+"""Lossy codecs that average gradients over all ranks with less traffic, optionally with error feedback.
 
     averager = un.GradientAverager(model, comm, compression="bf16")
     averager = un.GradientAverager(model, comm, compression=un.compression.error_feedback(un.compression.onebit()))

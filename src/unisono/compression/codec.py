@@ -1,4 +1,4 @@
-"""Codecs, which average a flat bucket over all ranks, sending less than all of it: interface and lookup by name."""
+"""Codecs, which average a flat bucket over all ranks in compressed form: interface and lookup by name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Codec(ABC):
-    """Averages a flat bucket over all ranks, sending less than all of it. One object per bucket; `clone` makes more.
+    """Average of a flat bucket over all ranks in compressed form. One object per bucket; `clone` makes more.
 
-    A new codec is a file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or an entry point of that
-    name in another package. Its `average` begins with `prepare`, and its `repr` shows its settings, which all ranks
-    compare. `unisono.testing.codecs` has its conformance checks.
+    To add a codec, create a file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or register an entry
+    point of the group `unisono.compression.codecs` in another package. Its `average` must call `prepare` first, and its
+    `repr` must show its settings, which all ranks compare. `unisono.testing.codecs` has conformance checks for codecs.
 
     Attributes:
         name: Name by which `resolve` finds the codec.
@@ -59,18 +59,20 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Replace this rank's contribution with the mean over ranks of the part kept of each contribution.
+        """Replace this rank's contribution with the mean over ranks of the contributions as compressed.
 
         Collective. In place, bitwise identical on all ranks.
 
-        The result is the mean of `kept` over ranks, up to rounding in the bucket's dtype: the rank that causes a loss
-        in a sum counts it p times, so that error feedback misses nothing. A single rank has the same losses.
+        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. A rank whose encoding
+        of a sum loses something subtracts p times that loss from its own `kept`, so that error feedback compensates for
+        it. A single rank also encodes and decodes its contribution, with the same kind of losses.
 
         Args:
             flat: One-dimensional contiguous tensor of float16, bfloat16, float32 or float64.
-            comm: The ranks that average.
+            comm: Communicator of the ranks that average.
             shapes: Shapes of the parameters stored consecutively in `flat`.
-            kept: If given, tensor of flat's shape and dtype that receives the part kept of this rank's contribution.
+            kept: Optional output, of flat's shape and dtype: what the compression preserves of this rank's
+                contribution.
 
         Raises:
             MismatchError: Ranks have different codecs, or different buckets.
@@ -81,10 +83,10 @@ class Codec(ABC):
     def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
-        """Average a bucket as `average` does, when the means of some parameters will not be used.
+        """Average a bucket as `average` does, but the caller ignores the means of some parameters.
 
         Args:
-            flat: As for `average`; 0 where parameters are not used.
+            flat: As for `average`, with zeros for the parameters that are not used.
             comm, shapes: As for `average`.
             used: For each shape, whether its parameter is used; the same on all ranks.
 
@@ -107,7 +109,8 @@ class Codec(ABC):
 
         Args:
             flat: This rank's contribution, as for `average`.
-            others: The other ranks' contributions, in any order; the loss of a second stage depends on them.
+            others: The other ranks' contributions, in any order. If a codec also encodes their sum, its loss depends on
+                them.
             shapes: As for `average`.
 
         Returns:
@@ -123,8 +126,8 @@ class Codec(ABC):
     def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
         """Return the bytes that a rank sends for one call of `average`, as a mean over ranks.
 
-        An all_reduce counts as 2(p-1)/p of its message, the minimum. The first call for a bucket also sends 8 bytes to
-        each other rank, to check that ranks agree.
+        An all_reduce over p ranks counts as the theoretical minimum, 2(p-1)/p times its message size. The first call
+        for a bucket also sends 8 bytes to every other rank, to check that all ranks use the same codec and shapes.
 
         Args:
             numel: Elements in the bucket.
@@ -167,20 +170,20 @@ class Codec(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state of another codec. Every rank loads its own.
+        """Resume from a saved state. Every rank loads the state that it saved.
 
         Args:
-            state: Result of `state_dict`; copied.
+            state: Result of `state_dict`; its tensors are copied.
 
         Raises:
-            ValueError: The state has other keys: it belongs to another kind of codec.
+            ValueError: The state's keys differ, because it belongs to another kind of codec.
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"the state of {self!r} has {sorted(self.state_dict())}, not {sorted(state)}")
         self._agreed = None
 
     def shared_state(self) -> object:
-        """Return the part of the state that must be equal on all ranks; `prepare` compares its `str`."""
+        """Return the part of the state that must be equal on all ranks; `prepare` compares it as a string."""
         return None
 
     def prepare(
@@ -217,12 +220,12 @@ class Codec(ABC):
         return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies are used for other buckets or in other processes, where ranks have not agreed on them.
+        # A copy serves another bucket or another process, so the ranks must compare their codecs again.
         return {key: value for key, value in self.__dict__.items() if key != "_agreed"}
 
 
 class SteppedCodec(Codec):
-    """Base class for codecs that count their calls of `average`, and draw the same random numbers on all ranks in each.
+    """Base class for codecs that draw random numbers in each call of `average`, the same ones on all ranks.
 
     Attributes:
         seed: Seed of the draws; the same on all ranks.
@@ -251,7 +254,7 @@ class SteppedCodec(Codec):
 
 
 def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.Tensor | None = None) -> None:
-    """Raise `TypeError` or `ValueError` unless this is a bucket with these shapes."""
+    """Raise `TypeError` or `ValueError` unless `flat` is a valid bucket with these shapes, and `kept` matches it."""
     for name, tensor in (("flat", flat), ("kept", kept)):
         if tensor is None:
             continue
@@ -279,7 +282,7 @@ def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.T
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of this dtype are computed.
+    """Return the dtype in which tensors of this dtype are summed.
 
     Example:
         >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)

@@ -1,7 +1,8 @@
-"""Two-stage codecs: each rank sums one piece of the encoded buckets, encodes the sum again, and sends it to all.
+"""Two-stage codecs: each rank decodes and sums one piece of all buckets, encodes the sum, and sends it to all ranks.
 
-The stages are a reduce-scatter and an all-gather, each with one message to each peer. Pieces are decoded before they
-are added, so a codec need not support summing encoded data, and each rank knows all losses that it causes.
+The stages are a reduce-scatter and an all-gather, in each of which a rank sends one message to every peer. Pieces are
+decoded before they are added, so a codec need not support sums of encoded data, and each rank knows all losses that its
+own encoding causes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ __all__ = ["HalfPrecision", "TwoStage"]
 
 
 class TwoStage(Codec):
-    """Base class of block codecs: a subclass defines two functions, `encode` and `decode`, and their loss.
+    """Base class of block codecs: a subclass defines `encode`, `decode`, and a bound on their `loss`.
 
-    A bucket is cut into p pieces with the same number of blocks of equal length, up to `block`; the last ones may be
-    padded with zeros. Cost: each rank sends 2(p-1)/p of the encoded bucket, in two rounds, and needs memory for up to
-    two buckets during a call.
+    A bucket is cut into p pieces, one per rank. All pieces have the same number of blocks, and all blocks the same
+    length, at most `block`; the end of the bucket is padded with zeros. Cost: each rank sends 2(p-1)/p of the encoded
+    bucket in two rounds, and needs memory for up to two more buckets during a call.
 
     Attributes:
         block: Maximum number of elements that are encoded together.
-        multiple: Number that divides the length of every block.
+        multiple: Number of which every block's length is a multiple.
     """
 
     block: int
@@ -36,11 +37,11 @@ class TwoStage(Codec):
 
     @abstractmethod
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of some pieces.
+        """Return some pieces encoded as bytes.
 
         Args:
             pieces: Tensor of shape (pieces, blocks, length), float32 or float64, contiguous; may be overwritten.
-            counts: Number of elements in each block that are not padding, at least 1; of shape (pieces, blocks, 1).
+            counts: Number of elements in each block without padding, at least 1; of shape (pieces, blocks, 1).
 
         Returns:
             uint8, of shape (pieces, bytes), contiguous.
@@ -56,11 +57,11 @@ class TwoStage(Codec):
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Decode the output of `encode`; inverts it except for its losses.
+        """Decode the output of `encode`; the result differs from `encode`'s input by the losses.
 
         Args:
-            coded: Received output of `encode`.
-            out: Tensor to write, of the shape and dtype of `encode`'s `pieces`, contiguous.
+            coded: Output of `encode`, as received.
+            out: Contiguous tensor to write to, with the shape and dtype that `pieces` had in `encode`.
 
         Returns:
             `out`.
@@ -77,16 +78,16 @@ class TwoStage(Codec):
 
     @abstractmethod
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Bound the change of each block through `encode` and `decode`. All tensors have one element for each block.
+        """Bound the error of each block after `encode` and `decode`. All tensors have one element per block.
 
         Args:
             norm: Upper bound on the block's Euclidean norm, float64.
-            largest: Upper bound on its largest magnitude, float64.
-            mean: Lower bound on the mean of its magnitudes, float64.
-            count: Number of its elements, without padding.
+            largest: Upper bound on the block's largest magnitude, float64.
+            mean: Lower bound on the mean of the block's magnitudes, float64.
+            count: Number of elements in the block, without padding.
 
         Returns:
-            Upper bound on the Euclidean norm of the change; infinite if the block may not remain finite.
+            Upper bound on the Euclidean norm of the error; infinite if decoding may give non-finite numbers.
         """
 
     def average(
@@ -101,7 +102,7 @@ class TwoStage(Codec):
             return
         pieces, counts = self._cut(flat, comm.size)
         coded = self.encode(pieces, counts)
-        # From here on, `pieces` is only memory for decoded data.
+        # `encode` may have overwritten `pieces`; from here on, it is only a buffer for decoded data.
         if kept is not None:
             kept.copy_(self.decode(coded, pieces).mul_(comm.size).view(-1)[: flat.numel()])
         arrived = torch.empty_like(coded)
@@ -109,7 +110,7 @@ class TwoStage(Codec):
         total = self.decode(arrived, pieces)[0]
         for piece in pieces[1:]:
             total += piece
-        # Decoded padding must not contribute again.
+        # Reset the padding: it may decode to non-zero numbers, which would affect the next encoding.
         total.view(-1)[max(0, flat.numel() - comm.rank * total.numel()) :] = 0
         lost = None if kept is None else total.clone()
         own = slice(comm.rank, comm.rank + 1)
@@ -139,19 +140,21 @@ class TwoStage(Codec):
             norm_of_all = norm_of_all + norm + first
             largest_of_all = largest_of_all + largest + first
         second = self.loss(norm_of_all, largest_of_all, torch.zeros_like(first), count)
-        # Each rank records the compression error of the piece that it owns.
+        # Each rank counts the second stage's error only for the piece that it sums, so the largest of these errors is
+        # the bound.
         return size * float(first.norm() + second.flatten(1).norm(dim=1).max())
 
     def _grid(self, numel: int, size: int) -> tuple[int, int]:
-        """Blocks of a piece, and their length."""
+        """Return the number of blocks in a piece, and their length."""
         piece = math.ceil(numel / size)
         blocks = math.ceil(piece / self.block)
         return blocks, math.ceil(piece / blocks / self.multiple) * self.multiple
 
     def _cut(self, flat: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's share of the mean in pieces, in flat's own memory if it fits, and their unpadded counts.
+        """Return this rank's share of the mean, cut into pieces, and each block's number of elements without padding.
 
-        Divided before anything is summed, so that no sum of shares can overflow.
+        The pieces use flat's memory if no padding or conversion is needed. Elements are divided by the number of ranks
+        before they are summed, so that the sums cannot overflow.
         """
         blocks, length = self._grid(flat.numel(), size)
         total = size * blocks * length
@@ -168,7 +171,7 @@ class TwoStage(Codec):
 
 
 def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None:
-    """Count the second stage's error in the mean as this rank's loss, p times in its own contribution."""
+    """Add the second stage's error in the mean, times the number of ranks, to this rank's `kept`."""
     mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
     mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)
 
@@ -176,9 +179,9 @@ def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None
 class HalfPrecision(TwoStage):
     """Codec that sends every number as `half`.
 
-    Sums are computed in float32 (for float64, in float64), and rounded once.
+    Sums are computed in float32 (float64 for float64 buckets), and rounded once.
 
-    An all_reduce in half precision would round at every addition, and no rank would count that loss: see
+    An all_reduce in half precision would round at every addition, and no rank's `kept` would account for that loss; see
     `Codec.average`.
     """
 

@@ -1,1 +1,1 @@
-"""Reports of what the ranks are doing or did last."""
+"""Reports on what the ranks are doing, or on what they did last."""

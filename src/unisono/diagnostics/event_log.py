@@ -1,8 +1,8 @@
-"""Log of a rank's last events, in a file that survives however the rank ends, and the log's reader.
+"""Log of a rank's last events, in a file that survives any kind of crash, and the log's reader.
 
-A file is a 64-byte header and a ring of 256-byte records in mapped memory, which the kernel writes out however the
-process ends. A record's number is written last, so that a partial record is detected. The header identifies the process
-beyond its pid, which a later process may reuse.
+The file contains a 64-byte header and a ring buffer of 256-byte records. It is memory-mapped, so the kernel writes it
+out even if the process is killed. A record's sequence number is written last, so that a partial record is detected. The
+header also contains the start time of the process, because a later process may reuse its pid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BODY = struct.Struct("<dqI12s48s168s")
 _RECORD_BYTES = 256
 _KEPT = 512
 _MOST_KEPT = 1 << 16
-# The last time that a datetime can represent.
+# End of the year 9999, the last time that a datetime can represent.
 _LAST_S = 253402300800.0
 
 _log = logging.getLogger("unisono")
@@ -42,9 +42,9 @@ class LoggedEvent:
         time_s: Wall-clock time.
         kind: "enter" or "leave" (of a call), "error" (in a call or in the program), "end" (the rank ended cleanly), or
             "exit" (the program ended without closing its communicators).
-        group, rank: Group of the communicator, and the rank in it.
-        call: Number of the collective in the group, if it is a collective.
-        text: The call and its line, or the error.
+        group, rank: Process group of the communicator, and the rank's number in that group.
+        call: Sequence number of the collective in the group; None if the event is not about a collective.
+        text: The call and the source line that made it, or the error.
     """
 
     number: int
@@ -57,7 +57,7 @@ class LoggedEvent:
 
 
 class EventLog:
-    """Writer of events. Cost: about 2 us each.
+    """Writer of events. Cost: about 2 us per event.
 
     Args:
         path: File to create; it must not exist.
@@ -89,7 +89,7 @@ class EventLog:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate the file's blocks, because on a full disk a write to mapped memory would end the process."""
+    """Allocate the file's blocks: on a full disk, a write to mapped memory would otherwise kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
     else:
@@ -103,7 +103,7 @@ def _bytes(text: str) -> bytes:
 def record_of(rank: int) -> EventLog | None:
     """Return the log for this rank's events: a new file in the directory $UNISONO_EVENTS, if that is set.
 
-    If the file cannot be created, that is logged, and the job continues.
+    If the file cannot be created, a warning is logged, and the job continues.
     """
     directory = os.environ.get(_VARIABLE)
     if not directory:
@@ -129,7 +129,7 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
     """Return the process, rank and events of a file, oldest event first. Damaged records are skipped.
 
     Raises:
-        ValueError: It is not an event file.
+        ValueError: `path` is not an event file.
     """
     data = path.read_bytes() if path.stat().st_size <= _HEAD.size + _MOST_KEPT * _RECORD_BYTES else b""
     if len(data) < _HEAD.size:
@@ -142,7 +142,7 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
         (number,) = _NUMBER.unpack_from(data, place)
         if number:
             time_s, call, of, kind, group, text = _BODY.unpack_from(data, place + _NUMBER.size)
-            # A partially written record may hold any number.
+            # In a partially written record, the time may be any number.
             if not 0 <= time_s < _LAST_S:
                 continue
             in_group = None if call < 0 else call
@@ -153,7 +153,7 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
 def process_state(path: Path) -> str | None:
     """Return the state of the process that wrote a file: "running", "stopped" (by a signal) or "gone".
 
-    None if it ran on another host or in another container, where this process cannot look.
+    None if that process ran on another host or in another container, which this process cannot inspect.
     """
     with path.open("rb") as file:
         _, pid, _, _, host, ticks = _HEAD.unpack(file.read(_HEAD.size))

@@ -26,15 +26,17 @@ _SILENT = "does not answer: its process is stopped, or busy in code that blocks 
 
 
 class Hang(NamedTuple):
-    """Findings about a failed wait.
+    """What a query to all ranks revealed about a failed wait.
 
     Attributes:
-        report: What each rank is doing, as lines to append to an error's message.
-        deadlock: Whether ranks wait for each other in a cycle, each for a call or message that has not been made.
-        missing: Ranks that the collective waits for, as far as known: those doing something else; if there are none,
-            those not responding, or those still in an earlier call.
+        report: Lines that describe what each rank is doing, to append to an error's message.
+        deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next has
+            not started.
+        missing: Ranks that the collective waits for, as far as known: ranks that are not in any call; if there are
+            none, ranks that do not respond; otherwise ranks that are still in an earlier call.
         verdict: `missing` as a sentence, or empty.
-        waits: For each rank of the cycle, the group that it waits in, and the number of calls that it has made there.
+        waits: For each rank in the cycle, the group in which it waits, and the number of calls that it has made in that
+            group.
     """
 
     report: str = ""
@@ -45,13 +47,13 @@ class Hang(NamedTuple):
 
 
 def hang_report(control: ControlPlane, group: Group) -> Hang:
-    """Query all ranks for what they are doing, and return the findings."""
+    """Ask all ranks what they are doing, and return the findings."""
     try:
         found = control.query(group, _PATIENCE_S)
     except CommError:
         return Hang(sentence(control.outage()))
     if not any(report and report.get("groups") for report in found.values()):
-        # No rank has a communicator yet: there is nothing to report.
+        # No rank has a communicator yet, so there is nothing to report.
         return Hang()
     reports = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
     circle = _find_cycle(reports, group)
@@ -69,7 +71,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         for current in map(_inside, map(reports.get, circle))
         if current
     )
-    # One rank per host; ranks on one host differ by tenths of a second.
+    # Show one outage per host: reports from ranks on the same host differ only by tenths of a second.
     outages = {text.partition(" not ")[0]: text for r in reports.values() if r and (text := r.get("outage"))}
     report = sentence("; ".join(outages.values())) + "".join(f"\n  {line}" for line in lines)
     return Hang(report, bool(circle), *_verdict(reports, group), waits)
@@ -95,14 +97,15 @@ def last_calls(control: ControlPlane, group: Group) -> str:
 
 
 def with_hang_report(error: BaseException, control: ControlPlane, group: Group) -> BaseException:
-    """Add every rank's state to a timeout (`DeadlockError` if it is a deadlock), or its last calls to a mismatch.
+    """Add each rank's state to a timeout error, or its last calls to a mismatch. A deadlock becomes a `DeadlockError`.
 
-    Cost: one query to all ranks; stopped ranks delay it by 0.15 s.
+    Cost: one query to all ranks, which takes 0.15 s longer if a process is stopped.
     """
     if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error
     if isinstance(error, DeadlockError) and group.size > _MOST_RANKS:
-        # The simulator found the deadlock and names the ranks; querying each of many ranks would take long.
+        # The simulator raised this error, and its message already names the deadlocked ranks; querying this many ranks
+        # would take too long.
         return error
     if isinstance(error, MismatchError):
         error.message += last_calls(control, group)
@@ -119,7 +122,7 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
 
 
 def lines_of(name: str, report: _Report | None) -> list[str]:
-    """Return a line about what a rank is doing, and a few about where its thread is."""
+    """Return a line about what a rank is doing; outside of calls, also a few lines of its thread's stack."""
     if report is None:
         return [f"{name} {_SILENT}"]
     if not report:
@@ -145,7 +148,7 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the communicator that a rank waits in; the last one entered if there are several."""
+    """Return the entry of the communicator in which a rank waits, the one entered last if there are several."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 
@@ -159,7 +162,7 @@ def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
             found = [*path[path.index(rank) :], rank] if rank in path else search([*path, rank])
             if found:
                 return found
-        # A rank not found in a cycle so far will never be found in one.
+        # No path from this rank leads to a cycle, so do not search from it again.
         waits[path[-1]] = []
         return []
 
@@ -208,7 +211,7 @@ def _verdict(reports: dict[int, _Report | None], group: Group) -> tuple[tuple[in
 
 
 def _of(reports: dict[int, _Report | None], number: int, name: str) -> _Report | None:
-    """Return what a rank, identified by its number in the job, reports about one of its groups."""
+    """Return a rank's report on one of its groups. `number` is the rank's number in the job."""
     for answer in reports.values():
         for entry in (answer or {}).get("groups", ()):
             if entry["group"] == name and entry["members"][entry["rank"]] == number:
@@ -224,7 +227,7 @@ def _is_behind(reports: dict[int, _Report | None], current: _Report, peer: int) 
 
 
 def _counterpart(current: _Report, kind: str, to: int, tag: int) -> tuple[str, int, int]:
-    """Return what a peer posts for a message that this rank has posted."""
+    """Return the key of the operation that a peer must post to match this rank's message."""
     if to == ALL_RANKS:
         return kind, to, tag
     return "recv" if kind == "send" else "send", current["rank"], tag
@@ -233,7 +236,7 @@ def _counterpart(current: _Report, kind: str, to: int, tag: int) -> tuple[str, i
 def _not_posted(
     reports: dict[int, _Report | None], current: _Report, peer: int, key: tuple[str, int, int], number: int
 ) -> bool:
-    """Return whether the peer has posted fewer than this number of messages of a kind."""
+    """Return whether the peer has posted fewer than `number` messages with this key."""
     entry = _of(reports, current["members"][peer], current["group"])
     if entry is None:
         return False

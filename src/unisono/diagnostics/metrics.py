@@ -37,7 +37,7 @@ class _Totals:
         self.seconds += seconds
 
     def histogram(self) -> Iterator[tuple[str, int]]:
-        """Return each bucket's upper bound, and the number of values up to it."""
+        """Return each histogram bucket's upper bound, and the number of values up to that bound."""
         return zip([*map(str, _BOUNDS_S), "+Inf"], accumulate(self.counts), strict=True)
 
 
@@ -58,9 +58,9 @@ class Metrics:
         self._waits: dict[tuple[str, int], _Totals] = defaultdict(_Totals)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread's calls are counted. It can be entered more than once.
+        """Return a context manager in which this thread's calls are counted. It can be entered more than once.
 
-        Calls inside it don't use the fast path, as in `unisono.trace`.
+        As with `unisono.trace`, calls in this context don't use the fast path.
         """
         return recording(self._add)
 
@@ -75,7 +75,7 @@ class Metrics:
                 place[key, event.world_rank].add(event)
 
     def prometheus(self) -> str:
-        """Return all totals in Prometheus' text format, for writing to a file or serving."""
+        """Return all totals in Prometheus' text format, to write to a file or to serve over HTTP."""
         lines = list[str]()
         with self._lock:
             calls = sorted(self._calls.items())
@@ -95,10 +95,10 @@ class Metrics:
     def scalars(self) -> dict[str, float]:
         """Return the totals by name, for a dashboard: `unisono/all_reduce/calls`, `.../bytes` and `.../seconds`.
 
-        `unisono/all_reduce/wait_seconds` is the time that the program spent in the call or its wait. The middle part is
-        the method. Messages count as `send` and `recv`, including those inside a collective; waits for them are under
-        the method, such as `isend`. Methods that were not called are left out. If several ranks share the object, their
-        values are summed.
+        `unisono/all_reduce/wait_seconds` is the time that the program spent in the call or its wait. The middle part of
+        a name is the communicator's method. Point-to-point messages count as `send` and `recv`, including messages
+        inside a collective; the time spent waiting for them is listed under the method that was called, such as
+        `isend`. Methods that were not called are left out. If several ranks share the object, their values are summed.
 
         Example:
             >>> metrics = un.Metrics()

@@ -1,7 +1,8 @@
 """Events of all ranks as one document in the trace-event format, which Perfetto and chrome://tracing open.
 
-The format: "Trace Event Format", Google, 2016. Complete events ("X") are the spans, metadata events ("M") name the
-processes (ranks) and threads (rows), flow events ("s", "f") are the arrows from a send to its receive.
+The format is described in "Trace Event Format", Google, 2016. Complete events ("X") are the spans, metadata events
+("M") name the processes (ranks) and threads (rows), and flow events ("s", "f") are the arrows from a send to its
+receive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["ROWS", "Json", "check_trace", "merged", "rank_events"]
 Json = dict[str, Any]
 
 ROWS = ("wait", "bucket", "collective", "message")
-"""Rows of a rank, from the top. Spans that overlap without nesting are put in further rows of the same name."""
+"""Rows of a rank, from the top. Spans that overlap without nesting are put in additional rows with the same title."""
 
 _TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
 _OF_KIND = {
@@ -35,13 +36,13 @@ _ARGS: dict[str, Any] = {"group": str, "nbytes": int}
 def rank_events(
     events: Iterable[TraceEvent], host: str, pid: int, clock: Callable[[float], float], core_wait_s: float | None = None
 ) -> list[Json]:
-    """Return a rank's spans, with the names of its rows.
+    """Return a rank's spans, and metadata events that name its rows.
 
     Args:
         events: Events of the rank.
-        host, pid: Host and process of the rank, for its name.
+        host, pid: Host and process ID of the rank, which are shown in its title.
         clock: Function that converts seconds on this rank's clock to rank 0's.
-        core_wait_s: Total time that the rank waited for a core, if known; shown next to the process name.
+        core_wait_s: Total time that the rank waited for a core, if known; stored in the event that names the process.
     """
     found: list[Json] = []
     lanes: dict[str, list[list[float]]] = {row: [] for row in ROWS}
@@ -74,7 +75,7 @@ def rank_events(
 
 
 def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
-    """Return several ranks' events as one document, with an arrow for each message with both ends known.
+    """Return several ranks' events as one document, with an arrow for each message whose two ends are known.
 
     Args:
         parts: Results of `rank_events`, or events of existing documents.
@@ -88,7 +89,8 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
     flows: list[Json] = []
     for number, (flow, send) in enumerate(sends.items(), 1):
         if (receive := receives.get(flow)) is not None:
-            # A viewer attaches an arrow to the span around its end, so it has to end just before the receive does.
+            # A viewer attaches an arrow's end to the span that encloses it, so the arrow must end just before the
+            # receive does.
             end = receive["ts"] + max(0.0, receive["dur"] - 0.001)
             flows.append(_end_of_flow("s", number, send, send["ts"]))
             flows.append(_end_of_flow("f", number, receive, round(end, 3)) | {"bp": "e"})
@@ -96,7 +98,7 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
 
 
 def check_trace(document: object) -> None:
-    """Raise `ValueError`, with one sentence, if `unisono.trace` did not write this document.
+    """Raise `ValueError`, with a one-sentence message, if `unisono.trace` did not write this document.
 
     The events may include spans from other programs.
     """
@@ -120,7 +122,7 @@ def check_trace(document: object) -> None:
 
 
 def _lane(lanes: list[list[float]], event: TraceEvent) -> int:
-    """Add the event to the first row where it follows the open spans or is nested in them, and return the row."""
+    """Add the event to the first row in which it does not partly overlap another span, and return the row's number."""
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= event.start_s:
             ends.pop()

@@ -1,4 +1,4 @@
-"""Figures of a trace: exposed communication, overlap, and the ranks that the others wait for."""
+"""Summary of a trace: exposed communication, overlap, and the rank that all others wait for."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _Json = dict[str, Any]
 
 
 def summarize(document: _Json) -> _Json:
-    """Return the figures of a trace as plain values. Times are in seconds.
+    """Return a summary of a trace as plain values. Times are in seconds.
 
-    Exposed time is what the program's thread spends in calls and waits; overlap is the fraction of the communication
-    outside of these. The skew of a collective is the time from the first rank's call to the last one's. The straggler
-    is the rank that `find_straggler` names. Ranks wait for a core when ranks and other programs outnumber the cores.
+    Exposed time is the time that the program's thread spends in calls and waits. Overlap is the fraction of the
+    communication time during which the thread is in neither. The skew of a collective is the time from the first rank's
+    call to the last rank's call. The straggler is the rank that `find_straggler` returns. A rank waits for a core if
+    the host has fewer cores than running threads.
 
     Args:
-        document: The content of a file of `unisono.trace`.
+        document: The parsed content of a file that `unisono.trace` wrote.
 
     Raises:
-        ValueError: The document is of another kind, or has no spans.
+        ValueError: The document is not a trace from `unisono.trace`, or it has no spans.
 
     Example:
         >>> def call(rank, ts):
@@ -81,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return, by name and line, when each rank called each collective or began each bucket that several ranks share."""
+    """Return, by name and source line, when each rank started each collective or bucket that several ranks recorded."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
@@ -187,23 +188,26 @@ _STEADY_SHARE = 0.08
 def find_straggler(
     places: Mapping[str, Sequence[Mapping[int, float]]], core_waits: Mapping[int, float] | None = None
 ) -> dict[str, Any] | None:
-    """Return the rank, if any, that is late at some place in the program more often than by chance.
+    """Return the rank, if any, that is late at one place in the program more often than chance explains.
 
-    A place needs 5 calls. The rank must arrive after three quarters of the others' arrivals, and 4.5 standard
-    deviations more often than in a random order, or last at every call if there are too few for that; and its median
-    lateness must be 2 % of the time between calls.
+    A place is a bucket or a source line; places with fewer than 5 calls are ignored. On average, a straggler arrives
+    after at least three quarters of the other ranks. Its average position is also 4.5 standard deviations later than in
+    a random order, or, if there are too few calls for that, last in every call. Its median lateness is at least 2 % of
+    the time between calls.
 
-    With few calls, or with two ranks, where there is no third to compare with, the order alone proves too little. Then
-    the lateness must be 8 %, and steady: at least half its median in four of five calls. In total it must exceed the
-    rank's own wait for a core, because two ranks that share cores may keep their order.
+    With few calls, or with only two ranks, the order alone proves too little. The median lateness must then be at least
+    8 % of the time between calls, and in four of five calls the lateness must be at least half the median. The total
+    lateness must exceed the time that the rank waited for a core, because two ranks that share cores may always run in
+    the same order.
 
     Args:
-        places: By name, for each call, the time in microseconds at which each rank arrived.
+        places: For each place's name, a list of calls; each call maps ranks to their arrival times in microseconds.
         core_waits: Seconds that each rank waited for a core, where known.
 
     Returns:
-        The rank with the greatest total lateness: "rank", "where", "last" and "of" (calls), "late_s" (the median), and
-        "waited_s" (total time for which all others waited); or None.
+        The straggler with the greatest total lateness, or None: "rank", "where" (the place), "last" (number of calls in
+        which the rank was last) and "of" (number of calls), "late_s" (median lateness), and "waited_s" (total time that
+        all other ranks waited for it).
 
     Example:
         >>> steps = [{0: 1e4 * step, 1: 1e4 * step + 5e3} for step in range(20)]
@@ -232,7 +236,8 @@ def find_straggler(
 
 def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float) -> bool:
     scores = [_score(rank, call) for call in calls]
-    # Variance of a rank's place in a random order, where places range from 0 to 1.
+    # If the arrival order were random, a rank's score would have mean 1/2 and variance (n + 1) / (12 (n - 1)) for n
+    # ranks. This is the standard deviation of the sum of scores.
     deviation = sqrt(sum((len(call) + 1) / (12 * (len(call) - 1)) for call in calls))
     most = len(calls) / 2 / deviation
     if (sum(scores) - len(calls) / 2) / deviation < min(_DEVIATIONS, most) * (1 - 1e-9):

@@ -1,4 +1,4 @@
-"""Tracebacks that show the user's lines, without the frames of this library and of torch.
+"""Tracebacks that show the user's code, without frames from this library and torch.
 
 `UNISONO_TRACEBACK=full` shows all frames, as Python does.
 """
@@ -26,15 +26,15 @@ __all__ = ["TorchrunReport", "brief_error", "format_error", "hide_frames", "show
 _SETTING = "UNISONO_TRACEBACK"
 _MOST_LETTERS = 240
 _PATIENCE_S = 1.0
-"""Seconds for which a rank that fails because of another rank's error waits for that rank to show it."""
+"""Seconds that a rank that failed because of another rank's error waits for that rank to report it."""
 _IS_SHOWN_ELSEWHERE = re.compile(r"rank \d+ (failed|gave up) in ")
-"""Beginning of the text for a lost peer that ended with an error."""
+"""Start of a `PeerLostError`'s message if the lost peer had failed with an error."""
 _STARTERS = ("<frozen runpy>", str(Path("IPython", "core", "interactiveshell.py")))
-"""Suffixes of the names of files that start a user's program."""
+"""Endings of the paths of files that start a user's program."""
 
 
 def format_error(error: BaseException, rank: int | None = None, size: int | None = None) -> str:
-    """Return an error's traceback as text, without internal frames, and prefixed with the rank.
+    """Return an error's traceback as text, without internal frames, prefixed with the rank.
 
     Args:
         error: An error that was raised, so that it has a traceback.
@@ -79,10 +79,10 @@ def _front(rank: int | None, size: int | None) -> str:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Remove internal frames from an error and its causes, for a program, such as pytest, that prints them itself.
+    """Remove internal frames from an error and its causes, for a program such as pytest that prints tracebacks itself.
 
     Args:
-        error: An error that was raised. A traceback without user frames is left as it is.
+        error: An error that was raised. A traceback without user frames is not changed.
 
     Example:
         >>> try:
@@ -96,7 +96,7 @@ def hide_frames(error: BaseException) -> None:
     files = _files(error)
     trace: TracebackType | None = None
     for frame, line in (frames[index] for index in reversed(_shown(files))):
-        # Omit the instruction: the columns are unknown for another process's frames.
+        # Pass -1 as the instruction index: column positions are unknown for frames from another process.
         trace = TracebackType(trace, frame, -1, line)
     if _is_ours(files):
         error.__cause__ = error.__cause__ if _has_user_frames(_files(error.__cause__)) else None
@@ -116,7 +116,8 @@ def _shown(files: list[str]) -> list[int]:
     """Return which frames of a traceback to show, given their files."""
     kept = [i for i, file in enumerate(files) if not file.startswith(NOT_THE_USERS) and not file.endswith(_STARTERS)]
     if _is_ours(files):
-        # For an error of this library, the callers of the user's code, such as runpy, don't matter.
+        # For an error that this library raised, also hide installed packages, such as the runner that called the user's
+        # code.
         kept = [i for i in kept if not is_installed(files[i])] or kept
     return kept
 
@@ -131,14 +132,15 @@ def _hide_frames(report: traceback.TracebackException) -> int:
     frames = list(report.stack)
     files = [frame.filename for frame in frames]
     kept = [frames[index] for index in _shown(files)]
-    # Omit columns, which are unknown for another process's frames.
+    # Omit column positions, which are unknown for frames from another process.
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in kept]
     report.stack = traceback.StackSummary.from_list(plain)
     hidden = len(frames) - len(kept)
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         hidden += 0 if other is None else _hide_frames(other)
     if _is_ours(files):
-        # This library's error says what its cause means; only a cause in the user's code adds information.
+        # The message of this library's error already explains its cause, so show the cause only if it has frames in the
+        # user's code.
         report.__cause__ = report.__cause__ if _has_user_frames(_files_in(report.__cause__)) else None
         report.__context__ = report.__context__ if _has_user_frames(_files_in(report.__context__)) else None
     return hidden
@@ -174,9 +176,9 @@ class _ErrorDisplay:
         self._others: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = sys.__excepthook__
 
     def install(self) -> None:
-        """Show uncaught errors from now on, unless the program has its own hook.
+        """Show uncaught errors from now on, unless the program has set `sys.excepthook` itself.
 
-        Ray's hook is called for all other errors.
+        If Ray has set the hook, Ray's hook is replaced, and is still called for errors that don't concern this library.
         """
         if sys.excepthook is sys.__excepthook__ or _is_of_ray(sys.excepthook):
             self._others = sys.excepthook
@@ -188,16 +190,17 @@ class _ErrorDisplay:
         self._process = os.getpid()
 
     def identify(self, rank: int, size: int) -> None:
-        """Set this process's rank, which is shown before errors, except in a world of one."""
+        """Set this process's rank, which is shown before errors, except if there is only one rank."""
         self._rank, self._size = (rank, size) if size > 1 else (None, None)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show an error in one write, so that several ranks' texts don't interleave; or leave it to torchrun's report.
+        """Show an error in a single write, so that ranks' output does not interleave, or leave it to torchrun's report.
 
-        An error that another rank shows in full is one line here: the loss of a peer; a mismatch, which all ranks
-        raise, except on rank 0; and under torchrun, any error after this host's first one.
+        This rank shows only one line if another rank shows the error in full. That applies to the loss of a peer; to a
+        mismatch, which all ranks raise, on all ranks but rank 0; and under torchrun to any error after this host's
+        first one.
         """
-        # A forked child has its parent's hook.
+        # A forked child inherits this hook, but must not write to its parent's report file.
         file = self._report if self._process == os.getpid() else None
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
             # `unisono run` forwards an interrupt to all ranks, so there is nothing to show.
@@ -206,7 +209,7 @@ class _ErrorDisplay:
             return
         with suppress(AttributeError, OSError, ValueError):
             if file is not None:
-                # For `unisono run`, which shows the first error of all ranks.
+                # `unisono run` reads this file, and shows the error of the rank that failed first.
                 texts = {name: form(error, self._rank, self._size) for name, form in _FORMS.items()}
                 os.pwrite(file, json.dumps({"kind": kind.__name__, "time": time.time(), **texts}).encode(), 0)
             else:
@@ -214,7 +217,7 @@ class _ErrorDisplay:
                 sys.stderr.flush()
 
     def _text(self, error: BaseException) -> str:
-        """Return the text that this rank prints about an error, and record it for torchrun."""
+        """Return the text that this rank prints about an error, and record the error for torchrun's report."""
         report = TorchrunReport()
         kind = type(error).__name__
         follows = isinstance(error, PeerLostError | AbortedError)
@@ -242,7 +245,7 @@ class _ErrorDisplay:
         return lines
 
     def _concerns(self, error: BaseException) -> bool:
-        """Return whether this is one of several ranks, or the error has frames from this library."""
+        """Return whether this process is one of several ranks, or the error has frames from this library."""
         frames = traceback.walk_tb(error.__traceback__)
         return self._rank is not None or any(is_internal(frame.f_code.co_filename) for frame, _ in frames)
 
@@ -261,7 +264,7 @@ def show_errors(rank: int | None = None, size: int | None = None, report: int | 
     A program's own `sys.excepthook`, or its handler in IPython, is kept.
 
     Args:
-        rank, size: Rank of the process, and number of ranks, once known.
+        rank, size: Rank of the process, and number of ranks; None until they are known.
         report: Descriptor of the file that `unisono run` reads, if it started the process.
     """
     if report is not None:
@@ -281,18 +284,20 @@ _POLL_S = 0.02
 
 
 class TorchrunReport:
-    """This process's part in torchrun's report.
+    """Access to the error file of this process, from which torchrun builds its report.
 
     Attributes:
-        prints: Whether torchrun prints what is recorded; it doesn't for an attempt after which it restarts the ranks.
+        prints: Whether torchrun prints the recorded error. It does so only in its last attempt, after which it doesn't
+            restart the ranks.
     """
 
     def __init__(self) -> None:
         path = os.environ.get(_FILE)
         (attempt, last) = map(os.environ.get, _ATTEMPTS)
-        # Torch's decorator `record` writes the file before the hook for uncaught errors is called.
+        # If the file exists, torch's decorator `record` has already written it, before the hook for uncaught errors was
+        # called.
         self._path = Path(path) if path and not Path(path).exists() else None
-        # Torchrun's layout: a folder per attempt, and in it one per rank.
+        # Torchrun creates a folder for each attempt, with a subfolder for each rank.
         shares = self._path is not None and self._path.name == "error.json" and attempt is not None
         self._first = self._path.parents[1] / _FIRST if self._path is not None and shares else None
         self.prints: bool = shares and attempt == last
@@ -303,10 +308,10 @@ class TorchrunReport:
         return self._first is not None
 
     def claim(self, error: str) -> str | None:
-        """Register this error as the host's first one, and return None; if there is one already, return that.
+        """Register this error as the host's first one and return None, or return the error that is already registered.
 
         Args:
-            error: A few words by which other ranks refer to it.
+            error: A few words with which other ranks refer to this error.
         """
         if self._path is None or self._first is None:
             return None
@@ -321,7 +326,7 @@ class TorchrunReport:
         return None
 
     def await_first(self, timeout_s: float) -> str | None:
-        """Wait for the host's first error, and return it; None if there is none within this time."""
+        """Wait for the host's first error, and return it, or None if there is none within `timeout_s`."""
         deadline = clock.now() + timeout_s
         while self._first is not None and not self._first.exists() and clock.now() < deadline:
             time.sleep(_POLL_S)
@@ -339,7 +344,8 @@ class TorchrunReport:
         """
         if self._path is None:
             return
-        # Torchrun's report names the error with the earliest timestamp, in whole seconds, as the cause.
+        # Torchrun's report shows the error with the earliest timestamp, in whole seconds, as the root cause. Add a
+        # second to an error that follows from another rank's.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
         with suppress(OSError):
             self._path.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

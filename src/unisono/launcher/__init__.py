@@ -1,4 +1,4 @@
-"""Starts ranks for `launch`: as threads of this process, or as processes from a forkserver."""
+"""Launchers: start ranks as threads, as processes, on executors, under mpirun, or from a script on several hosts."""
 
 from __future__ import annotations
 

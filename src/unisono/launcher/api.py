@@ -1,4 +1,4 @@
-"""Start: `init` joins a group from inside a process, `launch` starts the ranks on one host."""
+"""Entry points: `init` lets a running process join a job as a rank, and `launch` starts all ranks of a job."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _NO_SHM = "unisono: no shared memory between these ranks: %s"
 
 TIMEOUT_S = 300.0
 HEARTBEAT = "UNISONO_HEARTBEAT"
-"""Environment variable with the heartbeat in seconds, for programs that pass none."""
+"""Environment variable with the heartbeat in seconds, for programs that do not pass `heartbeat`."""
 CHUNK_BYTES = 2 << 20
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -96,7 +96,7 @@ class LaunchOverride(Protocol):
 
 
 OVERRIDE: ContextVar[LaunchOverride | None] = ContextVar("unisono launch override", default=None)
-"""Overrides in this context; None to start or join ranks."""
+"""The current override; None if `launch` and `init` should start and join ranks."""
 
 
 def init(
@@ -117,42 +117,45 @@ def init(
 ) -> Communicator:
     """Join the other ranks of a job, and return the communicator of all ranks.
 
-    Ranks and rendezvous come from `init_method`, or else from torchrun's environment, MPI or Slurm; otherwise this
-    process is the only rank. The decision is logged (logger "unisono", level info).
+    The rank, the number of ranks and the rendezvous address come from `init_method` or, if it is None, from the
+    environment of torchrun, MPI or Slurm. If there is no such environment, this process is the only rank. The source is
+    logged (logger "unisono", level info).
 
     Args:
-        backend: A transport's name, a pair such as "shm+tcp" (within a host, and between hosts), or "auto": nccl if
-            each rank has a GPU, shared memory if all ranks are on one host, tcp if no two are, else "shm+tcp"; "mpi"
-            instead of tcp under mpirun, and gloo if a rank has no native core. The variable UNISONO_BACKEND, set by
-            `unisono run --backend`, replaces "auto". None is "auto".
-        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
-            "file:///path", as in torch; the latter two need `rank` and `world_size`.
-        rank, world_size: This process's rank, and the number of ranks; from the environment if None.
-        timeout: Timeout for joining, and default for every operation: seconds or a `datetime.timedelta`.
-        heartbeat: Time after which a silent host and its ranks are considered lost, at least 2 s. A waiting call may
-            give up earlier, and the end of a process is noticed immediately. If None, the variable
-            UNISONO_HEARTBEAT in seconds, set by `unisono run --heartbeat`, else the timeout.
-        device: Device of this rank's tensors; if None, "cuda:<local rank>" with nccl (modulo the visible GPUs), else
-            "cpu".
-        secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, else this user's
-            key, which the first rank on a host creates (mode 0600).
-        check: "auto" compares the calls of all ranks before each collective (with nccl, while it runs); "off" does not.
-        deterministic: Whether sums and products of rounded numbers are reduced in one fixed order: a balanced binary
-            tree over the ranks, whose first half is the longer one, with each addition rounded in the tensor's dtype.
-            Algorithms that keep this order give the same bits with all chunk sizes and transports; others are refused.
-            Disables the native core and other native collectives.
-        chunk_bytes: Largest message of an algorithm; the same on all ranks.
-        wrap: Function applied to the transport, for tracing or fault injection.
+        backend: A transport's name, a pair such as "shm+tcp" (the first within a host, the second between hosts), or
+            "auto". "auto" chooses nccl if each rank has a GPU, shared memory if all ranks are on one host, tcp if no
+            two ranks share a host, and otherwise "shm+tcp". Instead of tcp, it chooses "mpi" under mpirun, and gloo if
+            a rank has no native core. The variable UNISONO_BACKEND, set by `unisono run --backend`, replaces "auto".
+            None means "auto".
+        init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or "file:///path", as in
+            torch; the last two need `rank` and `world_size`.
+        rank, world_size: This process's rank, and the number of ranks; if None, they are read from the environment.
+        timeout: Timeout for joining, and default timeout for every operation, in seconds or as a `datetime.timedelta`.
+        heartbeat: Time after which an unresponsive host and its ranks are considered lost, at least 2 s. A waiting call
+            may time out earlier, and the end of a process is detected immediately. If None, the variable
+            UNISONO_HEARTBEAT (in seconds; set by `unisono run --heartbeat`), or else the timeout.
+        device: Device of this rank's tensors; if None, "cuda:<local rank>" with nccl (modulo the number of visible
+            GPUs), and "cpu" with other backends.
+        secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, or else this user's
+            key file, which the first rank on a host creates (mode 0600).
+        check: "auto" compares the ranks' calls before each collective (with nccl, while the collective runs); "off"
+            disables this check.
+        deterministic: Whether floating-point sums and products are reduced in one fixed order: a balanced binary tree
+            over the ranks, in which the first half is the larger one if the halves differ, and each result is rounded
+            to the tensor's dtype. Algorithms that follow this order give bitwise identical results with all chunk sizes
+            and transports; other algorithms are refused. This disables the native core and other native collectives.
+        chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
+        wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
         interface: Network interface, such as "eth0", through which ranks on other hosts reach this one. If None, the
-            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the interface of the route to the
-            first rank. The choice is logged.
+            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or else the interface of the route to
+            the first rank. The choice is logged.
 
-    Returns: The communicator of all ranks, which the caller closes, for example with `with`.
+    Returns: The communicator of all ranks, which the caller must close, for example with a `with` statement.
 
     Raises:
-        ValueError: An unknown backend, interface or init method, or inconsistent ranks.
+        ValueError: The backend, interface or init method is unknown, or `rank` and `world_size` are inconsistent.
         CommTimeoutError: The first rank cannot be reached, or ranks are missing.
-        UnavailableError: The backend is not available here; the error says how to get it.
+        UnavailableError: The backend is not available here; the error says how to install it.
 
     Example:
         >>> comm = un.init()
@@ -201,11 +204,11 @@ def communicator_at(
     hosts: Hosts | None = None,
     heartbeat_s: float | None = None,
 ) -> Communicator:
-    """Return the communicator of the ranks at a rendezvous; the rendezvous is closed with it, or on failure.
+    """Return the communicator of the ranks at a rendezvous. Closing it, or a failure, also closes the rendezvous.
 
     Args:
         place: The rendezvous.
-        backend: As for `init`; no variable replaces "auto".
+        backend: As for `init`, except that UNISONO_BACKEND is ignored.
         timeout_s, heartbeat_s: `timeout` and `heartbeat` of `init`, in seconds.
         hosts: Hosts to assume instead of detecting them.
         device, check, deterministic, chunk_bytes, wrap, interface: As for `init`.
@@ -233,7 +236,8 @@ def communicator_at(
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
     except BaseException as error:
-        # Report the reason to ranks that wait for this one; otherwise they would only see that it has left.
+        # Report the reason to ranks that are waiting for this one; otherwise they would only see that this rank has
+        # disconnected.
         world = Group.world(place.rank, place.size, place.name)
         place.control.report_failure(world, to_cause(error, place.rank, "init"))
         place.close()
@@ -266,42 +270,46 @@ def launch(
 ) -> list[T]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
-    Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for each further one),
-    or threads of this process with backend "thread" (which take turns with "sim": see `simulate`). Works in a script
-    (under `if __name__ == "__main__":`), `python -`, tests and notebooks: functions that a process cannot import are
-    sent by value. With `on`, ranks run on the workers of an executor, on this host or others.
+    Ranks are processes forked from a forkserver that has imported torch; the first one starts in about 1 s, each
+    further one in 0.05 s. With backend "thread" or "sim", ranks are threads of this process (see `simulate` for "sim").
+    `launch` works in scripts (under `if __name__ == "__main__":`), in `python -`, in tests and in notebooks: functions
+    that a process cannot import are sent by value. With `on`, ranks run on the workers of an executor, on this host or
+    other hosts.
 
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
-        backend: A transport's name; "auto", or None, is nccl where each rank has a GPU, else shared memory ("tcp"
-            where the platform has none).
+        backend: A transport's name. "auto" and None mean nccl if each rank has a GPU, and otherwise shared memory
+            ("tcp" if the platform does not support it).
         args, kwargs: Arguments of `fn`; pickled for ranks that are processes.
-        timeout: Default timeout of the communicator's operations (seconds or a `timedelta`), not of the whole run.
-        on_failure: "end": after a rank's exception the others have 3 s to end with their own error, and are then
-            killed; the first error is raised here, preceded by that rank's traceback. "continue": returns the
-            survivors' results; a failed rank's entry is its error. "replace": as "end", but a rank whose process or
-            host is lost is started again. The new process calls `fn` with a communicator of this rank alone, which
-            joins the others through `un.elastic.Recovery` or `comm.rebuild`, while they are in `recover(size=...)` or
-            `rebuild(size=...)`. Losing two replacements in a row before they have joined ends the job. For processes on
-            this host, Ray and Dask.
+        timeout: Default timeout of each of the communicator's operations (seconds or a `timedelta`), not of the whole
+            run.
+        on_failure: With "end", after a rank raises an exception, all other ranks have 3 s to fail with their own error,
+            and are then killed; `launch` raises the first error with that rank's traceback. With "continue", `launch`
+            returns the survivors' results, and a failed rank's entry is its error. "replace" is like "end", except that
+            a rank whose process or host is lost is started again. The new process calls `fn` with a communicator of
+            only this rank. It joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while they are in
+            `recover(size=...)` or `rebuild(size=...)`. The job ends if two replacements of a rank in a row are lost
+            before they have joined. "replace" works with processes on this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
-        threads: Number of torch threads of each rank; if None, OMP_NUM_THREADS or an equal share of the cores.
-        hosts: Groups of ranks to treat as separate hosts although all are on this one, such as `[[0, 1], [2, 3]]`, to
-            test programs for several hosts.
-        seed: With backend "sim": seed for the scheduling order. If None, UNISONO_SEED or 0.
-        on: An engine: "ray", "dask", "submitit" or "mpi"; one with options, such as `un.engines.Ray(num_cpus=2)`; or an
-            executor with the interface of `concurrent.futures` whose workers are processes, such as a
-            `ProcessPoolExecutor`. It needs `nprocs` free single-threaded workers within `timeout`. "auto" then chooses
-            as in `init`, based on the workers' hosts. Workers are left in the state in which they were found. On Dask,
-            MPI and executors, a rank cannot be killed after another one's failure: it runs until its next call on the
-            communicator, which fails. None, or "local", means processes on this host.
+        threads: Number of torch threads per rank; if None, OMP_NUM_THREADS, or else an equal share of the cores.
+        hosts: Groups of ranks to treat as if each were on a separate host, such as `[[0, 1], [2, 3]]`, to test
+            multi-host programs on one host.
+        seed: Seed for the scheduling order, for backend "sim" only. If None, UNISONO_SEED, or else 0.
+        on: An engine's name ("ray", "dask", "submitit" or "mpi"), an engine with options, such as
+            `un.engines.Ray(num_cpus=2)`, or an executor with the interface of `concurrent.futures` whose workers are
+            processes, such as a `ProcessPoolExecutor`. `nprocs` single-threaded workers must become free within
+            `timeout`. The backend "auto" then chooses as in `init`, based on the workers' hosts. When a rank ends, its
+            worker's state is restored. On Dask, MPI and executors, ranks cannot be killed after another rank's failure:
+            each runs until its next call on the communicator, which raises an error. None and "local" mean processes on
+            this host.
 
     Returns: Each rank's result of `fn`, in rank order.
 
     Raises:
         Exception: The first failing rank's error.
-        PeerLostError: A rank's process ended without reporting (the error names the signal or code), or by `sys.exit`.
+        PeerLostError: A rank's process ended without reporting (the error names the signal or exit code), or called
+            `sys.exit`.
         CommTimeoutError: The executor did not start all ranks within `timeout`; the error says how many it started.
         TypeError: `on` is neither an executor of processes nor an engine.
         UnavailableError: The engine is not installed; the error says how to install it.
@@ -380,7 +388,7 @@ def job_of(
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> Job:
-    """Return the job for ranks on this host, for these arguments of `launch`."""
+    """Return the job that `launch` would run with these arguments on this host."""
     timeout_s = positive_timeout(timeout)
     given = validate_hosts(hosts, nprocs)
     sharing = given or (tuple(range(nprocs)),)
@@ -401,7 +409,7 @@ def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
     """Return the given heartbeat, else $UNISONO_HEARTBEAT, in seconds; None if neither is set.
 
     Raises:
-        ValueError: It is shorter than kernels can measure, or not a number.
+        ValueError: The heartbeat is not a number, or is shorter than kernels can measure.
     """
     name = HEARTBEAT if heartbeat is None else "heartbeat"
     given = os.environ.get(HEARTBEAT) or None if heartbeat is None else heartbeat
@@ -425,7 +433,7 @@ def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed: int | None) -> list[Any]:
-    """Start ranks in the way that the transport needs."""
+    """Run a job with the kind of ranks that its transport needs: simulated ranks, threads or processes."""
     if on_failure == "replace" and (job.transport.in_process or job.transport.launcher == "mpirun"):
         raise ValueError(
             f"on_failure='replace' starts lost processes again, and ranks of backend {job.options.backend!r} are none, "
@@ -446,7 +454,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
 
 
 def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
-    """Return a job's ranks, started in the way that its transport needs, or ready to be started."""
+    """Return a job's ranks as processes: started by mpirun if the transport needs it, otherwise ready to be started."""
     if job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import MpirunRanks
 
@@ -467,7 +475,8 @@ def _options(
     if device is not None:
         chosen = str(device)
     elif backend == "nccl":
-        # A launcher may show each rank only its own GPU, whatever that GPU's number.
+        # A launcher may make only one GPU visible to each rank, so the local rank may exceed the number of visible
+        # GPUs.
         chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
     else:
         chosen = "cpu"
@@ -475,13 +484,13 @@ def _options(
 
 
 Hosts = tuple[tuple[int, ...], ...]
-"""For each host, its ranks."""
+"""The ranks on each host."""
 
 _BY_ADDRESS = ("tcp", "gloo", "nccl", "ucc", "xccl")
 
 
 def _check_backends(names: Sequence[str]) -> None:
-    """Raise `MismatchError` on every rank unless all use the same backend; otherwise they would wait for each other."""
+    """Raise `MismatchError` on every rank if ranks chose different backends, which would otherwise hang."""
     if len(set(names)) > 1:
         quoted = "; ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
         raise MismatchError(
@@ -492,15 +501,15 @@ def _check_backends(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Facts about all ranks, known to every rank.
+    """Facts about all ranks that every rank knows.
 
     Attributes:
         hosts: Ranks on each host; ranks on one host share a kernel and network.
-        sharing: Sets of ranks that have proved to each other that they can share memory.
+        sharing: Sets of ranks that have verified that they can share memory with each other.
         gpus: Whether each rank has a GPU to itself.
-        network: The backend between hosts.
-        address: This host's address for the other hosts.
-        interface: Network interface of that address, and why it was chosen, for the log.
+        network: Backend to use between hosts.
+        address: Address at which other hosts can reach this one.
+        interface: Network interface with this address, and the reason why it was chosen, for the log.
         backends: Backend that each rank passed.
     """
 
@@ -523,17 +532,18 @@ class Topology:
         return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
 
     def prepare(self, backend: str, place: Rendezvous, timeout: float) -> None:
-        """Prepare a backend between hosts: check that hosts reach each other, and set the libraries' interface.
+        """Prepare a backend for several hosts: check that hosts can reach each other, and set NCCL's network interface.
 
         Raises:
-            CommError: On every rank: names the hosts that cannot connect, the address, and what to set.
+            CommError: Hosts cannot connect. It is raised on every rank, and names these hosts, the address, and the
+                setting to change.
         """
         _, _, outer = backend.rpartition("+")
         if len(self.hosts) == 1 or outer not in _BY_ADDRESS:
             return
         name = interface_of(self.address)
         if outer == "nccl" and name is not None:
-            # Otherwise NCCL picks an interface itself, and this is its only setting for that.
+            # NCCL would otherwise pick an interface itself. This variable is the only way to choose one.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if backend == outer:
             check_reachability(
@@ -542,13 +552,13 @@ class Topology:
 
 
 def discover(place: Rendezvous, interface: str | None, timeout: float, backend: str = "auto") -> Topology:
-    """Return the topology, determined together with the other ranks, over the control plane.
+    """Return the topology, which all ranks determine together over the control plane.
 
     Args:
-        place: This rank's place.
-        interface: Network interface for incoming connections; by default from a variable, or the one through which this
-            rank reached the first one.
-        timeout: Timeout in seconds for the other ranks to answer.
+        place: This rank's rendezvous.
+        interface: Network interface for incoming connections; if None, the interface in the environment, or else the
+            one through which this rank reached rank 0.
+        timeout: Seconds to wait for the other ranks.
         backend: This rank's backend, or "auto".
 
     Raises:
@@ -576,8 +586,8 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
     gpus = all(count >= names.count(name) for name, count in zip(names, counts, strict=True))
     if not gpus and all(counts) and all(selections):
-        # Under engines and Slurm, only a rank's own GPU is visible to it, which may be number 0 on every rank. This
-        # initializes CUDA.
+        # Engines and Slurm may make only one GPU visible to each rank, which is then number 0 on every rank. Compare
+        # the GPUs' UUIDs to see whether they differ; this initializes CUDA.
         number = names[: place.rank].count(names[place.rank]) if place.local_rank is None else place.local_rank
         seen = torch.cuda.get_device_properties(number % torch.cuda.device_count()).uuid
         gpus = len(set(place.control.exchange(group, "GPUs", str(seen), timeout))) == place.size
@@ -602,10 +612,11 @@ def network_of(builds: Sequence[str]) -> str:
 
 
 def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "tcp") -> str:
-    """Return the backend for ranks that share memory within these sets.
+    """Return the backend for "auto". `hosts` are the sets of ranks that share memory.
 
-    nccl if each rank has a GPU; else threads for a single rank, shared memory if all share it, the network if none do,
-    and otherwise shared memory within hosts and the network between them.
+    The first that applies: nccl if each rank has a GPU, threads if there is only one rank, shared memory if all ranks
+    share it, the network backend if no two ranks share memory, or shared memory within hosts and the network backend
+    between them.
 
     Example:
         >>> [choose_backend(hosts, gpus=False) for hosts in (((0, 1),), ((0, 1), (2,)), ((0,), (1,)))]
@@ -622,7 +633,7 @@ def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "tcp") -> str:
 
 
 def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | None:
-    """Return the hosts passed by a caller, after validation.
+    """Validate the hosts that a caller passed, and return them as tuples.
 
     Raises:
         ValueError: A rank is repeated, does not exist, or is missing.
@@ -638,8 +649,8 @@ def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | 
 def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     """Run a job on `size` threads; return the outcomes in the order in which the ranks ended.
 
-    A thread cannot be killed from outside. If it does not end within the grace period after a failure, it is abandoned
-    as a daemon thread and counts as ended.
+    A thread cannot be killed from outside. A thread that does not end within the grace period after a failure is
+    abandoned as a daemon thread.
     """
     refuse_green_threads()
     hub = LocalHub()
@@ -668,7 +679,8 @@ def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         with own_generators:
             return Supervisor(start, ends, range(size), on_failure).run()
     except BaseException as error:
-        # The caller was interrupted: nobody waits for the ranks any more, and they end at their next call.
+        # The caller was interrupted, so nothing waits for the ranks any more. Fail their group, so that they end at
+        # their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
         hub.control().report_failure(Group.world(0, size), cause)
         raise

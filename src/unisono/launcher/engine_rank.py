@@ -1,4 +1,4 @@
-"""A rank on an executor's worker: it joins the others, runs the program, and restores the worker."""
+"""A rank on an executor's worker: it joins the other ranks, runs the program, and restores the worker's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["JOB", "OVER", "Program", "host_of", "run_rank", "started"]
 JOB = "launch"
 """Prefix of the ranks' group names on the control plane."""
 OVER = "over"
-"""Key of the control plane that is set when ranks must not start any more."""
+"""Control-plane key that is set when ranks must not start any more."""
 _REACH_WITHIN_S = 10.0
 
 
@@ -43,8 +43,8 @@ class Program:
     Attributes:
         connect: Function that creates the communicator of all ranks after the rendezvous.
         options, wrap: Options and wrapper for a replacement rank.
-        timeout_s: Time within which all ranks must arrive, in seconds.
-        threads: Number of torch threads per rank; if None, determined by `share_of_cores` among a host's ranks.
+        timeout_s: Seconds within which all ranks must arrive.
+        threads: Number of torch threads per rank; if None, `share_of_cores` divides a host's cores among its ranks.
     """
 
     fn: Callable[..., Any]
@@ -68,7 +68,8 @@ def host_of(rank: int) -> str:
     return f"host/{rank}"
 
 
-# Global to the process, like its environment, signal handlers and default group.
+# Module-level, because a rank changes state that is global to the process: the environment, signal handlers and torch's
+# default group.
 _ranks: dict[int, object] = {}
 
 
@@ -82,15 +83,16 @@ def run_rank(
     timeout_s: float,
     owned: bool,
 ) -> bytes:
-    """Run a rank on a worker of the executor; return its outcome.
+    """Run a rank on a worker of the executor, and return its pickled outcome.
 
     Args:
         rank, size: This rank, and the number of ranks.
-        attempt: Number of earlier starts of this rank: 0, or more for a replacement.
-        payload: The `Program`, pickled.
-        address, secret: Address and secret of the control plane, hosted by the caller of launch.
-        timeout_s: The program's timeout, in case the payload is not readable here.
-        owned: Whether the process was started for this launch, and must end with the caller, whatever the program does.
+        attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
+        payload: The pickled `Program`.
+        address, secret: Address and secret of the control plane, which runs in the process that called `launch`.
+        timeout_s: The program's timeout, which is also needed if the payload cannot be unpickled here.
+        owned: Whether the process was started for this launch, and must exit if the caller exits, whatever the program
+            is doing.
     """
     with ExitStack() as leaving:
 
@@ -98,7 +100,8 @@ def run_rank(
             with _only_rank_here(rank), _borrowed_process():
                 here = _address_here(address)
                 orphaned = exit_with_children if owned else None
-                # A separate handle, because the program may close the communicator's handle long before it ends.
+                # Use a separate handle: the program may close the communicator's handle long before the program itself
+                # ends.
                 watch = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
                 leaving.callback(_leave, watch, rank, attempt)
                 _check_in(watch, rank, attempt, size)
@@ -106,11 +109,12 @@ def run_rank(
                 return _run_rank(watch, rank, attempt, size, payload, secret)
 
         outcome = run_reported(rank, program)
-        # Hooks on a model form reference cycles that hold its communicator's descriptors.
+        # Hooks on a model form reference cycles, which keep the communicator's file descriptors open until they are
+        # collected.
         gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        # If the caller is killed, a process pool's workers would wait forever for the next task.
+        # The caller was killed. This worker of its process pool would otherwise wait forever for the next task.
         exit_with_children()
     return outcome
 
@@ -141,7 +145,7 @@ def _run_rank(watch: SocketControl, rank: int, attempt: int, size: int, payload:
 
 
 def _communicator(program: Program, control: SocketControl, rank: int, attempt: int, size: int) -> Communicator:
-    """Return the communicator of all ranks or, for a replacement, of this rank alone."""
+    """Return the communicator of all ranks or, for a replacement, of only this rank."""
 
     def share_cores(comm: Communicator) -> None:
         here_too = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
@@ -160,7 +164,7 @@ def _address_here(address: tuple[str, int]) -> str:
     """Return the address that this host uses to reach the server.
 
     Raises:
-        AbortedError: The server has ended. Executors rerun tasks whose results they have lost.
+        AbortedError: The server has shut down. That happens if an executor reruns a task after `launch` has ended.
     """
     try:
         with socket.create_connection(address, _REACH_WITHIN_S) as connection:
@@ -178,7 +182,7 @@ def _address_here(address: tuple[str, int]) -> str:
 
 
 def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> None:
-    """Count this start of the rank, because executors rerun the tasks of a worker that died."""
+    """Count this start of the rank, and refuse a second one: executors rerun the tasks of a worker that died."""
     control.identify(f"{rank}/{attempt}/0")
     if control.add(started(rank, attempt), 1) > 1:
         raise PeerLostError(
@@ -189,7 +193,7 @@ def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> Non
 
 
 def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
-    """Report that the outcome was handed to the engine, which may lose it: a retired Dask worker delivers nothing."""
+    """Report that the engine has the outcome. It may still lose the outcome: a retired Dask worker delivers nothing."""
     with suppress(CommError):
         watch.identify(f"{rank}/{attempt}/1")
     watch.close()
@@ -197,7 +201,7 @@ def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
 
 @contextmanager
 def _borrowed_process() -> Iterator[None]:
-    """At the end, restore the process's environment, signal handlers, torch threads and default group."""
+    """On exit, restore the process's environment, signal handlers, torch threads and default process group."""
     environment = dict(os.environ)
     main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main else {}

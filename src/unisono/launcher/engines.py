@@ -1,4 +1,4 @@
-"""Ranks on the workers of a `concurrent.futures` executor, which rendezvous at the caller's control server."""
+"""Ranks on the workers of a `concurrent.futures` executor. They rendezvous at the caller's control server."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ __all__ = ["address_for_workers", "resolve", "run_on"]
 
 _LOCAL = "local"
 _EXPLAIN_WITHIN_S = 1.0
-"""Seconds for the engine to report more about a lost rank."""
+"""Seconds to wait for the engine to report why a rank was lost."""
 
 
 def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
-    """Return the engine or executor for `on=` of `launch` and `Pool`; None for processes on this host ("local").
+    """Return the engine or executor for the argument `on` of `launch` and `Pool`; None for processes on this host.
 
     Args:
-        on: An executor, an engine, or the name of an engine, which is then created without arguments.
+        on: An executor, an engine, or an engine's name, for an engine with default options; "local" or None for this
+            host.
 
     Raises:
         TypeError: `on` is of another type.
@@ -60,10 +61,10 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) -> list[Outcome]:
-    """Run a program on `size` workers of an executor; return the outcomes, that of the first failure first.
+    """Run a program on `size` workers of an executor, and return the outcomes, starting with the rank lost first.
 
     Args:
-        on: The executor, or an engine that has one.
+        on: The executor, or an engine that provides one.
         program: Program of each rank.
         size: Number of ranks.
         on_failure: As for `launch`.
@@ -92,12 +93,13 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
 
 
 class _LentRanks(Closing):
-    """Ranks on an executor, from their caller's side.
+    """Ranks on an executor, as seen by the process that started them.
 
-    The end of a rank is reported by its future and by the control plane, which notices immediately when a rank's
-    process leaves, whatever the executor does about it. An executor may lose the result of a rank that has ended, whose
-    future then never completes, so each has a deadline from then on. An event consists of a rank, the number of its
-    start, and either its future or whether the rank had finished when its process left.
+    A rank's future reports when the rank has ended. The control plane also notices immediately when the rank's process
+    disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, in which case
+    the future never completes, so the future gets a deadline when the process disconnects. An event contains the rank,
+    the number of its start, and either its future or a flag that tells whether the rank had finished when its process
+    disconnected.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class _LentRanks(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # Deadlines of some ranks, each with a function that takes a flag, whether the deadline has passed, and returns
-        # the outcome if there is one.
+        # Ranks that have a deadline, with a function that checks them: it takes the rank and whether the deadline has
+        # passed, and returns the rank's outcome, or None if the rank may still report.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
@@ -123,7 +125,7 @@ class _LentRanks(Closing):
         self.supervisor = Supervisor(self._start, self._ends, range(size), on_failure, admits)
 
     def _note_left(self, label: str) -> None:
-        """Record, in the control plane's thread, that a rank has ended or is lost."""
+        """Record that a rank has ended or is lost. Runs in the control plane's thread."""
         rank, attempt, ended = map(int, label.split("/"))
         if not ended and not self._first_lost.done():
             self._first_lost.set_result(rank)
@@ -141,7 +143,8 @@ class _LentRanks(Closing):
 
     def _ends(self, limit_s: float | None) -> list[Outcome]:
         dues = [self._start_by, *(due for due, _ in self._due.values())]
-        # Checks may query the engine, which may know before the deadline.
+        # While ranks have deadlines, check them every second: the engine may know before the deadline that a rank is
+        # lost.
         limits = [limit_s, _EXPLAIN_WITHIN_S if self._due else None, *(due and seconds_left(due) for due in dues)]
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
@@ -160,7 +163,7 @@ class _LentRanks(Closing):
         return []
 
     def _overdue(self) -> list[Outcome]:
-        """Check that all ranks arrived in time, and return the outcomes of ranks that will not report any more."""
+        """Raise an error if ranks have not arrived in time; return the outcomes of ranks that won't report any more."""
         now = clock.now()
         if self._start_by is not None and now >= self._start_by and not self._complete():
             arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
@@ -178,7 +181,7 @@ class _LentRanks(Closing):
         return found
 
     def _gone(self, rank: int, late: bool) -> Outcome | None:
-        """Return the outcome of a lost rank; some engines do not report a lost worker until all ranks have ended."""
+        """Return the outcome of a lost rank. Some engines report a lost worker only after all ranks have ended."""
         return self._lost(rank, "its worker has ended") if late else None
 
     def _unstarted(self, rank: int, late: bool) -> Outcome | None:
@@ -193,7 +196,8 @@ class _LentRanks(Closing):
         why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
         if not why:
             return None
-        # The rank has finished, so unlike a lost rank it is not started again.
+        # This rank has finished its program. So mark the outcome as reported, because an unreported loss would start
+        # the rank again.
         text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
         return Outcome(rank, error=PeerLostError(text, peer=rank))
 
@@ -207,7 +211,7 @@ class _LentRanks(Closing):
             text = f"rank {rank} of {self._size} was cancelled before it started"
             return Outcome(rank, error=AbortedError(text, peer=rank))
         except BaseException as error:
-            # Ray's errors have an additional paragraph.
+            # Keep only the first line: Ray's errors add a paragraph.
             return self._lost(rank, f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
             outcome.reported = False
@@ -217,7 +221,7 @@ class _LentRanks(Closing):
         return lost(rank, self._size, f"was lost: {why}")
 
     def _concluded(self, outcome: Outcome) -> Outcome:
-        """Return how a rank ended; stop the others if they can no longer start."""
+        """Return a rank's outcome. If the rank failed before all ranks had started, stop the other ranks."""
         self._due.pop(outcome.rank, None)
         if outcome.error is not None and not self._complete():
             self.supervisor.stop()
@@ -231,16 +235,16 @@ class _LentRanks(Closing):
         return self._start_by is None
 
     def first_lost(self) -> int | None:
-        """Return the rank that the control plane lost first: executors may kill all workers at once."""
+        """Return the rank that the control plane lost first: executors may kill all other workers as a consequence."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)
         return None
 
     def name_lost_hosts(self, found: Sequence[Outcome]) -> None:
-        """Name a host in its ranks' errors if all its ranks are lost and other hosts have ranks."""
+        """If all of a host's ranks are lost, but not all ranks of the job, name the host in these ranks' errors."""
         lost = {outcome.rank: outcome for outcome in found if not outcome.reported}
         hosts: dict[bytes, list[int]] = {}
-        # Without the control plane, leave the errors as they are.
+        # If the control plane is unreachable, keep the errors unchanged.
         with suppress(CommError):
             for rank in range(self._size if len(lost) > 1 else 0):
                 if self._control.check([host_of(rank)]):
@@ -253,7 +257,7 @@ class _LentRanks(Closing):
                     lost[rank].error = PeerLostError(text, peer=rank)
 
     def _cancel(self, why: str) -> None:
-        """Stop running ranks by failing their group, and keep others from starting."""
+        """Stop running ranks by failing their group, and prevent pending ranks from starting."""
         with suppress(CommError):
             self._control.set(OVER, b"")
             self._control.fail_all(Cause("AbortedError", None, why))
@@ -261,7 +265,7 @@ class _LentRanks(Closing):
             future.cancel()
 
     def close(self) -> None:
-        """End running ranks at their next call on the communicator, and close the control plane."""
+        """Make running ranks fail at their next call on the communicator, and close the control plane."""
         if self._futures:
             self._cancel("launch has ended")
         deadline = clock.now() + END_S
@@ -275,7 +279,7 @@ class _LentRanks(Closing):
 
 
 def address_for_workers(on: Executor | Engine) -> str:
-    """Return this host's address for the workers of an executor or engine."""
+    """Return the address at which workers of an executor or engine can reach this host."""
     if isinstance(on, ProcessPoolExecutor):
         return "127.0.0.1"
     requested = requested_interface()

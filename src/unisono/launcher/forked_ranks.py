@@ -1,4 +1,4 @@
-"""A script's ranks, forked from one process that has imported torch for all of them."""
+"""A script's ranks, forked from a template process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from unisono.host.processors import cores
 __all__ = ["ForkedRank", "fork_obstacle", "fork_ranks", "sets_environment"]
 
 _WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
-"""Variables that make Python observe a whole process, which `sys.flags` does not show."""
+"""Variables that make Python trace or profile a whole process, and that `sys.flags` does not show."""
 _CHANGES = ("setdefault", "update", "pop", "clear")
 _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
 class ForkedRank:
-    """A rank that the template has forked or will fork; before the fork, signals for it go to the template.
+    """A rank that the template process has forked or will fork. Before the fork, its signals are sent to the template.
 
     Attributes:
-        pid: The process's ID; the process is a session leader.
-        returncode: The exit status; negative if a signal ended it, None while it runs.
-        stdout, stderr: Its output.
+        pid: Process ID of the rank, or of the template before the fork; both are session leaders.
+        returncode: The exit status; negative if a signal killed the process, None while it runs.
+        stdout, stderr: Pipes with the rank's output.
     """
 
     def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
@@ -67,10 +67,10 @@ def fork_obstacle(command: Sequence[str], ranks: int, *, binding: str, stdin: in
     """Return the reason why a script's ranks are not forked; None if they are.
 
     Args:
-        command: The file, or "-m" and the module, and the script's arguments.
+        command: A file, or "-m" and a module, followed by the script's arguments.
         ranks: Number of ranks on this host.
         binding: As in `ScriptJob`.
-        stdin: The rank that reads standard input.
+        stdin: The rank that reads standard input; None if no rank does.
         asked: Whether to fork even if that gains little or the script seems unsuitable.
     """
     flags = sys.flags
@@ -94,7 +94,7 @@ def sets_environment(command: Sequence[str]) -> bool:
     """Return whether a script's source sets an environment variable; True if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            # Warnings about the source are printed by the ranks.
+            # The ranks compile the script as well, and print its warnings.
             warnings.simplefilter("ignore")
             nodes = [*ast.walk(ast.parse(_text(command)))]
     except (SyntaxError, ValueError):
@@ -112,7 +112,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _text(command: Sequence[str]) -> bytes:
-    """Return the source of a command's module or file; raise `ValueError` if there is none."""
+    """Return the source of a command's module or file. Raises `ValueError` if there is none."""
     if command[0] == "-m":
         places = [Path(folder, command[1].replace(".", "/")) for folder in (str(Path.cwd()), *sys.path[1:])]
         files = [file for place in places for file in (place.with_suffix(".py"), place / "__main__.py")]
@@ -131,16 +131,16 @@ def fork_ranks(
     reports: Sequence[int],
     on_end: Callable[[int, int], object],
 ) -> tuple[list[ForkedRank], IO[bytes]]:
-    """Start the process that forks a script's ranks; return the ranks and that process's own output.
+    """Start the template process, which forks a script's ranks; return the ranks and the template's own output.
 
-    Returns immediately: ranks are forked once torch has been imported, or started as separate interpreters if they
-    cannot be forked.
+    Returns immediately. The template forks the ranks when it has imported torch, or starts separate interpreters if
+    ranks cannot be forked.
 
     Args:
-        command: A file or "-m" and a module, then the script's arguments.
-        environments: Variables of each rank.
+        command: A file, or "-m" and a module, followed by the script's arguments.
+        environments: Environment variables of each rank.
         alive: File descriptor of a pipe that closes when this process ends.
-        reports: For each rank, the descriptor of the file for its uncaught error.
+        reports: For each rank, the descriptor of the file to which it reports an uncaught error.
         on_end: Called in a thread with the index and exit status of each rank that ends.
     """
     first = environments[0]
@@ -158,7 +158,7 @@ def fork_ranks(
     ]
     written = [writer for pair in outputs for _, writer in pair]
     template = subprocess.Popen(
-        # Include the script's arguments, so that `ps` shows them.
+        # Include the script and its arguments, so that `ps` shows them.
         [
             sys.executable,
             *interpreter_flags(),
@@ -181,7 +181,7 @@ def fork_ranks(
     ranks = [ForkedRank(template.pid, *(os.fdopen(reader, "rb") for reader, _ in pair)) for pair in outputs]
 
     def follow() -> None:
-        # Whatever ends the template, even a truncated frame, ends its ranks below.
+        # However this loop ends, even with a truncated frame, `_end_left` below kills the remaining ranks.
         with own, suppress(OSError, ValueError):
             channel = FrameChannel()
             own.sendall(b"".join(channel.encode_json(Kind.ORDER, order) for order in orders))
@@ -207,7 +207,7 @@ def _on_frame(ranks: list[ForkedRank], frame: Frame, on_end: Callable[[int, int]
 
 
 def _end_left(ranks: list[ForkedRank], status: int, on_end: Callable[[int, int], object]) -> None:
-    """End the ranks that outlived their template, because nothing else would report their end."""
+    """Kill the ranks that outlived the template process, because nothing else would report their end."""
     for number, rank in enumerate(ranks):
         if rank.returncode is None:
             with suppress(ProcessLookupError, PermissionError):

@@ -1,8 +1,8 @@
-"""The agent on another host that runs a script's ranks there for `unisono run --hosts`.
+"""Agent that runs a script's ranks on another host for `unisono run --hosts`.
 
-It receives commands on standard input, and exits with all ranks when that is closed, so nothing outlives the launcher.
-It answers on standard output with a marker and then frames, because a shell whose `.bashrc` prints may have written
-there first.
+The agent receives commands on standard input. When standard input is closed, it kills all ranks and exits, so nothing
+outlives the launcher. It writes frames to standard output, preceded by a marker, because a shell's `.bashrc` may have
+printed something before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.launcher.script_job import Report, ScriptJob
 __all__ = ["MARKER"]
 
 MARKER = b"\0unisono host agent\n"
-"""Precedes the first frame. It ends a line, so that its reader can show other lines as they arrive."""
+"""Marker before the first frame. It ends with a newline, so that the launcher can read other output by lines."""
 
 
 class _Frames:
@@ -46,13 +46,15 @@ class _Frames:
             self.send(Kind(stream), data, -1 if rank is None else rank)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        # If the launcher is gone, the input has been closed as well, which the main thread notices.
+        # Ignore a failed write: if the launcher is gone, standard input is closed, and the main thread exits for that
+        # reason.
         with suppress(OSError):
             self.send(Kind.ENDED, json.dumps([status, report]).encode(), rank)
 
 
 def _main() -> None:
-    # Other output from this process must not get mixed with the frames.
+    # Send frames to a copy of standard output, and redirect standard output to standard error, so that nothing else
+    # mixes with the frames.
     link = _Frames(os.dup(1))
     os.dup2(2, 1)
     orders = FrameChannel()

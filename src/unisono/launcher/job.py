@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 _SKIPS = frozenset({"Skipped", "SkipTest", "XFailed"})
-"""Names of pytest's and unittest's exceptions that end a test which has not failed."""
+"""Names of the exceptions with which pytest and unittest skip a test, or mark it as an expected failure."""
 _SHOWN = 4
-"""Number of other ranks' errors whose first line a failure shows."""
+"""Maximum number of other ranks' errors whose first line is added to the raised error."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Job:
     wrap: Callable[[Transport], Transport] | None
 
     def run(self, group: Group, control: ControlPlane) -> Any:
-        """Run one rank: connect, call the program, notify the others if it fails."""
+        """Run one rank: connect, call the program, and notify the other ranks if it fails."""
         options = self.options_of(group.rank)
         transport = self.transport.connect(group, control, options)
         if self.wrap is not None:
@@ -65,7 +65,7 @@ class Job:
             return self.fn(comm, *self.args, **self.kwargs)
 
     def options_of(self, rank: int) -> Options:
-        """Return the options of one rank, with its own GPU if it needs one."""
+        """Return the options of one rank; if the job uses GPUs, with this rank's GPU."""
         options = self.options
         if options.device in ACCELERATORS:
             count = torch.get_device_module(options.device).device_count()
@@ -96,13 +96,13 @@ def check_job(
 
 
 def check_chunk_bytes(chunk_bytes: int) -> None:
-    """Raise `ValueError` for an invalid segment length."""
+    """Raise `ValueError` for an invalid `chunk_bytes`."""
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
 
 
 def run_reported(rank: int, program: Callable[[], Any]) -> bytes:
-    """Run a rank's program, and return its outcome for the launching process, to be read with `reported`."""
+    """Run a rank's program, and return its pickled outcome, which the launching process reads with `reported`."""
     try:
         message = ("result", _packed_result(program(), rank))
     except BaseException as error:
@@ -121,7 +121,7 @@ def _packed_result(result: Any, rank: int) -> bytes:
 
 
 def _packed_error(error: BaseException) -> bytes:
-    """Pickle an error with its traceback and causes; if it cannot be pickled, a plain error with the same text."""
+    """Pickle an error with its traceback and causes, or a `RuntimeError` with its text if it cannot be pickled."""
     pickling_support.install(error)
     try:
         data = dumps(error)
@@ -149,7 +149,8 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     Args:
         ended: Outcomes in the order in which ranks ended.
         size: Number of ranks.
-        on_failure: "end" and "replace" raise; "continue" puts a failed rank's error in its place.
+        on_failure: With "end" and "replace", a failure is raised; with "continue", a failed rank's error is returned as
+            its result.
     """
     results: list[Any] = [None] * size
     for outcome in ended:
@@ -161,7 +162,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     error = first.error
     assert error is not None
     if isinstance(error, SystemExit | KeyboardInterrupt):
-        # Raised unchanged, SystemExit would silently end the caller.
+        # If SystemExit were raised unchanged, it would silently end the caller's process.
         error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
     witness = next((outcome for outcome in failures if outcome.reported), None)
     if not first.reported and witness is not None and witness.error is not None:
@@ -176,13 +177,14 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
 
 
 def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
-    """Return the first lines of other ranks' own errors, if they differ from the error shown."""
+    """Return the first lines of other ranks' own errors that differ from the shown one, and a count of failures."""
     if not failures:
         return []
     notes: list[str] = []
     for outcome in sorted(failures, key=attrgetter("rank")):
         error = outcome.error
-        # For example the same assertion with different values.
+        # Show errors that differ, such as the same assertion with other values, but not `CommError`s, which are
+        # consequences.
         if error is not None and not isinstance(error, CommError):
             line = text_of(error).partition("\n")[0]
             if line != shown.partition("\n")[0] and len(notes) < _SHOWN:
@@ -194,12 +196,12 @@ def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
 
 
 def first_failure(ended: Sequence[Outcome]) -> Outcome:
-    """Return the failure that caused the others."""
+    """Return the failure that most likely caused all others."""
     return min((outcome for outcome in ended if outcome.error is not None), key=_consequence)
 
 
 def _consequence(outcome: Outcome) -> int:
-    """0 if a rank died without reporting, 1 for its own error, 2 for a skip, 3 for an error about another rank."""
+    """Return 0 if a rank died without reporting, 1 for its own error, 2 for a skip, 3 for another rank's failure."""
     if not outcome.reported:
         return 0
     if isinstance(outcome.error, PeerLostError | AbortedError):

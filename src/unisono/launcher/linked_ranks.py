@@ -1,4 +1,4 @@
-"""Ranks with a connection to the process that started them, over which they report and may receive commands."""
+"""Ranks that are connected to the process that started them, to report their outcome and to receive commands."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
 def own_link() -> Connection[Any, Any]:
     """Return this rank's connection, for a program that receives commands from the process that started it.
 
-    A function, because programs may be sent by value, together with everything that their module refers to.
+    This is a function rather than a global, because a program may be pickled by value together with its module's
+    globals.
     """
     return LINK.get()
 
 
 def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
-    """Return the outcome that a rank sends; None if it ends without one."""
+    """Return the outcome that a rank sends; None if the rank ends without sending one."""
     try:
         return reported(rank, link.recv_bytes())
     except (EOFError, OSError):
@@ -34,7 +35,7 @@ def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
 
 
 class LinkedRanks(Closing):
-    """A job's ranks on this host, as seen by the process that starts them. None outlives `close`.
+    """A job's ranks on this host, as seen by the process that starts them. `close` ends all of them.
 
     Args:
         size: Number of ranks.
@@ -42,9 +43,9 @@ class LinkedRanks(Closing):
 
     Attributes:
         size, on_failure: As given.
-        links: Connection of each rank.
+        links: Connection to each rank.
         running: The ranks whose next outcome is awaited.
-        control: Control plane of ranks that are replaced if they are lost.
+        control: The ranks' control plane; None if lost ranks are not replaced.
     """
 
     control: SocketControl | None = None
@@ -61,18 +62,18 @@ class LinkedRanks(Closing):
 
     @abstractmethod
     def start(self, rank: int, attempt: int) -> None:
-        """Start a rank, replacing its previous process, if any."""
+        """Start a rank. If the rank had a process before, the new process replaces it."""
 
     @abstractmethod
     def how(self, rank: int) -> str:
-        """Return how a rank ended that did not report."""
+        """Return a description of how a rank ended that did not report."""
 
     def signs(self, rank: int) -> list[Any]:
-        """Return objects to wait on that become ready when a rank reports or ends."""
+        """Return waitable objects, one of which becomes ready when the rank reports or ends."""
         return [self.links[rank]]
 
     def ends(self, limit_s: float | None) -> list[Outcome]:
-        """Return outcomes as soon as there are any, or none after this many seconds; None for no limit."""
+        """Wait until at least one rank has ended, for at most `limit_s` seconds if given, and return the outcomes."""
         signs = {rank: self.signs(rank) for rank in self.running}
         ready = wait([sign for each in signs.values() for sign in each], limit_s)
         over = [rank for rank, each in signs.items() if not {*each}.isdisjoint(ready)]
@@ -80,6 +81,6 @@ class LinkedRanks(Closing):
         return [self._outcome(rank) for rank in over]
 
     def _outcome(self, rank: int) -> Outcome:
-        # A dead process's children may still hold its end of the connection open.
+        # Poll first: children of a dead rank may still hold its end of the connection open, so receiving could block.
         outcome = received(rank, self.links[rank]) if self.links[rank].poll() else None
         return outcome or lost(rank, self.size, self.how(rank))

@@ -1,4 +1,4 @@
-"""Ranks of a script on this host: starts them, forwards their output, and kills them with everything they started."""
+"""Ranks of a script on this host: starts them, forwards their output, and kills them and their child processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LocalHost"]
 _log = logging.getLogger("unisono")
 
 _LINE_S = 0.05
-"""Seconds to wait for the rest of a line, so that lines of several ranks do not mix."""
+"""Seconds to wait for the rest of a line, so that lines from several ranks do not interleave."""
 
 
 class LocalHost:
@@ -35,9 +35,9 @@ class LocalHost:
 
     Args:
         job: The script, and its ranks on this host.
-        ports: Ports of the rendezvous, of this library and of torch.
-        attempt: Number of times that all ranks were started before.
-        events: Called with the ranks' output and their ends.
+        ports: Ports for this library's rendezvous and for torch's.
+        attempt: Number of earlier starts of all ranks.
+        events: Callbacks for the ranks' output and their ends.
     """
 
     def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events) -> None:
@@ -48,9 +48,9 @@ class LocalHost:
         self._ranks: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._readers: list[threading.Thread] = []
         self._files = ExitStack()
-        # Files for the ranks' uncaught errors.
+        # Files to which the ranks write their uncaught errors.
         self._reports: list[IO[bytes]] = []
-        # The closing of this pipe tells the ranks that their launcher is gone.
+        # The launcher holds the write end of this pipe. When the launcher ends, the pipe closes, and the ranks exit.
         self._alive, self._held = os.pipe()
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class LocalHost:
             process.send_signal(number)
 
     def end(self) -> dict[int, int]:
-        """Kill ranks that are still running, and everything started by any rank; return each rank's exit status."""
+        """Kill running ranks, and all processes that ranks have started; return each rank's exit status."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._ranks:
                 with suppress(ProcessLookupError, PermissionError):
@@ -106,8 +106,8 @@ class LocalHost:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=(alive, report),
-            # A separate session: an interrupt at the terminal must reach only the launcher, which forwards it, and the
-            # session includes the rank's own children.
+            # Start each rank in its own session. Ctrl-C at the terminal then reaches only the launcher, which forwards
+            # it, and the rank's children can be killed together with the rank.
             start_new_session=True,
         )
         self._follow(rank, process)
@@ -142,9 +142,9 @@ class LocalHost:
         self._readers.append(reader)
 
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
-        """Forward a stream as it arrives; the beginning of a line waits briefly for the rest."""
+        """Forward a stream as it arrives, but hold an incomplete line briefly until the rest of the line arrives."""
         left = b""
-        # The reader of this output may be gone, as with `| head`.
+        # The reader of the launcher's output may be gone, for example with `| head`.
         with source, suppress(BrokenPipeError):
             while True:
                 chunk = b""
@@ -162,7 +162,7 @@ class LocalHost:
 
 
 def _report_in(file: IO[bytes]) -> Report | None:
-    """Return a rank's report about its uncaught error, if it is complete."""
+    """Return a rank's report about its uncaught error; None if it is missing or incomplete."""
     try:
         file.seek(0)
         report = json.loads(file.read())
@@ -173,7 +173,7 @@ def _report_in(file: IO[bytes]) -> Report | None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Defer this thread's interrupts. Ranks inherit this, and unblock them once they can exit without a traceback."""
+    """Block SIGINT in this thread. Ranks inherit that, and unblock SIGINT when they can exit without a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,6 +1,6 @@
-"""Ranks that mpirun starts on this host, for backends that need MPI. They report to this process.
+"""Ranks that mpirun starts on this host, for backends that need MPI. They report to the process that ran mpirun.
 
-`python -m unisono.launcher.mpirun FOLDER` is one of these ranks.
+mpirun runs `python -m unisono.launcher.mpirun FOLDER` for each rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["MpirunRanks", "run_rank", "running"]
 
 _ORDERS = "orders"
 _RANKS = "ranks"
-"""Names in the ranks' folder: the file with their job, and the socket for their reports."""
+"""Names in the ranks' folder: `_ORDERS` is the file with their job, `_RANKS` the socket for their reports."""
 
 _LOOK_EVERY_S = 0.1
 
@@ -47,10 +47,11 @@ _LOOK_EVERY_S = 0.1
 class MpirunRanks(LinkedRanks):
     """Ranks started together by mpirun.
 
-    With on_failure "continue", Open MPI is told to continue without a dead rank; by default it kills all ranks.
+    With `on_failure="continue"`, Open MPI is configured to continue without a dead rank. By default, it kills all
+    ranks.
 
     Raises:
-        UnavailableError: mpirun is missing; the error says how to get it.
+        UnavailableError: mpirun is missing; the error says how to install it.
     """
 
     def __init__(self, job: Job, size: int, on_failure: str, threads: int | None) -> None:
@@ -65,7 +66,8 @@ class MpirunRanks(LinkedRanks):
         secret = secrets.token_bytes(32)
         with ExitStack() as opened:
             server = opened.enter_context(closing(ControlServer(secret)))
-            # Only this user may read the folder, because its files hold the secret.
+            # A temporary directory is readable only for this user, which matters because the file in it contains the
+            # secret.
             name = opened.enter_context(tempfile.TemporaryDirectory(prefix="unisono-mpi-"))
             folder = Path(name)
             orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
@@ -79,7 +81,7 @@ class MpirunRanks(LinkedRanks):
             self._opened = opened.pop_all()
 
     def _admit(self, listener: socket.socket) -> None:
-        """Accept the connections of all ranks, unless mpirun ends first."""
+        """Accept the connections of all ranks, until mpirun ends or the time limit is reached."""
         deadline = clock.now() + MPIRUN_START_S
         listener.settimeout(_LOOK_EVERY_S)
         while len(self.links) < self.size:
@@ -93,7 +95,7 @@ class MpirunRanks(LinkedRanks):
                 if over:
                     break
         if len(self.links) < self.size:
-            # Whatever `on_failure` is, the others cannot start if a rank never joins.
+            # The job cannot start without the missing ranks, so end it, whatever `on_failure` is.
             self.on_failure = "end"
 
     def start(self, rank: int, attempt: int) -> None:
@@ -103,7 +105,7 @@ class MpirunRanks(LinkedRanks):
         self.running.add(rank)
 
     def how(self, rank: int) -> str:
-        # If mpirun ends soon, its exit code shows how the rank ended.
+        # Wait briefly for mpirun to end, because its exit code shows how the rank ended.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         code = self._process.returncode
@@ -112,7 +114,8 @@ class MpirunRanks(LinkedRanks):
         return "ended before it could report; see its output and mpirun's"
 
     def close(self) -> None:
-        # A rank may still be about to report: mpirun ends only after its ranks.
+        # Close the links last: closing `_opened` waits for mpirun, which ends after its ranks, and ranks may still be
+        # sending reports.
         self._opened.close()
         for link in self.links.values():
             link.close()
@@ -122,14 +125,14 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
     if on_failure != "continue":
         return []
     output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    # Version 4 has no such option, and kills the job when its first rank dies.
+    # Open MPI 4 has no such option: it kills the whole job when the first rank dies.
     version = re.search(r"Open MPI\D+(\d+)", output)
     return ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
 
 
 @contextmanager
 def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run mpirun with additional environment variables during the block; its ranks print to this process's output."""
+    """Run mpirun, with additional environment variables, during the block. Ranks print to this process's output."""
     environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
@@ -139,7 +142,7 @@ def running(command: list[str], size: int, **variables: str) -> Iterator[subproc
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End mpirun: ranks that have reported are about to end; on SIGTERM, mpirun ends the others."""
+    """Wait for mpirun, whose ranks exit when they have reported; then terminate mpirun and any other ranks."""
     asks: list[Callable[[], object]] = [process.poll, process.terminate, process.kill]
     for ask in asks:
         ask()
@@ -149,7 +152,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_rank(folder: Path) -> None:
-    """Run one rank started by mpirun: run the job stored in the folder, and report over the socket there."""
+    """Run one rank started by mpirun: run the job stored in the folder, and report over the socket in it."""
     found = launched()
     assert found is not None
     assert found.rank is not None

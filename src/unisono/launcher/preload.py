@@ -1,4 +1,4 @@
-"""Modules that a forkserver imports before the first rank starts: everything that is slow to import."""
+"""Modules that are slow to import, which a forkserver imports before it forks the first rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib
 __all__ = ["PRELOADED"]
 
 PRELOADED = (
-    # Packages load these lazily; without this list, every forked rank would import them again.
+    # Packages import these modules lazily, so without this list every forked rank would import them itself.
     "unisono.bootstrap.tcp_store",
     "unisono.checkpoint.loader",
     "unisono.gradients.average",
@@ -23,6 +23,7 @@ PRELOADED = (
 gc.disable()
 for _name in PRELOADED:
     importlib.import_module(_name)
-# Freeze everything loaded so far, because a visit by a rank's garbage collector would copy the shared pages.
+# Exclude all objects loaded so far from garbage collection: a rank's collector would write to their headers, and so
+# copy memory pages that forked ranks share.
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""Ranks as processes on this host, forked from a server that has already imported torch."""
+"""Ranks as processes on this host, forked from a forkserver that has already imported torch."""
 
 from __future__ import annotations
 
@@ -54,15 +54,16 @@ __all__ = [
     "share_of_cores",
     "start_process",
 ]
-# Global to the process, like `__main__`, which it guards.
+# Guards changes to the module `__main__`.
 _starting = threading.Lock()
 
 
 class ProcessRanks(LinkedRanks):
-    """The processes of a job's ranks, and the control plane on which they rendezvous.
+    """The processes of a job's ranks, and the control server at which they rendezvous.
 
     Raises:
-        CommError: This process is a rank that is importing its launcher's main script.
+        CommError: This process is a new rank that is still importing the main script, and the script called `launch`
+            again.
     """
 
     def __init__(self, job: Job, size: int, on_failure: str, threads: int | None) -> None:
@@ -98,7 +99,7 @@ class ProcessRanks(LinkedRanks):
         self.running.add(rank)
 
     def _release(self, rank: int) -> None:
-        """Release a rank's previous process, whose PID may be reused later."""
+        """End a rank's previous process and forget it, because its PID may be reused."""
         if rank in self._processes:
             _end([self._processes.pop(rank)], [])
             self.links.pop(rank).close()
@@ -118,14 +119,14 @@ class ProcessRanks(LinkedRanks):
         )
 
     def close(self) -> None:
-        """End all ranks and the control plane; ranks that have reported are about to exit anyway."""
+        """End all ranks, then close the control plane. Ranks that have reported exit by themselves."""
         _end(
             [process for rank, process in self._processes.items() if rank in self.running],
             [process for rank, process in self._processes.items() if rank not in self.running],
         )
         for link in self.links.values():
             link.close()
-        # A process's descriptors are closed when its object is freed, which this object would otherwise delay.
+        # Drop the process objects now, because their file descriptors are closed only when they are freed.
         self._processes.clear()
         if self.control is not None:
             self.control.close()
@@ -133,7 +134,7 @@ class ProcessRanks(LinkedRanks):
 
 
 def start_process(rank: int, target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Start a rank's process, which calls `target(*args, link)`; return it and the other end of the link."""
+    """Start a rank's process, which calls `target(*args, link)`; return the process and the other end of the link."""
     context = _context()
     own, link = context.Pipe()
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
@@ -153,7 +154,7 @@ def start_process(rank: int, target: Callable[..., None], *args: Any) -> tuple[B
 
 
 def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
-    """End all ranks: those that reported are about to exit; the others are terminated, then killed."""
+    """End all ranks. Wait for ranks that have reported, terminate all other ranks, and kill any that do not exit."""
     for process in quiet:
         process.terminate()
     deadline = clock.now() + END_S
@@ -162,24 +163,24 @@ def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-        # The rank's children are in its process group.
+        # Kill the rank's children, which are in its process group.
         if process.pid is not None:
             with suppress(AttributeError, ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def _context() -> BaseContext:
-    """Return the forkserver context with torch preloaded: 1.1 s for the first rank, 0.05 s for each further one."""
+    """Return a forkserver context that preloads torch. The first rank starts in 1.1 s, each further one in 0.05 s."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # In a test run the main script is pytest, which every rank would otherwise import again.
+    # In a test run, the main script is pytest, so preload it; otherwise every rank would import it again.
     context.set_forkserver_preload([*(["pytest"] if "pytest" in sys.modules else []), "unisono.launcher.preload"])
     return context
 
 
 def share_of_cores(asked: int | None, size: int) -> int:
-    """Return a rank's number of threads: as requested, else OMP_NUM_THREADS, else an equal share of the cores."""
+    """Return a rank's number of threads: as requested, or OMP_NUM_THREADS if set, or an equal share of the cores."""
     if asked is not None:
         return asked
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -187,7 +188,7 @@ def share_of_cores(asked: int | None, size: int) -> int:
 
 
 def _outputs() -> tuple[Any, Any] | None:
-    """Return the caller's outputs; the forkserver's differ if a test or notebook redirected them later."""
+    """Return the caller's stdout and stderr; the forkserver's differ if a test or notebook redirected them later."""
     if sys.platform == "win32":
         return None
     return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
@@ -202,7 +203,7 @@ def _is_open(number: int) -> bool:
 
 
 class _Descriptor:
-    """A file descriptor that is duplicated into a child process when pickled for it."""
+    """A file descriptor that is duplicated into a child process when it is pickled for that process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -218,7 +219,7 @@ def _keep(copy: Any) -> Any:
 
 
 def dump(program: Any, found: bool) -> bytes:
-    """Pickle an object with `fn`, `args` and `kwargs`, by reference if ranks can import the function, else by value."""
+    """Pickle a job, with its function by reference if ranks can import it (`found`), and otherwise by value."""
     try:
         if found and not _is_rewritten(program.fn):
             return pickle.dumps(program)
@@ -228,7 +229,8 @@ def dump(program: Any, found: bool) -> bytes:
         return by_value(program)
     except TypeError:
         if found:
-            # Pickle may raise anything; the first error names the part.
+            # Ignore errors of this second attempt, which may be of any type: the first error names the object that
+            # cannot be sent.
             with suppress(Exception):
                 return pickle.dumps(program)
         raise
@@ -238,7 +240,7 @@ def by_value(job: Any) -> bytes:
     """Pickle the job, including everything that a fresh process could not import.
 
     Raises:
-        TypeError: Something in it cannot be sent.
+        TypeError: A part of the job cannot be pickled.
     """
     main = sys.modules.get("__main__")
     module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
@@ -264,7 +266,8 @@ def _unsendable(job: Any) -> str:
 def importable(fn: Any) -> bool:
     """Return whether newly started ranks can import the function."""
     main = sys.modules.get("__main__")
-    # Objects that fn holds or receives may also come from the main module.
+    # If ranks cannot import the main module, nothing is importable, because objects that `fn` uses or receives may come
+    # from it.
     if main is None or not _is_file(main):
         return False
     module = sys.modules.get(getattr(fn, "__module__", "") or "")
@@ -272,12 +275,12 @@ def importable(fn: Any) -> bool:
 
 
 def _is_rewritten(fn: Any) -> bool:
-    """Return whether pytest has rewritten the assertions in the function's module; ranks would not rewrite them."""
+    """Return whether pytest has rewritten the assertions in the function's module, which ranks would not do."""
     return "@pytest_ar" in vars(sys.modules.get(getattr(fn, "__module__", "") or "", object))
 
 
 def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
-    """Return whether importing the main module defines the function: not if it is under the main guard."""
+    """Return whether importing the main module defines the function; False if it is defined under the main guard."""
     name = getattr(fn, "__qualname__", "").partition(".")[0]
     body = ast.parse(Path(str(main.__file__)).read_bytes()).body
     always = [node for node in body if not (isinstance(node, ast.If) and "__main__" in ast.dump(node.test))]
@@ -285,13 +288,13 @@ def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
 
 
 def _is_file(main: ModuleType) -> bool:
-    """Return whether ranks can import the main module: not if it was typed, piped in, or passed with -c."""
+    """Return whether ranks can import the main module; False if it was typed, piped in, or passed with -c."""
     return Path(getattr(main, "__file__", None) or "").is_file()
 
 
 @contextmanager
 def _main_as_ranks_see_it() -> Iterator[None]:
-    """Hide a main module without a file, because multiprocessing would make ranks run even a file called "<stdin>"."""
+    """Hide the `__file__` of a main module that is not a file; otherwise, ranks would try to run "<stdin>"."""
     main = sys.modules["__main__"]
     if _is_file(main) or "__file__" not in vars(main):
         yield
@@ -305,7 +308,7 @@ def _main_as_ranks_see_it() -> Iterator[None]:
 
 
 def _found(module: ModuleType) -> bool:
-    """Return whether a fresh process with the same path would import this module under its name."""
+    """Return whether a new process with the same `sys.path` would import this module under its name."""
     if module.__spec__ is not None and module.__spec__.origin in ("built-in", "frozen"):
         return True
     parent, _, _ = module.__name__.rpartition(".")
@@ -319,15 +322,16 @@ def _found(module: ModuleType) -> bool:
 # -- the rank --------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class WorkerSpec:
-    """Everything that the launching process passes to a rank, through multiprocessing.
+    """Everything that the launching process passes to a rank through multiprocessing.
 
     Attributes:
-        job: A pickled `Job`, which may need the caller's main module to be imported first.
-        environment: The caller's environment, because the forkserver keeps the one it was started with.
-        address, secret: Address and secret of the control plane, hosted by the caller.
-        outputs: Copies of the caller's standard output and error; None for a closed one.
+        job: A pickled `Job`. To unpickle it, a rank may first have to import the caller's main module.
+        environment: The caller's environment, needed because the forkserver still has the environment it was started
+            with.
+        address, secret: Address and secret of the control plane, which runs in the caller's process.
+        outputs: Copies of the caller's standard output and standard error; None instead of a stream that is closed.
         start_method: Multiprocessing start method chosen by the caller; None for the platform's default.
-        attempt: Number of this start of the rank: 0, or more for a replacement.
+        attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
     """
 
     rank: int
@@ -343,11 +347,11 @@ class WorkerSpec:
 
 
 def run_worker(orders: WorkerSpec, link: Connection) -> None:
-    """Run a rank: set up, run the job, send its outcome to the launching process."""
-    # An interrupt at the terminal must reach only the launching process, which then ends its ranks.
+    """Run a rank: set up the process, run the job, and send its outcome to the launching process."""
+    # Ignore Ctrl-C at the terminal: the launching process handles it, and ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
-        # The rank's children are in its process group and die with it.
+        # Create a process group for the rank and its children, so that they can be killed together.
         os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(orders.environment)
@@ -357,15 +361,16 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
                 os.dup2(copy.detach(), number)
     reseed_generators()
     configure_process(orders.threads)
-    # A data loader's workers start as in a plain script, not like ranks.
+    # Reset the start method, so that data loader workers start as they would in the caller's process, not from the
+    # forkserver.
     multiprocessing.set_start_method(orders.start_method, force=True)
     run_job(orders, link)
 
 
 def reseed_generators() -> None:
-    """Seed a forked process's default generators from the system, as in a new interpreter.
+    """Seed a forked process's default random generators from the system's entropy, as in a new interpreter.
 
-    Otherwise, dropout would use the same masks on all ranks. Python seeds `random` itself.
+    Otherwise, dropout would use the same masks on all ranks. Python reseeds its `random` module after a fork by itself.
     """
     torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
@@ -373,10 +378,10 @@ def reseed_generators() -> None:
 
 
 def configure_process(threads: int) -> None:
-    """Set up a rank's output and threads."""
+    """Set up a rank's output streams and its number of threads."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Whole lines, so that output from several ranks does not interleave.
+            # Write whole lines, so that output from several ranks does not interleave.
             stream.reconfigure(line_buffering=True, write_through=False)
     torch.set_num_threads(threads)
 
@@ -402,7 +407,7 @@ def run_job(orders: WorkerSpec, link: Connection) -> None:
 
 
 def flush_streams() -> None:
-    """Flush a rank's output. A stream may be missing, or its reader may be gone; the outcome is reported anyway."""
+    """Flush a rank's output. Ignore errors, such as a missing stream or a reader that is gone."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()

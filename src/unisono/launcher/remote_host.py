@@ -41,8 +41,8 @@ class Shell:
 
     Attributes:
         name: The host's name.
-        words: The prefix, such as `ssh` and the host's name.
-        python: Python on that host.
+        words: The words of the prefix, such as `ssh` and the host's name.
+        python: Path of the Python interpreter on that host.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Shell:
 
 
 class RemoteHost:
-    """Ranks of a script on another host. They end with this process, because that closes the agent's input.
+    """Ranks of a script on another host. If this process ends, the agent's input closes, and the ranks are killed.
 
     Args:
         job: The script, and its ranks on that host.
-        ports: Ports of the rendezvous, of this library and of torch.
-        attempt: Number of times that all ranks were started before.
-        events: Called with the ranks' output and their ends.
-        shell: Command prefix that starts the agent there.
+        ports: Ports for this library's rendezvous and for torch's.
+        attempt: Number of earlier starts of all ranks.
+        events: Callbacks for the ranks' output and their ends.
+        shell: Command prefix that starts the agent on that host.
     """
 
     def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events, shell: Shell) -> None:
@@ -72,7 +72,7 @@ class RemoteHost:
             "folder": os.getcwd(),  # noqa: PTH109
             "environment": _environment(),
         }
-        # Messages for the agent; None closes its input.
+        # Messages to send to the agent; None closes the agent's standard input.
         self._orders: queue.SimpleQueue[tuple[Kind, bytes, int] | None] = queue.SimpleQueue()
         self._last_words: deque[str] = deque(maxlen=6)
         self._started = False
@@ -85,14 +85,16 @@ class RemoteHost:
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         command = [self._shell.python, *interpreter_flags(), "-m", "unisono.launcher.host_agent"]
         if paths:
-            # This works in any shell, and before the agent has received anything.
+            # Set the path on the command line, because the agent must import this library before it can receive
+            # anything. `env` works in any shell.
             command = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", *command]
         self._process = subprocess.Popen(
             [*self._shell.words, shlex.join(command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # An interrupt at the terminal must reach only the launcher, which forwards it.
+            # With its own session, ssh does not receive Ctrl-C from the terminal; the launcher forwards it to the
+            # ranks.
             start_new_session=True,
         )
         self._orders.put((Kind.ORDER, json.dumps(self._order).encode(), 0))
@@ -103,7 +105,7 @@ class RemoteHost:
         self._orders.put((Kind.SIGNAL, b"", int(number)))
 
     def end(self) -> dict[int, int]:
-        """Kill ranks that are still running, and everything started by any rank; return each rank's exit status."""
+        """Kill running ranks, and all processes that ranks have started; return each rank's exit status."""
         if self._process is None:
             return {}
         self._orders.put(None)
@@ -123,7 +125,7 @@ class RemoteHost:
         return range(self._job.before, self._job.before + self._job.ranks)
 
     def _follow(self) -> None:
-        """Read the agent's output to its end."""
+        """Read and handle the agent's output until it ends."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -132,7 +134,8 @@ class RemoteHost:
         listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
         writer.start()
         listener.start()
-        # If the shell reads its input, or executes another shell, the agent never starts.
+        # The agent never starts if a startup file of the remote shell reads standard input or executes another shell,
+        # so limit the time.
         why = f"no agent of unisono has begun there within {AGENT_START_S:g} s"
         limit = threading.Timer(AGENT_START_S, self._kill, [why])
         limit.daemon = True
@@ -149,17 +152,17 @@ class RemoteHost:
             try:
                 for frame in FrameChannel().frames(read, *_FROM_AGENT):
                     self._on_frame(frame)
-                    # Anything that a shell prints after the last frame, for example in `.bash_logout`, is not a frame.
+                    # Stop at the last frame: a shell may print more after it, for example in `.bash_logout`.
                     if frame.kind == Kind.STATUSES:
                         break
             except ConnectionError:
-                # The host was lost in the middle of a frame.
+                # The host was lost while it sent a frame; the code below reports the loss.
                 pass
             except ValueError as error:
                 self._kill(f"what came from there is not what an agent sends: {error}")
         self._orders.put(None)
         status = self._process.wait()
-        # A process left behind by the shell may keep this open.
+        # Limit the wait, because a process that the shell has left behind may keep standard error open.
         listener.join(1.0)
         for rank in self._ranks():
             if rank not in self._statuses:
@@ -169,7 +172,7 @@ class RemoteHost:
                 self._events.ended(rank, self._statuses[rank], report)
 
     def _on_frame(self, frame: Frame) -> None:
-        """Handle a frame from the agent; raise `ValueError` if it is invalid."""
+        """Handle a frame from the agent. Raises `ValueError` if the frame is invalid."""
         rank = frame.number
         match frame.kind, frame.json() if frame.kind in (Kind.ENDED, Kind.STATUSES) else None:
             case Kind.STARTED, None:
@@ -213,7 +216,7 @@ class RemoteHost:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's variables that have the same meaning on another host."""
+    """Return those of this process's environment variables that also make sense on another host."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Replacements for lost ranks. A replacement is alone at first, and joins the others when it calls `rebuild`."""
+"""Replacements for lost ranks. A replacement starts with a one-rank communicator, and joins the job with `rebuild`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def replacement(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Return a communicator of a replacement rank alone, whose `rebuild` joins the job's ranks.
+    """Return a one-rank communicator for a replacement rank; its `rebuild` joins the job's ranks.
 
     Args:
-        control: This rank's handle to the job's control plane, closed with the communicator.
-        rank, attempt: The lost rank, and how often it was started before.
-        options: Options for the one-rank communicator; those for the job come from its ranks, except the device.
+        control: This rank's handle to the job's control plane; closing the communicator closes it.
+        rank, attempt: The lost rank, and the number of its earlier starts.
+        options: Options for the one-rank communicator. For the job's communicator, only the device is used; the job's
+            ranks send all other options.
         wrap: Function applied to the job's transport.
-        on_joined: Called with the communicator of the job.
+        on_joined: Called with the job's communicator when this rank has joined.
     """
 
     def admission(deadline: float) -> Communicator:
@@ -62,15 +63,15 @@ def admitted(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Return the communicator of a running job whose ranks rebuild it to include this rank.
+    """Join a running job, whose ranks rebuild their communicator to include this rank, and return the communicator.
 
-    Retries until it succeeds: if ranks are lost while the new communicator is created, all try again.
+    If ranks are lost while the new communicator is created, all ranks try again until the deadline.
 
     Args:
         control: A handle to the job's control plane.
-        deadline: On the library's clock.
+        deadline: Deadline on the library's clock, `unisono.core.clock`.
         device: Device of this rank's tensors.
-        wrap: Function applied to the transport.
+        wrap: Function that wraps the transport.
         on_joined: Called with the communicator before any rank returns from `rebuild`.
 
     Raises:

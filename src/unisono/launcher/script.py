@@ -1,4 +1,4 @@
-"""Runs a script's ranks on this host and others: forwards output and signals, and ends all ranks when one fails."""
+"""Runs a script's ranks on this and other hosts: forwards output and signals, and ends all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["ScriptResult", "run_script"]
 
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _PIECES = re.compile(rb"\r\n|\r?[^\r\n]*\n|\r?[^\r\n]+|\r")
-"""Splits output into parts that begin a line, or overwrite it."""
+"""Splits output into parts that start a new line or, after a carriage return, overwrite a line."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _ORDER = {"HostLostError": 0, "PeerLostError": 2, "AbortedError": 2}
-"""Error classes that may cause others, or follow from others."""
+"""Sort keys of errors, 1 by default: the loss of a host may cause other errors, and the last two follow from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,12 @@ class ScriptResult:
     """Result of a script's ranks.
 
     Attributes:
-        status: 0, or the exit status of the rank that failed first: 128 plus the signal's number if a signal ended it
-            or this launcher. With "continue", 0 if any rank succeeded. If ranks stopped on request
-            (`un.stop.exit_status`) and none failed, 75 if all the stopped ranks have a checkpoint, else 74.
-        first: The rank that failed first; None if none did.
-        ranks: Exit status, by rank, of each rank that was started from here; negative if a signal ended it.
+        status: 0 if all ranks succeeded, else the exit status of the rank that failed first. If a signal killed that
+            rank, or ended this launcher, 128 plus the signal's number. With `on_failure="continue"`, 0 if any rank
+            succeeded. If ranks stopped on request (`un.stop.exit_status`) and none failed, 75 if all of the stopped
+            ranks saved a checkpoint, else 74.
+        first: The rank that failed first; None if no rank failed.
+        ranks: Exit status of each rank that this launcher started; negative if a signal killed the rank.
         restarts: Number of times that all ranks were restarted.
     """
 
@@ -56,16 +57,18 @@ def run_script(
 ) -> ScriptResult:
     """Run a script's ranks to completion, restarting them after failures.
 
-    The ranks' standard output and error are forwarded as they arrive. When a rank fails, the others have 5 s to end
-    with their own error, and are then killed; the first failure is printed, and failures that follow from it are
-    counted. Signals to this process are forwarded to the ranks. After SIGTERM, SIGHUP or SIGINT, ranks have a grace
-    period to save and leave, which a second signal ends. Everything that ranks have started is killed when they end.
+    The ranks' standard output and standard error are forwarded as they arrive. When a rank fails, all other ranks have
+    5 s to fail with their own error, and are then killed. The first failure is printed, and the failures that follow
+    from it are counted. Signals to this process are forwarded to the ranks. After SIGTERM, SIGHUP or SIGINT, ranks have
+    a grace period to save a checkpoint and exit; a second signal ends the grace period. When ranks end, all processes
+    that they have started are killed.
 
     Args:
         jobs: The script, and its ranks on each host.
         restarts: Maximum number of times to restart all ranks after a failure.
-        on_failure: "continue" lets the other ranks continue after a failure, which is printed immediately.
-        shells: Command prefixes for other hosts, by index in `jobs`; jobs without one run on this host.
+        on_failure: "end" ends all ranks after a failure; with "continue", the failure is printed immediately, and the
+            other ranks continue.
+        shells: Command prefixes for other hosts, by index in `jobs`; jobs without a prefix run on this host.
     """
     _open_standard_streams()
     for attempt in range(restarts + 1):
@@ -79,23 +82,23 @@ def run_script(
 
 
 class _Attempt:
-    """One start of all ranks."""
+    """One attempt to run all ranks, from their start to their end."""
 
     def __init__(self, jobs: Sequence[ScriptJob], shells: Mapping[int, Shell], number: int, on_failure: str) -> None:
         self._job = jobs[0]
         self._continues = on_failure == "continue"
         ranks = [job.before + rank for job in jobs for rank in range(job.ranks)]
-        # Hosts start all their ranks at once, so the supervisor starts none.
+        # The supervisor does not start any ranks, because each host starts all of its ranks at once.
         self._supervisor = Supervisor(lambda rank, attempt: None, self._ends, ranks, on_failure, grace_s=SCRIPT_GRACE_S)
         self._size = self._job.size or self._job.ranks
-        # Ranks that have ended, with their status, and signals, which have rank -1.
+        # Pairs of a rank that has ended and its exit status, or of -1 and the number of a received signal.
         self._events: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
         self._reports: dict[int, Report | None] = {}
         self._writing = threading.Lock()
-        # For each output, the stream that has an unfinished line.
+        # For each of this process's outputs, the rank's stream whose last line is unfinished.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
-        # Whether this launcher is ending the ranks.
+        # Whether this launcher is terminating the ranks, so that their exit statuses are not failures.
         self._ending = False
         self.signal: int | None = None
         self.first: int | None = None
@@ -130,7 +133,7 @@ class _Attempt:
         return 128 + self.signal
 
     def _stopped(self) -> int:
-        """Return the exit status of ranks that stopped on request; 0 if none did, or some ended differently."""
+        """Return the exit status of ranks that stopped on request; 0 if no rank did so, or a rank failed."""
         ends = set(self.statuses.values()) - {0}
         if not ends or not ends <= {STOPPED_SAVED, STOPPED_UNSAVED}:
             return 0
@@ -138,7 +141,7 @@ class _Attempt:
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Write to this process's output, each line with its rank; first end another stream's unfinished line."""
+        """Write to this process's output, with the rank before each line; first end another stream's open line."""
         target = sys.stderr if stream == 2 or self._job.to_stderr else sys.stdout
         front = f"[{rank}] " if self._job.prefix and rank is not None else ""
         if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
@@ -149,7 +152,7 @@ class _Attempt:
             try:
                 _write_bytes(data, target)
             except BrokenPipeError:
-                # The reader is gone, as with `| head`.
+                # The reader of this process's output is gone, for example with `| head`.
                 self._events.put((-1, signal.SIGPIPE))
                 raise
 
@@ -188,7 +191,7 @@ class _Attempt:
         return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
-        """Forward a signal. A signal that ends the job sets the deadline; a second one sets it to now."""
+        """Forward a signal. A signal that ends the job starts the grace period; a second one ends it."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)
@@ -205,7 +208,7 @@ class _Attempt:
         reports = {rank: self._reports[rank] for rank, _ in self._failures}
 
         def order(failure: tuple[int, int]) -> tuple[int, float]:
-            """Sort ranks killed by a signal first, then the earliest error that another rank did not cause."""
+            """Sort ranks killed by a signal first, then errors by time, with errors that other ranks caused last."""
             report = reports[failure[0]]
             if report is None:
                 return (0 if failure[1] < 0 else 1), 0.0
@@ -214,7 +217,7 @@ class _Attempt:
         self.first, status = min(self._failures, key=order)
         if not self._continues:
             self._print_failure(self.first, status, reports.pop(self.first))
-            # Show where others noticed a rank that died without reporting.
+            # For a rank that died without reporting, show where another rank noticed it.
             heard = [report for report in reports.values() if report and report["kind"] != "HostLostError"]
             witness = next(iter(heard), None)
             if status < 0 and witness:
@@ -233,7 +236,7 @@ class _Attempt:
 
 @contextmanager
 def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[None]:
-    """Turn signals into events, unless they are ignored, like SIGHUP under nohup. Works only in the main thread."""
+    """Turn signals into events, except ignored ones, like SIGHUP under nohup. No effect outside the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
@@ -248,7 +251,7 @@ def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[
 
 
 def _open_standard_streams() -> None:
-    """Open descriptors 0 to 2 if they are closed, as under cron; otherwise other files get their numbers."""
+    """Open file descriptors 0 to 2 on /dev/null if they are closed; otherwise, other files would get these numbers."""
     for number in range(3):
         try:
             os.fstat(number)

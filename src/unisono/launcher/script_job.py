@@ -1,4 +1,4 @@
-"""A script, where its ranks run, and the events reported by the processes that start them."""
+"""Description of a script and its ranks, and the events that the processes that start ranks report."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from unisono.launcher.forked_ranks import fork_obstacle
 __all__ = ["Events", "Report", "ScriptJob"]
 
 Report = dict[str, Any]
-"""A rank's report about its uncaught error: `kind`, `time`, and its `text` and `brief` form."""
+"""A rank's report about its uncaught error: its `kind`, `time`, full `text`, and `brief` text."""
 
 
 class Events(Protocol):
     """Callbacks for events from running ranks, called from several threads."""
 
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Handle a rank's output on stream 1 or 2; rank None is the process that forks ranks. May raise `OSError`."""
+        """Handle output on stream 1 or 2; rank is None for the process that forks the ranks. May raise `OSError`."""
         ...
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        """Handle a rank's exit status, negative if a signal ended it, and its error report.
+        """Handle a rank's exit status, which is negative if a signal killed the rank, and its error report.
 
-        Must not raise, because the same thread reports other ranks' ends.
+        Must not raise an exception, because the calling thread also reports the ends of other ranks.
         """
         ...
 
@@ -37,22 +37,22 @@ class ScriptJob:
     """A script, and its ranks on one host.
 
     Attributes:
-        command: Arguments for Python: a file or "-m" and a module, then the script's own arguments.
+        command: Arguments for Python: a file, or "-m" and a module, followed by the script's own arguments.
         ranks: Number of ranks on this host.
         host: Index of this host among all hosts.
         before: Number of ranks on earlier hosts.
         size: Number of ranks on all hosts; if None, there is only this host.
         address: Address of the first host.
-        port: Port of rank 0; torch's rendezvous uses the next one. Free ports if None.
-        backend, heartbeat_s: Defaults for `init`; None for its own choice.
-        binding: Cores that a rank may use; see `unisono.host.processors.placement`.
+        port: Port of rank 0; torch's rendezvous uses the next port. If None, free ports are chosen.
+        backend, heartbeat_s: Defaults for `init`; None if `init` should choose.
+        binding: Which cores each rank is bound to; see `unisono.host.processors.placement`.
         prefix: Whether each line of output begins with the rank that printed it.
-        to_stderr: Whether the ranks' standard output also goes to standard error.
-        grace_s: Seconds for ranks to save and leave after a request to end.
-        stdin: The rank on this host that reads standard input.
-        secret: Secret with which ranks authenticate each other; the environment's or the user's if None.
-        start: "fork" forks the ranks from one process that has imported torch, "plain" starts an interpreter for each;
-            "auto" forks if there are more ranks than cores, and the script seems suitable.
+        to_stderr: Whether the ranks' standard output is written to standard error.
+        grace_s: Seconds for ranks to save a checkpoint and exit after a request to stop.
+        stdin: The rank on this host that reads standard input; None if no rank does.
+        secret: Secret with which ranks authenticate each other; if None, from the environment or the user's key file.
+        start: "fork" forks all ranks from one process that has imported torch, "plain" starts a Python interpreter for
+            each rank, and "auto" forks if there are more ranks than cores and the script seems suitable.
     """
 
     command: Sequence[str]
@@ -73,7 +73,7 @@ class ScriptJob:
     start: Literal["auto", "fork", "plain"] = "auto"
 
     def fork_obstacle(self) -> str | None:
-        """Return the reason why each rank gets its own interpreter; None if ranks are forked from one process."""
+        """Return the reason why ranks are not forked from one process; None if they are."""
         if self.start == "plain":
             return "that was asked for"
         return fork_obstacle(
@@ -81,10 +81,10 @@ class ScriptJob:
         )
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
-        """Return one rank's environment variables: torchrun's, and this library's port alongside torch's.
+        """Return a rank's environment: the variables that torchrun also sets, and this library's own.
 
-        UNISONO_PORT also contains torch's port, so that it does not apply to a job that another launcher starts inside
-        a rank.
+        UNISONO_PORT also contains torch's port, so that the variable is ignored in a job that another launcher starts
+        from a rank.
         """
         places = {
             "RANK": self.before + local_rank,
@@ -106,6 +106,6 @@ class ScriptJob:
             chosen["UNISONO_SECRET"] = self.secret
         if self.binding != "none":
             chosen[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
-        # A variable from an outer torchrun would direct the ranks to that torchrun's store.
+        # If this launcher runs under torchrun, that torchrun's variables would make the ranks use its store.
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         return {**outer, **{name: str(value) for name, value in places.items()}, **chosen}

@@ -1,4 +1,4 @@
-"""One rank of `unisono run`: runs a script as `__main__`, and exits when the launcher is gone."""
+"""One rank of `unisono run`: runs a script as `__main__`, and exits when the launcher ends."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def main(alive: int, report: int, command: list[str]) -> None:
 
     Args:
         alive: File descriptor of a pipe that closes when the launcher ends.
-        report: File descriptor of the file for an uncaught error.
-        command: A file or "-m" and a module, then the script's arguments.
+        report: Descriptor of the file to which an uncaught error is written.
+        command: A file, or "-m" and a module, followed by the script's arguments.
     """
     processors.bind()
     for descriptor in (alive, report):
@@ -43,7 +43,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
 
 
 def arrange(command: list[str]) -> None:
-    """Set `sys.argv` and `sys.path` as Python does for a script, before anything is imported for it."""
+    """Set `sys.argv` and `sys.path` as Python does for a script. Call this before the script's imports."""
     if command[0] == "-m":
         sys.argv = command[1:]
         _search_first(str(Path.cwd()))
@@ -54,7 +54,7 @@ def arrange(command: list[str]) -> None:
 
 
 def run_as_main(command: list[str]) -> None:
-    """Run a module, a file, or a folder or archive with `__main__.py`, as Python does."""
+    """Run a module, a file, or a folder or zip archive that contains `__main__.py`, as Python does."""
     arrange(command)
     if command[0] == "-m":
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -72,7 +72,7 @@ def run_as_main(command: list[str]) -> None:
 
 
 def _absolute(path: str) -> str:
-    # Like Python, without resolving links or dots.
+    # Like Python, do not resolve symbolic links or dots.
     return path if Path(path).is_absolute() else f"{Path.cwd()}/{path}"
 
 
@@ -81,7 +81,7 @@ def _is_package(path: str) -> bool:
 
 
 def _search_first(folder: str) -> None:
-    # With -P or -I there is no entry for the script's folder.
+    # With -P or -I, `sys.path` has no entry for the script's folder that could be replaced.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

@@ -1,4 +1,4 @@
-"""Ranks that take turns on a virtual clock, so that a run depends only on its seed."""
+"""Simulated ranks: threads that run one at a time on a virtual clock, so that a run depends only on its seed."""
 
 from __future__ import annotations
 
@@ -76,36 +76,39 @@ def simulate(
     wrap: Callable[[Transport], Transport] | None = None,
     backend: str = "sim",
 ) -> Simulated:
-    """Run `fn(comm, *args, **kwargs)` on `nprocs` simulated ranks of this process, and return results and trace.
+    """Run `fn(comm, *args, **kwargs)` on `nprocs` simulated ranks in this process; return results and a trace.
 
-    Exactly one rank runs at a time. Wherever a rank waits, sends, or queries the control plane, the seed decides which
-    rank runs next. Time is virtual: it passes only while all ranks wait, so timeouts of minutes cost nothing.
-    Computations are real. The same seed gives the same run, step by step. Inside, `time`, `threading` and `queue` are
-    simulated, each rank has its own random generators (torch's, Python's and numpy's), and threads started by a rank
-    take turns as well.
+    Exactly one rank runs at a time. Whenever a rank waits, sends a message, or queries the control plane, the seed
+    decides which rank runs next. Time is virtual: it advances only while all ranks wait, so timeouts of minutes cost
+    nothing. Computations are real. The same seed always gives exactly the same run. In the simulation, `time`,
+    `threading` and `queue` are simulated, each rank has its own random generators (torch's, Python's and numpy's), and
+    threads that a rank starts are scheduled like ranks.
 
     If no rank can proceed, every rank immediately raises `DeadlockError`, which says what each rank waits for. A wait
-    with its own timeout raises `CommTimeoutError` at that time.
+    that was called with a timeout raises `CommTimeoutError` when that timeout is over.
 
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
         args, kwargs: Arguments of `fn`.
-        seed: Seed for the scheduling order, the network's jitter and faults. If None, the variable UNISONO_SEED, else
-            0.
+        seed: Seed for the scheduling order, the network's jitter and faults. If None, the variable UNISONO_SEED, or
+            else 0.
         network: Model of message times; see `unisono.transports.sim.SimNetwork`.
-        faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside `wrap`.
-        preempt: Probability of also switching ranks at a free lock, to find races between a check and the lock.
+        faults: Arguments for `unisono.testing.Faulty`, which then wraps each rank's transport; `wrap` is applied after
+            it.
+        preempt: Probability of switching to another rank when a rank acquires a free lock, which finds races between a
+            check and the acquisition.
         timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is in virtual time.
-        backend: "sim", or another transport with threads as ranks.
+        backend: "sim", or another transport whose ranks are threads.
 
     Returns: The results of all ranks, the virtual time, and the trace.
 
     Raises:
-        Exception: The first failing rank's error; a note names the seed.
-        ValueError, TypeError: An option is invalid, or names a fault or a rank that does not exist.
+        Exception: The first failing rank's error, with a note that names the seed.
+        ValueError, TypeError: An argument is invalid, or names a fault or a rank that does not exist.
 
-    Cost: a few thread switches per message. A real wait (for a process or a socket) stops all ranks.
+    Cost: a few thread switches per message. While a rank waits for something real, such as a process or a socket, all
+    ranks stop.
 
     Example:
         >>> def program(comm):
@@ -163,7 +166,8 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
     refuse_green_threads()
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []
-    # If ranks share torch's generator, it is also seeded.
+    # If ranks cannot have their own torch generators, `ThreadRank` seeds the shared one, so restore its state
+    # afterwards.
     shared = nullcontext() if OWN_GENERATORS else torch.random.fork_rng(devices=[])
     with unpatched(), own_generators, interposed(), shared:
         scheduler = TaskScheduler(seed, job.options.timeout_s, preempt=preempt)
@@ -171,10 +175,12 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
         world = Group.world(0, size)
 
         def main(rank: int) -> None:
-            # Created by the first rank, so that its locks are simulated.
+            # Create the hub in the first rank that runs, because only locks created inside the simulation are
+            # simulated.
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
-            # The same seed on all ranks, in whatever order they run.
+            # Use the same seed on all ranks, so that a rank's random numbers do not depend on the order in which ranks
+            # run.
             with ThreadRank(seed):
                 outcome = _be(job, replace(world, rank=rank), hub)
             scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")
@@ -209,7 +215,7 @@ def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
 
 
 def _end_all(scheduler: TaskScheduler, size: int) -> None:
-    """End all ranks after a failure, once the others' grace period is over."""
+    """End all ranks when the grace period after a failure is over."""
     for rank in range(size):
         for task in scheduler.of_rank(rank):
             scheduler.throw(task, EndedError())

@@ -1,6 +1,6 @@
-"""Supervises ranks: collects their outcomes, replaces lost ranks, and limits the time after a failure.
+"""Supervision of ranks: collects their outcomes, replaces lost ranks, and limits the time after a failure.
 
-The caller supplies functions that start ranks and report their ends. This module does not import torch.
+The caller supplies functions that start ranks and that report outcomes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ __all__ = [
 ]
 
 GRACE_S = 3.0
-"""Seconds for the other ranks of `launch` to end with their own error after a first failure."""
+"""Seconds after the first failure in which the other ranks of `launch` may fail with their own error."""
 SCRIPT_GRACE_S = 5.0
-"""The same for the ranks of `unisono run`, which print their errors."""
+"""Grace period like `GRACE_S`, for the ranks of `unisono run`, which need time to print their errors."""
 END_S = 1.0
-"""Seconds for ranks to end after a request, before they are killed."""
+"""Seconds in which ranks may exit after a request to end, before they are killed."""
 MPIRUN_END_S = 5.0
-"""The same for mpirun, which ends its ranks first."""
+"""Like `END_S`, for mpirun, which ends its ranks before it exits."""
 AGENT_END_S = 10.0
-"""The same for the agent on another host, which ends its ranks first."""
+"""Like `END_S`, for the agent on another host, which ends its ranks before it exits."""
 MPIRUN_START_S = 120.0
-"""Seconds for mpirun to start its ranks."""
+"""Seconds in which mpirun must start its ranks."""
 AGENT_START_S = 300.0
-"""Seconds for the agent to start: by default, ranks on other hosts wait no longer for its ranks."""
+"""Seconds in which the agent must start. By default, ranks on other hosts don't wait longer for its ranks, either."""
 _MOST_UNJOINED = 2
-"""Number of a rank's replacements that may be lost in a row before they have joined the others."""
+"""A rank is not replaced again after this many losses in a row of a replacement that had not yet joined."""
 
 
 @dataclass(slots=True)
@@ -54,9 +54,9 @@ class Outcome:
     """Outcome of one rank.
 
     Attributes:
-        result: The return value of its program.
+        result: The return value of the rank's program.
         error: The rank's error with its traceback, or an error that describes how its process ended.
-        reported: Whether the rank itself sent this.
+        reported: Whether the rank itself sent this outcome.
     """
 
     rank: int
@@ -66,33 +66,34 @@ class Outcome:
 
 
 def lost(rank: int, size: int, how: str) -> Outcome:
-    """Return the outcome of a rank that ended without a report."""
+    """Return the outcome of a rank that ended without reporting."""
     return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)
 
 
 def joined(rank: int, attempt: int) -> str:
-    """Return the control-plane key that is set when a replacement has joined the others."""
+    """Return the control-plane key that is set when a replacement has joined the other ranks."""
     return f"joined/{rank}/{attempt}"
 
 
 class Supervisor:
-    """Ranks from their start to their end.
+    """Supervisor of a job's ranks, from their start to their end.
 
-    A lost rank is replaced, unless two replacements in a row were lost before joining, or no rank is left to admit
-    another one. An error that ends a rank ends the job, after which no rank is replaced.
+    A lost rank is replaced, unless two of its replacements in a row were lost before they joined, or no rank is left
+    that could admit a replacement. If a rank fails with an error, the job ends, and no rank is replaced any more.
 
     Args:
-        start: Function that starts a rank; its second argument is 1 for a rank's first replacement.
-        ends: Function that returns outcomes as soon as there are any, or none after this many seconds; None for no
-            limit.
+        start: Function that starts a rank. Its arguments are the rank and the number of the rank's earlier starts.
+        ends: Function that waits for outcomes, for at most the given number of seconds (None for no limit), and returns
+            them.
         ranks: The ranks' numbers.
-        on_failure: With "continue", a failure does not limit the others' time. Replaced ranks do not count as ended.
+        on_failure: With "continue", a failure does not limit the time of the other ranks. A lost rank that is replaced
+            does not count as a failure.
         control: The ranks' control plane; None if lost ranks are not replaced.
         grace_s: Seconds for the other ranks to end with their own error after the first failure; `GRACE_S` if None.
 
     Attributes:
         open: The ranks that have not ended.
-        last: For each rank, the number of its last start, from 0.
+        last: For each rank, the number of its last start, counted from 0.
         ended: Outcomes in the order in which ranks ended.
     """
 
@@ -108,7 +109,7 @@ class Supervisor:
         self._start = start
         self._ends = ends
         self._control = control
-        # Time left for the others after the first failure; None if failures set no limit.
+        # Time that the other ranks have after the first failure; None if there is no limit, or the time has started.
         self._grace_s = None if on_failure == "continue" else grace_s or GRACE_S
         self._deadline = math.inf
         self.open: set[int] = set(ranks)
@@ -117,9 +118,9 @@ class Supervisor:
         self.ended: list[Outcome] = []
 
     def run(self, limit_s: float = math.inf) -> list[Outcome]:
-        """Start the ranks; return their outcomes, in the order of their ends, when all have ended or at the time limit.
+        """Start the ranks; return outcomes in the order of the ranks' ends when all have ended, or at the time limit.
 
-        Ranks still running then, or when this raises, are left to the caller.
+        The caller must end the ranks that are still running when this returns or raises an exception.
         """
         for rank in sorted(self.open):
             self._start(rank, 0)
@@ -127,18 +128,19 @@ class Supervisor:
         return self.wait()
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes of ended ranks, when all have ended or at the time limit."""
+        """Wait until all ranks have ended, or until the time limit, and return the outcomes of the ended ranks."""
         while self.open and (left_s := seconds_left(self._deadline)):
             for outcome in self._ends(None if left_s == math.inf else left_s):
                 self.ended += self._settled(outcome)
             if self._grace_s is not None and any(outcome.error is not None for outcome in self.ended):
                 self._deadline = min(self._deadline, clock.now() + self._grace_s)
-                # Later failures follow from the first one, so they do not extend the deadline.
+                # Only the first failure sets the deadline: later failures follow from it, and must not extend the
+                # deadline.
                 self._grace_s = None
         return self.ended
 
     def limit(self, within_s: float) -> None:
-        """Make `wait` return within this time, whatever fails in the meantime."""
+        """Make `wait` return within `within_s` seconds; failures in the meantime do not change this deadline."""
         self._deadline = clock.now() + within_s
         self._grace_s = None
 
@@ -147,7 +149,7 @@ class Supervisor:
         self._control = None
 
     def _settled(self, outcome: Outcome) -> list[Outcome]:
-        """Return a rank's outcome, and those of replacements when no rank is left to admit them.
+        """Return a rank's outcome, and also outcomes for replacements that no remaining rank can admit.
 
         The list is empty if the rank was lost and is being replaced.
         """

@@ -1,6 +1,7 @@
-"""The process from which a script's ranks are forked: it has imported torch, and otherwise does nothing.
+"""Template process, from which a script's ranks are forked: it only imports torch.
 
-It runs no threads, draws no random numbers, and does not call CUDA, because its children would inherit all that.
+It does not start threads, draw random numbers or initialize CUDA: threads and CUDA contexts do not survive a fork, and
+all ranks would inherit the same random state.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ __all__ = ["fork_ranks"]
 
 
 def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | None:
-    """Fork a script's ranks, and report their ends. Also returns in each rank.
+    """Fork a script's ranks, and report their ends. In each forked rank, it also returns.
 
     Args:
-        link: Connection to the launcher, which sends each rank's environment `variables` and the descriptors `stdout`,
-            `stderr` and `report`. It receives a frame when a rank starts, with its process, and when it ends, with its
-            exit status.
+        link: Connection to the launcher. The launcher sends each rank's environment `variables` and the file
+            descriptors `stdout`, `stderr` and `report`. It receives a frame with the process ID when a rank starts, and
+            a frame with the exit status when a rank ends.
         alive: File descriptor of a pipe that closes when the launcher ends.
-        command: A file or "-m" and a module, then the script's arguments.
+        command: A file, or "-m" and a module, followed by the script's arguments.
 
-    Returns: In a rank, the descriptor for its uncaught error; None in this process when all ranks have ended.
+    Returns: In a rank, the descriptor of the file for its uncaught error. In the template process, None, when all ranks
+    have ended.
     """
     channel = FrameChannel()
     ranks = [order.json() for order in channel.frames(partial(link.recv, READ_BYTES), Kind.ORDER)]
@@ -46,7 +48,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
     started = {}
     for rank, order in enumerate(ranks):
         if select.select([alive], [], [], 0)[0]:
-            # The launcher is gone.
+            # The launcher has ended, so do not start more ranks.
             return None
         if obstacle is not None:
             process = _spawn(order, ranks, alive, command)
@@ -67,7 +69,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
 
 def _load() -> str | None:
     """Import torch and this library; return why ranks cannot be forked from this process, or None."""
-    # Exit without a traceback on an interrupt, as long as there is nothing to clean up.
+    # During the import there is nothing to clean up, so make Ctrl-C kill this process without a traceback.
     interrupts = signal.getsignal(signal.SIGINT)
     if interrupts is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -77,7 +79,7 @@ def _load() -> str | None:
     except Exception as error:
         return f"the import of torch failed ({type(error).__name__}: {error})"
     finally:
-        # Each rank unblocks the signal when it is ready for it.
+        # Ranks inherit the blocked signal. Each rank unblocks it when it is ready to handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, interrupts)
     threads = len([*Path("/proc/self/task").iterdir()]) - 1
@@ -91,14 +93,14 @@ def _load() -> str | None:
 
 
 def _is_observed() -> bool:
-    """Return whether a debugger, profiler or coverage tool observes this process; it would miss the children's ends."""
+    """Return whether a debugger, profiler or coverage tool is active. It would not notice when forked ranks end."""
     monitoring = getattr(sys, "monitoring", None)
     tools = () if monitoring is None else (monitoring.get_tool(number) for number in range(6))
     return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))
 
 
 def _spawn(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, command: list[str]) -> int:
-    """Start a rank as a new interpreter, and return its process."""
+    """Start a rank as a new interpreter, and return its process ID."""
     words = [
         sys.executable,
         *interpreter_flags(),
@@ -116,8 +118,9 @@ def _spawn(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, comma
 
 
 def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    """Put this forked process into the state of a new interpreter."""
-    # A new session: the rank's children belong to it, and an interrupt at the terminal must reach only the launcher.
+    """Make this forked process look like a newly started interpreter."""
+    # Start a new session. The rank's children belong to it, so they can be killed together, and Ctrl-C at the terminal
+    # reaches only the launcher.
     os.setsid()
     os.dup2(order["stdout"], 1)
     os.dup2(order["stderr"], 2)
@@ -129,7 +132,7 @@ def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 
 
 def _not_kept(order: dict[str, Any], ranks: list[dict[str, Any]]) -> list[int]:
-    """Return the descriptors that a rank must close so that the launcher sees when other ranks' outputs end."""
+    """Return the descriptors that a rank must close, so that the launcher notices when other ranks' outputs end."""
     names = ("stdout", "stderr", "report")
     return [other[name] for other in ranks for name in names if name != "report" or other is not order]
 

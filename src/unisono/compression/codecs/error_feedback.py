@@ -1,4 +1,4 @@
-"""error_feedback: a codec's losses are added to the next contribution, so nothing is lost for good.
+"""error_feedback: adds a codec's losses to the next contribution, so that they are only delayed.
 
 Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich and Jaggi,
 "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
@@ -19,17 +19,17 @@ __all__ = ["CODEC", "ErrorFeedback"]
 
 
 class ErrorFeedback(Codec):
-    """Wrapper around a codec that adds its earlier losses to each contribution.
+    """Wrapper that adds a codec's earlier losses to each contribution.
 
-    The sum of all averages then stays close to the sum of all true means, however lossy the codec is. Each rank holds
-    one more bucket, its residual, in float32 (float64 for float64 buckets). If the result is not finite, the residual
-    is reset, so that one bad step does not spoil all later ones. `kept` may include earlier losses.
+    The sum of all averages then stays close to the sum of all true means, however lossy the codec is. Each rank needs
+    memory for one more bucket, its residual, in float32 (float64 for float64 buckets). Residuals that are not finite
+    are reset to zero, so that one bad training step does not affect all later ones. `kept` may include earlier losses.
 
     Args:
         codec: A codec, a class or function that returns a codec, or a name.
 
     Raises:
-        ValueError: No codec of that name, or it is `error_feedback` itself.
+        ValueError: There is no codec of that name, or the codec is itself an `error_feedback`.
         TypeError: `codec` is of another type.
 
     Example:
@@ -84,7 +84,8 @@ class ErrorFeedback(Codec):
         if all(used):
             self.average(flat, comm, shapes)
             return
-        # An unused parameter's residual waits until it is used again; sent now, it would be lost.
+        # Keep an unused parameter's residual until the parameter is used again: the caller ignores the parameter's
+        # mean, so a residual sent now would be lost.
         sizes = torch.tensor([math.prod(shape) for shape in shapes])
         idle = torch.tensor(used).logical_not_().repeat_interleave(sizes).to(flat.device)
         owed = (

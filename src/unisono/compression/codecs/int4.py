@@ -14,10 +14,10 @@ __all__ = ["CODEC", "Int4"]
 
 @dataclass(repr=False, eq=False)
 class Int4(Int8):
-    """Codec that sends four bits per number, and for each block a float32: its largest magnitude divided by 7.
+    """Codec that sends four bits per number, and one float32 per block: the block's largest magnitude divided by 7.
 
     A number changes by up to a fourteenth of its block's largest magnitude, so use `error_feedback(int4())`. Non-finite
-    numbers spread as with `int8`.
+    numbers affect their whole block, as with `int8`.
 
     Args:
         block: Elements that share a scale, at least 1.
@@ -36,7 +36,8 @@ class Int4(Int8):
 
     name = "int4"
     block: int = 256
-    # A byte holds two numbers, one from the first half of a piece, and one from the second.
+    # A byte encodes two numbers, one from each half of a piece. With a multiple of 8, half as many bytes still keep the
+    # scales of the next piece aligned for float32.
     multiple: ClassVar[int] = 8
     steps: ClassVar[int] = 7
 

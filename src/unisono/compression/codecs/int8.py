@@ -16,9 +16,9 @@ _TINY = 2.0**-149
 
 @dataclass(repr=False, eq=False)
 class Int8(TwoStage):
-    """Codec that sends one byte per number, and for each block a float32: its largest magnitude divided by 127.
+    """Codec that sends one byte per number, and one float32 per block: the block's largest magnitude divided by 127.
 
-    A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes non-finite as a whole, on
+    A NaN or an infinity (in float64 buckets, any number beyond float32's range) makes its whole block non-finite, on
     every rank.
 
     Args:
@@ -41,7 +41,7 @@ class Int8(TwoStage):
 
     name = "int8"
     block: int = 1024
-    # Keeps scales aligned for float32.
+    # Encoded pieces then have a multiple of 4 bytes, which keeps their float32 scales aligned.
     multiple: ClassVar[int] = 4
     steps: ClassVar[int] = 127
 
@@ -54,7 +54,8 @@ class Int8(TwoStage):
         high = pieces.amax(-1, keepdim=True)
         low = pieces.amin(-1, keepdim=True)
         scales = torch.maximum(high, low.neg_()).div_(self.steps).float()
-        # An underflowed scale means zeros. Multiplying by 1 / scale could overflow.
+        # Where the scale has underflowed to 0, encode zeros. Divide instead of multiplying by 1 / scale, which could
+        # overflow.
         steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-self.steps, self.steps)
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)
         coded[:, : 4 * blocks] = scales.view(count, blocks).view(torch.uint8)
@@ -102,7 +103,7 @@ class Int8(TwoStage):
         return blocks * (4 + length)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        # Half a step, plus the rounding of the scale, which matters if few of its bits are left.
+        # Half a quantization step, plus the rounding error of the scale, which matters if the scale is subnormal.
         return count.sqrt() * (largest * (0.5 / self.steps * (1 + 1e-4)) + 128 * _TINY)
 
 

@@ -20,13 +20,13 @@ __all__ = ["CODEC", "Onebit", "pack_signs", "unpack_signs"]
 
 @dataclass(repr=False, eq=False)
 class Onebit(TwoStage):
-    """Codec that sends the sign of each number, and for each block one float32: the mean of its magnitudes.
+    """Codec that sends the sign of each number, and one float32 per block: the mean of the block's magnitudes.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    A single average loses much, so use `error_feedback(onebit())`. Zero counts as positive, except in a block of
-    only zeros. A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes
-    non-finite as a whole, on every rank.
+    A single average loses much, so use `error_feedback(onebit())`. Zero counts as positive, except in a block of only
+    zeros. A NaN or an infinity (in float64 buckets, any number beyond float32's range) makes its whole block
+    non-finite, on every rank.
 
     Args:
         block: Elements that share a magnitude, at least 1.
@@ -45,7 +45,7 @@ class Onebit(TwoStage):
 
     name = "onebit"
     block: int = 1024
-    # So that bits fill whole bytes, and magnitudes are aligned for float32.
+    # 32 sign bits are 4 bytes, so blocks fill whole bytes, and the float32 magnitudes stay aligned.
     multiple: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
@@ -58,7 +58,8 @@ class Onebit(TwoStage):
         magnitudes = pieces.abs_()
         sums = magnitudes.sum(-1, keepdim=True)
         if not bool(sums.isfinite().all()):
-            # A sum may overflow where the mean does not; always summing in float64 takes three times as long.
+            # The sum may overflow even if the mean does not. Sum in float64 only then, because that takes three times
+            # as long.
             sums = magnitudes.sum(-1, keepdim=True, dtype=torch.float64)
         scales = (sums / counts).float()
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)
@@ -76,8 +77,8 @@ class Onebit(TwoStage):
         return blocks * (4 + length // 8)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        # By Pythagoras: signs times the mean magnitude are the projection onto the signs. No mean is below norm /
-        # count.
+        # The encoded block is the orthogonal projection of the block onto its signs, so Pythagoras gives the loss. The
+        # mean magnitude is at least norm / count.
         mean = torch.maximum(mean, norm / count)
         return (norm.square() - count * mean.square()).clamp_(min=0).sqrt() + norm * 1e-6
 
@@ -86,11 +87,11 @@ CODEC = Onebit
 
 
 _GATHER = 0x0102040810204080
-"""Multiplied by eight bytes of 0 or 1 as one integer: the highest byte of the product has each of them as a bit."""
+"""Factor that packs bits: the product with eight bytes of 0 or 1, read as one integer, has the bits in its top byte."""
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """Return one bit per value, 1 unless it is negative: uint8, an eighth of the length.
+    """Return one bit per value, 1 unless the value is negative, packed into a uint8 tensor of an eighth of the length.
 
     Args:
         values: One-dimensional, contiguous, with a multiple of 8 elements.
@@ -104,7 +105,7 @@ def pack_signs(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write 1 for each set bit, and -1 for the others, to `out`, and return that.
+    """Write 1 for each set bit and -1 for each clear bit to `out`, and return `out`.
 
     Args:
         packed: One-dimensional, uint8.
@@ -120,6 +121,6 @@ def unpack_signs(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The signs of each byte."""
+    """Return a table with the eight signs for each value of a byte."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1
     return (2 * bits - 1).to(dtype)

@@ -21,14 +21,16 @@ __all__ = ["CODEC", "Powersgd"]
 
 @dataclass(repr=False, eq=False)
 class Powersgd(SteppedCodec):
-    """Codec that sends two factors of each matrix: M is about P Qᵗ, with `rank` columns in P and Q.
+    """Codec that approximates each matrix M as P Qᵗ, where P and Q have `rank` columns, and sends P and Q.
 
-    A parameter's first dimension is the rows, all others the columns. Parameters with fewer than two dimensions, and
-    those whose two factors would be no smaller, are sent uncompressed. Each step starts from the previous step's Q, so
-    that successive steps are a power iteration. Use `error_feedback(powersgd())`. A NaN or an infinity makes its whole
-    parameter NaN, on every rank; the next step restarts that parameter from new random columns.
+    A parameter's first dimension becomes the matrix's rows, and all other dimensions its columns. Parameters with fewer
+    than two dimensions are sent uncompressed, and so are parameters whose two factors would be no smaller. Each step
+    starts from the previous step's Q, so that successive steps are a power iteration. Use `error_feedback(powersgd())`.
+    A NaN or an infinity makes its whole parameter NaN, on every rank; the next step restarts that parameter from new
+    random columns.
 
-    For ranks to be bitwise equal, all need the same linear algebra: the same torch and processor type.
+    Results are bitwise equal on all ranks only if all ranks have the same torch version and processor type, and so the
+    same linear algebra routines.
 
     Cost: two all_reduces, in float32 (float64 for float64 buckets): one of all uncompressed parameters and all P, and
     one of all Q.
@@ -79,7 +81,8 @@ class Powersgd(SteppedCodec):
         if kept is not None:
             self._write(kept, flat, shapes, left, right, comm.size)
         self._sum(right, comm)
-        # The parts of `share` that are sent uncompressed already hold their means.
+        # `share` already contains the means of the parameters that are sent uncompressed: `plain` consists of views of
+        # it.
         self._write(flat, share, shapes, left, right)
         self._columns = right
         self._step = self._step + 1
@@ -99,7 +102,7 @@ class Powersgd(SteppedCodec):
             into.copy_((rows @ columns.T).mul_(factor))
 
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
-        # P has orthonormal columns, so P Pᵗ M is a projection of M.
+        # P has orthonormal columns, so P Pᵗ M is an orthogonal projection of M, and the error is at most the norm of M.
         _, matrices = self._parts(flat.double(), shapes)
         return math.sqrt(sum(float(matrix.square().sum()) for matrix in matrices)) * (1 + 1e-5)
 
@@ -124,7 +127,7 @@ class Powersgd(SteppedCodec):
         return min(self.rank, *shape)
 
     def _parts(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the parameters sent uncompressed, and of those sent as two factors."""
+        """Return views of the parameters sent uncompressed, and of the matrices sent as two factors."""
         plain = []
         matrices = []
         for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
@@ -136,7 +139,7 @@ class Powersgd(SteppedCodec):
         return plain, matrices
 
     def _starting_columns(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the last step's Q, orthonormal, with random columns instead of unusable ones: all 0, or not finite."""
+        """Return the last step's Q, orthonormalized; columns that are 0 or not finite are replaced with random ones."""
         generator = self.generator()
         starting = []
         last: Sequence[torch.Tensor | None] = self._columns or [None] * len(matrices)
@@ -155,13 +158,13 @@ class Powersgd(SteppedCodec):
 
     @staticmethod
     def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-        """Return orthonormal columns with the same span, of full rank even if columns are dependent or 0."""
+        """Return orthonormal columns with the same span; of full rank even if the given columns are dependent or 0."""
         orthonormal: torch.Tensor = torch.linalg.qr(columns).Q
         return orthonormal
 
     @staticmethod
     def _sum(tensors: list[torch.Tensor], comm: Communicator) -> None:
-        """Sum over ranks, in place, in one message."""
+        """Sum the tensors over ranks in place, with a single all_reduce."""
         if not tensors:
             return
         together = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""randomk: a few numbers, at random indices that are the same on all ranks, so that only values are sent.
+"""randomk: values at a few random indices; all ranks draw the same indices, so only values are sent.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 """
@@ -19,12 +19,13 @@ __all__ = ["CODEC", "Randomk"]
 
 @dataclass(repr=False, eq=False)
 class Randomk(SteppedCodec):
-    """Codec that sends one random element of each stretch of a bucket, drawn for each call, in the bucket's dtype.
+    """Codec that splits a bucket into stretches of nearly equal length, and sends one random element of each.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an infinity
-    anywhere makes the whole result NaN on every rank; otherwise it would go undetected unless drawn.
+    Each call draws new elements, and sends them in the bucket's dtype. All other elements count as zero, and the ones
+    sent are not scaled up to compensate, so use `error_feedback(randomk())`. A NaN or an infinity anywhere makes the
+    whole result NaN on every rank; otherwise it would go undetected unless it was drawn.
 
     Cost: one all_reduce of the kept elements.
 
@@ -63,7 +64,8 @@ class Randomk(SteppedCodec):
         if not flat.numel():
             return
         places = self._places(flat.numel()).to(flat.device)
-        # The last element is 0, or NaN if anything is not finite; all elements that were not drawn are set to it.
+        # The extra last element is 0, or NaN if any number in the bucket is not finite. It is the result for all
+        # elements that were not drawn.
         sent = torch.empty(places.numel() + 1, dtype=flat.dtype, device=flat.device)
         torch.index_select(flat, 0, places, out=sent[:-1])
         low, high = flat.aminmax()
@@ -77,7 +79,7 @@ class Randomk(SteppedCodec):
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
         if not flat.numel():
             return 0.0
-        # The worst draw keeps only the smallest element of each stretch.
+        # In the worst case, the smallest element of each stretch is drawn.
         starts = self._starts(flat.numel())
         squares = flat.double().square()
         smallest = sum(float(part.min()) for part in squares.tensor_split(starts[1:-1]))
@@ -89,7 +91,7 @@ class Randomk(SteppedCodec):
         return 2 * (size - 1) / size * itemsize * (math.ceil(self.ratio * numel) + 1)
 
     def _starts(self, numel: int) -> torch.Tensor:
-        """Start of each stretch, and the end of the last one."""
+        """Return the start index of each stretch, and the end of the last stretch."""
         count = math.ceil(self.ratio * numel)
         return torch.arange(count + 1) * numel // count
 

@@ -1,4 +1,4 @@
-"""topk: the few numbers with the largest magnitudes, with their indices.
+"""topk: the few numbers with the largest magnitudes, and their indices.
 
 Source: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017.
 """
@@ -25,8 +25,8 @@ _MASK = _BLOCK - 1
 class Topk(Codec):
     """Codec that sends the largest numbers of each block of up to 65536, each as a bfloat16 and a 16-bit index.
 
-    The rest counts as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities count as
-    the largest: as many as are kept per block are preserved, at their index on every rank.
+    All other numbers count as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities
+    count as the largest numbers: every rank gets them at the same index, up to the number of elements kept per block.
 
     Cost: each rank sends (p-1) times 4 bytes per kept number, in one all_gather.
 
@@ -65,12 +65,13 @@ class Topk(Codec):
         blocks, length, count = self._grid(flat.numel())
         coded = self._encode(flat, blocks, length, count)
         arrived = torch.empty((comm.size, *coded.shape), dtype=torch.int16, device=flat.device)
-        # As bytes, because not every backend supports int16.
+        # Send bytes, because not every backend supports int16.
         comm.all_gather_single(arrived.view(torch.uint8), coded.view(torch.uint8))
         total = torch.zeros(blocks * length, dtype=accumulation_dtype(flat.dtype), device=flat.device)
         starts = torch.arange(0, blocks * length, length, device=flat.device).unsqueeze(1)
         for rank in range(comm.size):
-            # A rank's indices are distinct, so each element's contributions are added in rank order.
+            # Within a rank all indices are distinct, so each element is summed in rank order, and the result is the
+            # same on all ranks.
             places, values = _decode(arrived[rank], starts)
             total.index_add_(0, places, values.to(total.dtype).div_(comm.size))
             if rank == comm.rank and kept is not None:
@@ -82,7 +83,7 @@ class Topk(Codec):
         if not flat.numel():
             return 0.0
         blocks, length, count = self._grid(flat.numel())
-        # The k largest of l numbers have at least k/l of the sum of squares.
+        # The k largest of l numbers make up at least k/l of the sum of squares.
         norm = float(flat.double().norm())
         info = torch.finfo(torch.bfloat16)
         rounding = norm * info.eps / 2 + math.sqrt(blocks * count) * info.smallest_normal * info.eps / 2
@@ -95,13 +96,13 @@ class Topk(Codec):
         return 4.0 * (size - 1) * blocks * count
 
     def _grid(self, numel: int) -> tuple[int, int, int]:
-        """Number of blocks, their length, and the number of elements kept in each."""
+        """Return the number of blocks, their length, and the number of elements to keep per block."""
         blocks = math.ceil(numel / _BLOCK)
         length = math.ceil(numel / blocks)
         return blocks, length, math.ceil(self.ratio * length)
 
     def _encode(self, flat: torch.Tensor, blocks: int, length: int, count: int) -> torch.Tensor:
-        """Values and indices, of shape (2, blocks, count)."""
+        """Return values and indices as a tensor of shape (2, blocks, count)."""
         rows = functional.pad(flat, (0, blocks * length - flat.numel())).view(blocks, length)
         places = rows.abs().topk(count, dim=1, sorted=False).indices
         values = rows.gather(1, places).to(torch.bfloat16)
@@ -109,7 +110,7 @@ class Topk(Codec):
 
 
 def _decode(coded: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices in the bucket, and values."""
+    """Return the indices in the bucket, and the values."""
     places = (coded[1].to(torch.int64) & _MASK) + starts
     return places.view(-1), coded[0].view(torch.bfloat16).view(-1)
 

@@ -193,7 +193,7 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Check the arguments of `average`; on the first call for a communicator and bucket, also that ranks agree.
+        """Check the arguments of `average`; the first call for a communicator and bucket also compares ranks' codecs.
 
         Args:
             flat, comm, shapes, kept: As for `average`.

@@ -1,9 +1,9 @@
-"""Partitioning of datasets over ranks. Independent of communication.
+"""Partitioning of datasets over ranks. Works with any communication library.
 
     sampler = un.data.PartitionSampler(dataset, comm)
     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
 
-Each partitioner is a file in `partitions`, looked up by name.
+Each partitioner is defined in its own file in `partitions`, and is looked up by name.
 """
 
 from __future__ import annotations

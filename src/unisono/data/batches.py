@@ -1,4 +1,4 @@
-"""Global batches that do not depend on the number of ranks: each rank takes its share of every batch."""
+"""Global batches that do not depend on the number of ranks: each rank gets its share of every batch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["GlobalBatchSampler"]
 
 
 class GlobalBatchSampler(Sampler[list[Any]]):
-    """Sampler that cuts an epoch into batches, and each batch into one part per rank: `DataLoader(batch_sampler=...)`.
+    """Sampler for `DataLoader(batch_sampler=...)` that cuts an epoch into global batches, and divides each among ranks.
 
-    All ranks make the same number of steps, and step s uses the same samples on any number of ranks, even after
-    resuming with a different number. So training is the same up to rounding, provided that means are over samples: use
-    `averager.weight(len(batch))`, or divide the loss by the size of the whole batch.
+    All ranks make the same number of training steps, and step s uses the same samples on any number of ranks, even
+    after the job resumes with a different number of ranks. So training gives the same result up to rounding, provided
+    that the loss is a mean over the samples of the global batch: use `averager.weight(len(batch))`, or divide the loss
+    by the size of the global batch.
 
     Args:
         dataset: Anything with a length.
-        batch_size: Number of samples in one step, over all ranks.
+        batch_size: Number of samples in one training step, summed over all ranks.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        partition: A partitioner that assigns samples to parts in turn: "shuffled", "strided", or a sampler wrapped in
-            `un.data.sampled`.
+        partition: A partitioner that assigns samples to ranks round-robin: "shuffled", "strided", or a sampler wrapped
+            in `un.data.sampled`.
         shuffle, seed: As for `PartitionSampler`.
-        drop_last: Whether to drop a shorter last batch.
+        drop_last: Whether to drop the last batch if it is shorter.
         allow_empty_batches: Whether some ranks may get an empty list if the last batch has fewer samples than there are
             ranks.
 
@@ -42,8 +43,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     Raises:
         TypeError: As `PartitionSampler`.
-        ValueError: The last batch would leave ranks without a sample, and `allow_empty_batches` is not set; the
-            partitioner does not assign samples in turn; `batch_size` is less than 1; or as `PartitionSampler`.
+        ValueError: The last batch has fewer samples than there are ranks, and `allow_empty_batches` is not set; the
+            partitioner does not assign samples round-robin; `batch_size` is less than 1; or as `PartitionSampler`.
 
     Cost: 20 ns per sample of the global batch.
 
@@ -78,7 +79,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.rank: int
         self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        # A single part holds the whole epoch, so that its state is the same on every rank.
+        # Use a sampler for a single rank, which covers the whole epoch, so that its state is the same on every rank.
         self._sampler = PartitionSampler(
             dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
         )
@@ -92,7 +93,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch set by `set_epoch`."""
+        """The current epoch, as set by `set_epoch`."""
         return self._sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -108,17 +109,18 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return _BatchIterator(self, iter(self._sampler))
 
     def __len__(self) -> int:
-        """Return the number of steps in this epoch, or since a state was loaded."""
+        """Return the number of steps in this epoch; after a state was loaded, only the steps that remained then."""
         count = len(self._sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def global_batch_size(self, step: int) -> int:
-        """Return the number of samples over all ranks in a step; the last step of an epoch may have fewer.
+        """Return the number of samples in a step, summed over all ranks; the last step of an epoch may have fewer.
 
-        Dividing the loss by it, and summing gradients over ranks, gives the mean over the global batch.
+        To get the mean gradient over the global batch, divide the loss by this number, and sum the gradients over
+        ranks.
 
         Args:
-            step: Number of the step in this iteration, counted from 0 at its start or at the loaded state.
+            step: Number of the step, counted from 0 at the start of the epoch or at the loaded state.
 
         Raises:
             IndexError: The epoch has no such step.
@@ -133,10 +135,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return min(self.batch_size, len(self._sampler) - step * self.batch_size)
 
     def advance(self, steps: int = 1) -> None:
-        """Commit the job's next steps. Not needed with torchdata's StatefulDataLoader.
+        """Commit the next steps as trained on. Not needed with torchdata's StatefulDataLoader.
 
         Args:
-            steps: Number of steps made since the last call, at most as many as are left.
+            steps: Number of steps trained since the last call, at most the number of steps left.
 
         Raises:
             ValueError: `steps` is negative, or exceeds the rest of this epoch.
@@ -155,7 +157,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: State of any rank, or a list of the states of ranks at the same step.
+            state: State of any rank, or a list of states of ranks that were at the same step.
 
         Raises:
             ValueError: The state belongs to a different dataset, partitioner, order or format.
@@ -163,15 +165,15 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
-        """Move to a communicator with different ranks. Collective over it, including newcomers.
+        """Move to a communicator with different ranks. Collective over the new communicator, including new ranks.
 
         Args:
             comm: The new communicator; its `all_gather_object` exchanges the ranks' states.
-            like: Rank in the new communicator from whose step all ranks resume; None for the furthest step of any rank.
+            like: Rank in the new communicator whose step all ranks resume from; if None, the furthest step of any rank.
 
         Raises:
-            ValueError: The last batch has fewer samples than there are new ranks, without `allow_empty_batches`; or
-                the ranks' samplers differ.
+            ValueError: The last batch has fewer samples than the new communicator has ranks, and `allow_empty_batches`
+                is not set; or the ranks' samplers differ.
         """
         states = gather_states(comm, self.state_dict())
         rank, size = ranks_of(comm)
@@ -192,7 +194,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             )
         uneven = self.batch_size % ranks or (not self.drop_last and last % ranks)
         if uneven and hasattr(comm, "_engine") and comm.rank == 0:
-            # An averager on these ranks reads this, and warns once.
+            # A gradient averager on these ranks reads this flag, and warns once if it averages without weights.
             comm._engine.uneven_batches = True
 
 
@@ -201,7 +203,7 @@ def _progress(state: dict[str, Any]) -> tuple[int, int]:
 
 
 class _BatchIterator(Iterator[list[Any]]):
-    """Iteration over the batches, with the state of the samples handed out so far."""
+    """Iterator over this rank's batches. Its state covers the samples returned so far."""
 
     def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:
         self._batches = batches

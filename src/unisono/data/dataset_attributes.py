@@ -13,9 +13,9 @@ __all__ = ["codes", "digest", "numbers", "of_dataset"]
 
 
 def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
-    """The first of these attributes that a dataset has; for a subset, only the values of its own samples.
+    """Return the first of these attributes that a dataset has; for a subset, only the values of the subset's samples.
 
-    Raises a `ValueError` that says how to pass them instead.
+    If there is none, raises a `ValueError` that says how to pass the values explicitly.
     """
     for name in names:
         found = getattr(dataset, name, None)
@@ -38,7 +38,7 @@ def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
 
 
 def codes(values: Iterable[Any], name: str) -> torch.Tensor:
-    """Number the distinct values from 0: numbers in sorted order, others in order of occurrence."""
+    """Replace values with integers from 0: in sorted order for tensors, otherwise in the order of first occurrence."""
     if isinstance(values, torch.Tensor):
         given = values.detach().to("cpu")
         if given.dim() != 1:
@@ -50,7 +50,7 @@ def codes(values: Iterable[Any], name: str) -> torch.Tensor:
 
 
 def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
-    """One float64 per sample, checked to be finite and non-negative."""
+    """Convert values to one float64 per sample. Raises `ValueError` unless they are finite and non-negative."""
     listed = values if isinstance(values, torch.Tensor) else list(values)
     given = torch.as_tensor(listed, dtype=torch.float64, device="cpu").detach()
     if given.dim() != 1:
@@ -63,7 +63,7 @@ def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
 
 
 def digest(values: torch.Tensor) -> str:
-    """A digest of these values, for comparison with saved states."""
+    """Return a digest of these values, which is stored in saved states and compared when one is loaded."""
     held = values.contiguous()
     return hashlib.blake2b(
         (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b"", digest_size=8

@@ -1,4 +1,4 @@
-"""A shuffle of any number of indices, computed index by index instead of stored."""
+"""Shuffling of any number of indices; each position is computed on access, so no permutation is stored."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["IndexShuffle", "seeded_permutation"]
 
 _DOUBLE_ROUNDS = 3
 _TILE = 16384
-# Below this count, a table is no larger than the rounds' constants, and makes every order equally likely.
+# Up to this count, store the permutation as a table: it needs little memory, and every order is equally likely.
 _TABLE = 4096
-# Odd and without a pattern, because multiplying by them is the only mixing of bits in the round function.
+# Multipliers of the round function. They are odd and have irregular bits, because multiplication does most of the
+# mixing.
 _FIRST = -1640531535
 _SECOND = 739982445
 _MAX = 1 << 62
 
 
 class IndexShuffle(Indices):
-    """Permutation of the numbers below `count` that depends only on `count`, `seed` and `epoch`.
+    """Permutation of the integers from 0 to `count` - 1 that depends only on `count`, `seed` and `epoch`.
 
-    Identical on every rank, platform and version. Global random generators are neither read nor changed.
+    The permutation is identical on every rank and platform, and in every version. Global random generators are neither
+    read nor changed.
 
     Args:
         count: From 0 to 2^62.
@@ -35,15 +37,17 @@ class IndexShuffle(Indices):
         epoch: An integer, 0 or more; each epoch has its own order.
 
     Raises:
-        ValueError: `count`, `seed` or `epoch` is negative, or `count` too large.
-        TypeError: One of them is not an integer.
+        ValueError: `count`, `seed` or `epoch` is negative, or `count` is too large.
+        TypeError: `count`, `seed` or `epoch` is not an integer.
 
-    Cost: none to construct; about 20 ns per index in large batches, with half a MiB of temporary memory.
+    Cost: construction is negligible; lookups in large batches take about 20 ns per index, and 0.5 MiB of temporary
+    memory.
 
-    The method is the second of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): an index is
-    split into two halves, which modify each other in turn (Luby and Rackoff, "How to construct pseudorandom
-    permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), and a result that is too large is permuted
-    again ("cycle walking"), here about once in sqrt(count) times. Suitable for shuffling, not for cryptography.
+    The method is the second one in Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002). An index
+    is split into two halves, which modify each other alternately (a Feistel network; Luby and Rackoff, "How to
+    construct pseudorandom permutations from pseudorandom functions", SIAM J. Comput. 17, 1988). A result that is too
+    large, about one in sqrt(count), is permuted again ("cycle walking"). The permutation is suitable for shuffling, but
+    not for cryptography.
 
     Example:
         >>> shuffle = un.data.IndexShuffle(10, seed=1)
@@ -92,7 +96,7 @@ class IndexShuffle(Indices):
         return place
 
     def _turned(self, place: int) -> int:
-        """`_turn` for one index, in Python integers: creating a tensor takes as long as ten thousand more indices."""
+        """Do the same as `_turn` for one index with Python integers, which is much faster than creating tensors."""
         high = place >> self._bits
         low = place & (1 << self._bits) - 1
         for turn in range(_DOUBLE_ROUNDS):
@@ -105,7 +109,7 @@ class IndexShuffle(Indices):
         return _wrapped(self._keys[2 * turn + 1] + (number ^ number >> 15) * _SECOND)
 
     def _turn(self, places: torch.Tensor, into: torch.Tensor) -> None:
-        """One pass through all rounds; permutes the numbers below `highs * 2^bits`."""
+        """Apply all rounds once, which permutes the numbers below `highs * 2^bits`."""
         if self._made is None:
             self._made = _Constants(self._keys, self._bits, self._highs)
         c = self._made
@@ -119,8 +123,9 @@ class IndexShuffle(Indices):
             c.mix(high_half, 2 * turn, mixed, spare)
             low.add_(spare.bitwise_right_shift_(c.unused)).bitwise_and_(c.half_mask)
             c.mix(low, 2 * turn + 1, mixed, spare)
-            # The upper 32 bits of 32 random bits times `highs` are a number below `highs`, without a division. Here
-            # `highs` is subtracted already, so that the sign of the sum shows whether to add it back.
+            # Multiplying 32 random bits by `highs` and taking the upper 32 bits gives a number below `highs` without a
+            # division. `c.offset` already subtracts `highs` from that number, so the sign of the sum below shows
+            # whether to add `highs` back.
             torch.add(c.offset, wide.copy_(spare), alpha=self._highs, out=wide)
             high.add_(wide.bitwise_right_shift_(c.word))
             high.add_(torch.bitwise_right_shift(high, c.sign, out=wide).bitwise_and_(c.highs))
@@ -129,12 +134,12 @@ class IndexShuffle(Indices):
 
 
 def _wrapped(number: int) -> int:
-    """Wrap a number to int32."""
+    """Wrap an integer to the range of int32, as tensor arithmetic does."""
     return (number + (1 << 31) & 0xFFFFFFFF) - (1 << 31)
 
 
 class _Constants:
-    """Numbers as zero-dimensional tensors, which operations accept at half the cost of Python numbers."""
+    """Constants as zero-dimensional tensors: as operands, they cost half as much as Python numbers."""
 
     def __init__(self, keys: Sequence[int], bits: int, highs: int) -> None:
         def whole(number: int) -> torch.Tensor:
@@ -155,7 +160,7 @@ class _Constants:
         self.shift = half(15)
 
     def mix(self, numbers: torch.Tensor, number: int, mixed: torch.Tensor, into: torch.Tensor) -> None:
-        """Apply round function `number` in int32 arithmetic; products wrap.
+        """Apply round function `number` in int32 arithmetic, in which products wrap around.
 
         The high bits of the output depend on all bits of the input.
         """
@@ -165,10 +170,10 @@ class _Constants:
 
 
 def seeded_permutation(count: int, seed: int) -> torch.Tensor:
-    """The numbers below `count` in an order that depends only on the seed. Costs about 0.1 us per sample.
+    """Return a permutation of the numbers below `count` that depends only on the seed. Costs about 0.1 us per number.
 
-    Only `Random.random` is guaranteed to give the same output on every platform and in every version, so this is a
-    stable sort by such keys instead of a library's shuffle.
+    The numbers are sorted by random keys, because `Random.random` is the only generator method that is guaranteed to
+    give the same output on every platform and in every version; library shuffles are not.
 
     Example:
         >>> seeded_permutation(8, 1234).tolist()

@@ -1,4 +1,4 @@
-"""Sequences of samples that are computed on access, so they may have any length."""
+"""Sequences of sample indices that are computed on access, so that they may have any length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK = 4096
 
 
 class Indices(ABC):
-    """The samples of an epoch, or of part of it, in order; a sequence of integers.
+    """Ordered sample indices of an epoch, or of a part of an epoch. Behaves like a sequence of integers.
 
     Example:
         >>> half = un.data.IndexShuffle(10**12, seed=1)
@@ -43,14 +43,14 @@ class Indices(ABC):
 
     @abstractmethod
     def take(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the samples at these positions: int64, one-dimensional, on the CPU.
+        """Return the sample indices at these positions, as a one-dimensional int64 tensor on the CPU.
 
         Args:
-            places: Positions in this sequence, from 0 to its length - 1. Not checked.
+            places: Positions in this sequence, from 0 to its length - 1. They are not checked.
         """
 
     def values(self, places: torch.Tensor) -> list[Any]:
-        """Return the samples at these positions, as dataset indices.
+        """Return a list of the samples at these positions, as objects that can index the dataset.
 
         Args:
             places: As in `take`.
@@ -62,7 +62,7 @@ class Indices(ABC):
         return self.take(places).tolist()
 
     def all(self) -> torch.Tensor:
-        """Return all samples, as `take` does. Memory: 8 bytes per sample.
+        """Return all sample indices as one tensor, like `take`. Memory: 8 bytes per sample.
 
         Example:
             >>> un.data.IndexShuffle(5).all().sort().values
@@ -74,7 +74,7 @@ class Indices(ABC):
         """Return the dataset index at one position.
 
         Args:
-            place: Position from 0 to the length - 1. Not checked, unlike in `[]`.
+            place: Position from 0 to the length - 1. Unlike with `[]`, it is not checked.
 
         Example:
             >>> shuffle = un.data.IndexShuffle(5, seed=1)
@@ -95,7 +95,7 @@ class Indices(ABC):
 
 
 class RangeIndices(Indices):
-    """0, 1, 2 and so on."""
+    """The sequence 0, 1, 2, ..., `count` - 1."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -111,7 +111,7 @@ class RangeIndices(Indices):
 
 
 class Listed(Indices):
-    """Output of a sampler: integers, or anything else that can index a dataset."""
+    """Stored output of a sampler: integers, or other objects that can index a dataset."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -152,7 +152,7 @@ class Selected(Indices):
 
 
 class Concatenated(Indices):
-    """Concatenation of sequences, each with its own offset added to its samples."""
+    """Concatenation of sequences, with a different offset added to the samples of each sequence."""
 
     def __init__(self, parts: Sequence[Indices], starts: Sequence[int] | None = None) -> None:
         self._parts = parts
@@ -190,7 +190,7 @@ class Concatenated(Indices):
 
 
 def select(base: Indices, pieces: Sequence[Places]) -> Indices:
-    """Concatenate the positions in all pieces. Ranges of ranges become a single range, so resuming is often free.
+    """Select and concatenate several pieces of `base`. A range of a range is stored as one range, to save memory.
 
     Example:
         >>> list(select(select(RangeIndices(100), [range(10, 50, 2)]), [range(3), range(10, 12)]))
@@ -207,12 +207,12 @@ def _selected(base: Indices, piece: Places) -> Indices:
 
 
 def are_integers(numbers: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers: neither a mask, nor fractions that would be truncated."""
+    """Return whether a tensor's dtype is an integer type; False for a boolean mask and for floating-point numbers."""
     return not (numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex())
 
 
 def taken_from(places: Places, start: int, stop: int) -> torch.Tensor:
-    """The values at some of the positions, as a tensor."""
+    """Return `places[start:stop]` as a tensor."""
     piece = places[start:stop]
     if isinstance(piece, range):
         return torch.arange(piece.start, piece.stop, piece.step, device="cpu")

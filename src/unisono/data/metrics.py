@@ -1,4 +1,4 @@
-"""Evaluation metrics over ranks with uneven parts, in which every sample counts exactly once."""
+"""Evaluation metrics over ranks with different numbers of samples, in which every sample counts exactly once."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from unisono.errors import MismatchError
 
 __all__ = ["gather_metrics", "gather_samples", "summed"]
 
-# Every float64 is an integer multiple of 2^-1130.
+# Unit of exact sums: every float64 is an integer multiple of 2^-1130.
 _UNIT = 1130
 
 
 def gather_metrics(
     comm: Any, metrics: Mapping[str, torch.Tensor | Sequence[float] | float], count: int | None = None
 ) -> dict[str, float]:
-    """The mean of each metric over the samples of all ranks, the same on every rank.
+    """Return the mean of each metric over the samples of all ranks. Every rank gets the same result.
 
-    Sums are exact: the mean is the float64 nearest to the true mean, so it depends neither on the number of ranks nor
-    on which samples each rank had.
+    Sums are computed exactly, and each mean is the float64 nearest to the true mean. So the result depends neither on
+    the number of ranks nor on the distribution of samples over ranks.
 
     Collective over `comm`; ranks may have different numbers of samples, including none.
 
     Args:
         comm: A communicator; None for a world of one.
-        metrics: Metrics by name: a one-dimensional tensor or sequence with a number for each of this rank's samples, or
-            a single number, the sum over this rank's `count` samples.
+        metrics: Metrics by name. Each is a one-dimensional tensor or sequence with one number per sample of this rank,
+            or a single number: the sum over this rank's `count` samples.
         count: This rank's number of samples, needed if any metric is a sum.
 
     Raises:
-        ValueError: A sum was given without `count`, or a tensor is not one-dimensional.
+        ValueError: A sum was passed without `count`, or a tensor is not one-dimensional.
         MismatchError: Ranks passed metrics with different names.
 
     Returns:
-        The means by name; nan if no rank has a sample.
+        The means by name; they are nan if no rank has a sample.
 
-    Cost: one exchange of a few hundred bytes per metric.
+    Cost: a single `all_gather_object`, with a few hundred bytes per metric.
 
     Example:
         >>> def program(comm):
@@ -63,7 +63,7 @@ def gather_metrics(
 
 
 def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = None, dst: int | None = None) -> Any:
-    """Gather the per-sample results of all ranks, in the order of the dataset.
+    """Gather the per-sample results of all ranks, and sort them into the order of the dataset.
 
     Collective over `comm`; ranks may have different numbers of samples, including none.
 
@@ -72,15 +72,15 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         outputs: A tensor with this rank's samples along the first dimension, or a list of plain values.
         indices: The dataset index of each output: a list or a one-dimensional tensor.
         count: Number of samples in the dataset; if set, a missing sample is an error.
-        dst: The only rank that receives the result; None for every rank.
+        dst: Rank that receives the result; if None, every rank receives it.
 
     Raises:
-        ValueError: On every rank: indices and outputs differ in number, indices are not integers, samples differ in
-            shape, or one is duplicated or missing.
+        ValueError: On every rank, if the numbers of indices and outputs differ, indices are not integers, samples
+            differ in shape, or a sample is duplicated or missing.
 
     Returns:
-        A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None on ranks other than
-        `dst`.
+        A tensor on the CPU, or a list, with one entry per sample in ascending order of indices; None on ranks other
+        than `dst`.
 
     Example:
         >>> def program(comm):
@@ -91,7 +91,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         [[0, 10, 20, 30, 40], [0, 10, 20, 30, 40]]
     """
     given = torch.as_tensor(indices).detach().to("cpu")
-    # Indices that are not integers are sent unchanged, so that they raise an error on every rank.
+    # Send indices that are not integers unchanged, so that every rank raises the error.
     positions = given.long() if not given.numel() or are_integers(given) else given
     local = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
     if comm is None:
@@ -99,7 +99,8 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     elif dst is None:
         everyone = comm.all_gather_object((positions, local))
     else:
-        # All ranks get counts and indices, so that invalid ones raise an error on every rank.
+        # Send counts and indices to all ranks, not only to `dst`, so that every rank raises an error if they are
+        # invalid.
         _check(comm.all_gather_object((positions, *_described(local))), count)
         everyone = comm.gather_object((positions, local), dst)
         if everyone is None:
@@ -115,7 +116,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
 
 
 def _described(values: torch.Tensor | list[Any]) -> tuple[int, tuple[int, ...] | None]:
-    """Return the number of samples (-1 for a zero-dimensional tensor), and the shape of one if they are tensors."""
+    """Return the number of samples (-1 for a zero-dimensional tensor) and, for tensors, the shape of a sample."""
     if not isinstance(values, torch.Tensor):
         return len(values), None
     return (len(values), tuple(values.shape[1:])) if values.dim() else (-1, ())
@@ -143,7 +144,7 @@ def summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int
     """Return the number of samples and their exact sum: a multiple of 2^-1130 in hexadecimal, or a non-finite value."""
     given = _exact(name, values)
     if given.dim() == 0:
-        # Use a Python integer, because numpy's would silently overflow later.
+        # Convert the count to a Python integer, because sums of numpy integers can overflow silently.
         many = -1 if count is None else operator.index(count)
         if many < 0:
             raise ValueError(f"{name!r} is a sum: pass count=..., the number of its samples")
@@ -154,14 +155,14 @@ def summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int
 
 
 def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.Tensor:
-    """Convert exactly to float64 or integers."""
+    """Convert values to float64 or integers without rounding."""
     given = torch.as_tensor(values)
     if given.is_complex():
         raise TypeError(f"{name!r} is {given.dtype}: a mean needs real numbers")
     if not given.is_floating_point():
         return given.detach().cpu()
     if not hasattr(values, "dtype"):
-        # Torch would convert Python numbers to its default dtype.
+        # Convert Python numbers again, because without a dtype, torch rounds them to its default dtype.
         given = torch.as_tensor(values, dtype=torch.float64)
     return given.detach().to("cpu", torch.float64)
 
@@ -177,7 +178,8 @@ def _exact_sum(values: torch.Tensor) -> str | float:
     integers = (mantissas * 2.0**53).long()
     lowest = int(exponents.min())
     shifts = (exponents - lowest).long()
-    # Summed as two halves, so that 2^36 of them fit.
+    # Sum the upper and lower halves of the integers separately, so that the sum of up to 2^36 values fits into an
+    # int64.
     length = int(shifts.max()) + 1
     halves = (integers >> 27, integers & (1 << 27) - 1)
     high, low = (

@@ -1,4 +1,4 @@
-"""A dataset divided into shuffled parts, one per rank, without losing a sample."""
+"""Division of a dataset into shuffled parts, one per rank, in which no sample is lost."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Indexable(Protocol[T_co]):
 
 
 class Partition(Dataset[T_co]):
-    """A selection of a dataset's samples, in any order; both a torch dataset and a sequence.
+    """Selection of a dataset's samples in any order. It is both a torch dataset and a sequence.
 
-    A slice gives a `Partition` of the same data. A negative index counts from the end.
+    Slicing returns another `Partition` of the same data. A negative index counts from the end.
 
     Args:
         data: Anything with a length that can be indexed. It is not copied.
@@ -37,8 +37,8 @@ class Partition(Dataset[T_co]):
         indices: A one-dimensional int64 tensor on the CPU.
 
     Raises:
-        IndexError: On indexing past either end.
-        TypeError: `indices` are not integers (but a mask, for example).
+        IndexError: When indexed, the index is out of range.
+        TypeError: `indices` are not integers (for example, a boolean mask).
         ValueError: `indices` are not one-dimensional.
 
     Example:
@@ -64,7 +64,7 @@ class Partition(Dataset[T_co]):
     @overload
     def __getitem__(self, index: slice) -> Partition[T_co]: ...
     def __getitem__(self, index: int | slice) -> T_co | Partition[T_co]:
-        # Slices go through a range, because tensors don't support a negative step.
+        # Convert a slice to a list of positions, because tensors don't support negative steps.
         if isinstance(index, slice):
             return Partition(self.data, self.indices[list(range(len(self))[index])])
         position = operator.index(index)
@@ -77,26 +77,27 @@ class Partition(Dataset[T_co]):
 
 
 class DataPartitioner(Generic[T_co]):
-    """Division of a dataset into parts: every sample is in exactly one part, whatever the fractions.
+    """Division of a dataset into parts of given sizes, in which every sample belongs to exactly one part.
 
     The same number of samples, `sizes` and `seed` give the same parts on every rank and platform. Global random
-    generators are neither read nor changed. Costs 8 bytes and one sort key per sample.
+    generators are neither read nor changed. Memory: 8 bytes per sample. Time: a sort of all samples by a random key.
 
     Args:
         data: Anything with a length that can be indexed. It is not copied.
-        sizes: The fraction of each part; they sum to 1. Every part is within one sample of its fraction: the samples
-            left over by rounding down go to the parts that lost most by it; ties go to the first.
+        sizes: The fraction of each part; fractions must sum to 1. Every part's length is within one sample of its
+            fraction. Lengths are first rounded down; each sample left over goes to one of the parts that lost most by
+            rounding, and ties go to earlier parts.
         seed: An integer, 0 or more.
-        partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own balance guarantee. None for a
-            random permutation that is kept in memory.
-        shuffle: Whether the order is shuffled; None for the partitioner's default.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`), whose balance guarantee then applies. If
+            None, a random permutation, which is kept in memory.
+        shuffle: Whether the order is shuffled; if None, the partitioner's default.
 
     Attributes:
         data: As given.
-        partitions: For each part, a one-dimensional int64 tensor of its samples' indices.
+        partitions: For each part, a one-dimensional int64 tensor with the indices of its samples.
 
     Raises:
-        ValueError: `sizes` do not sum to 1, or one is negative or NaN; `seed` is negative; or the partitioner is
+        ValueError: `sizes` do not sum to 1, or a size is negative or NaN; `seed` is negative; or the partitioner is
             unknown or does not fit the data.
         TypeError: `data` has no length, `seed` is not an integer, or `partition` is not a partitioner.
 
@@ -145,7 +146,7 @@ class DataPartitioner(Generic[T_co]):
         return (self.use(rank) for rank in range(len(self)))
 
     def use(self, rank: int) -> Partition[T_co]:
-        """Return the part of a rank.
+        """Return the part that belongs to a rank.
 
         Args:
             rank: From 0 to the number of `sizes` - 1.

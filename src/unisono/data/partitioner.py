@@ -1,4 +1,4 @@
-"""Base classes of partitioners, which order an epoch's samples and assign them to parts of exact sizes."""
+"""Base classes of partitioners, which order an epoch's samples and assign them to parts, one per rank."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound:
-    """Balance that a partitioner guarantees for its parts.
+    """Bounds on a quantity that a partitioner guarantees for each part.
 
     Attributes:
         what: The quantity measured, such as "samples".
-        load: Function that returns the quantity for some samples.
+        load: Function that returns the quantity for a tensor of samples.
         least, most: Inclusive bounds of each part's load.
     """
 
@@ -46,25 +46,27 @@ class Bound:
     def around(
         cls, what: str, load: Callable[[torch.Tensor], float], total: float, shares: Sequence[float], slack: float
     ) -> Bound:
-        """Bound that allows less than `slack` deviation from the share of the total (up to rounding of the shares)."""
+        """Return a bound that lets each part differ by less than `slack`, plus rounding, from its share of `total`."""
         slack += 1e-6 + 1e-9 * total
         middle = [share * total for share in shares]
         return cls(what, load, [max(0.0, much - slack) for much in middle], [much + slack for much in middle])
 
 
 class Partitioner(ABC):
-    """Stateless assignment of an epoch's samples to parts: equal arguments give equal parts everywhere.
+    """Stateless assignment of an epoch's samples to parts: the same arguments give the same parts on every rank.
 
-    Every sample belongs to exactly one part. For every named partitioner, `unisono.testing.partitioners` checks this
-    and the stated bounds. A subclass implements `divide`, and overrides other methods where it differs.
+    Every sample belongs to exactly one part. `unisono.testing.partitioners` checks this property and the stated bounds
+    for every named partitioner. A subclass implements `divide`, and overrides other methods if their defaults don't
+    fit.
 
     Attributes:
         shuffles: Whether an epoch is shuffled by default.
-        interleaves: Whether equal parts take turns (part r of p has places r, r + p, r + 2p, ...), so the samples used
-            by all parts together are a prefix of the order. The global order then does not depend on the number of
-            parts.
-        in_step: Whether ranks can be expected to use their parts at the same pace.
-        draws: Whether each rank draws the order itself, in which case `PartitionSampler` compares it between ranks.
+        interleaves: Whether equal parts are interleaved: part r of p has positions r, r + p, r + 2p and so on. The
+            samples that all parts have used are then a prefix of the epoch's order, and this order does not depend on
+            the number of parts.
+        in_step: Whether ranks can be expected to progress through their parts at the same pace.
+        draws: Whether each rank draws the order from a random generator itself. `PartitionSampler` then compares the
+            order between ranks.
 
     Example:
         >>> class Reversed(un.data.Partitioner):
@@ -82,15 +84,15 @@ class Partitioner(ABC):
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """Return a partitioner for a dataset, reading the dataset attributes that it needs.
+        """Return a partitioner for a dataset. It reads the dataset attributes that it needs.
 
         Args:
-            dataset: Anything with a length. "balanced" reads its attribute `costs` or `lengths`, "dirichlet" and
-                "stratified" read `targets` or `labels`, and "grouped" reads `groups`. A `Subset`'s attributes are those
-                of its dataset.
+            dataset: Anything with a length. "balanced" reads the dataset's attribute `costs` or `lengths`, "dirichlet"
+                and "stratified" read `targets` or `labels`, and "grouped" reads `groups`. For a `Subset`, the
+                attributes of the underlying dataset are used.
 
         Raises:
-            ValueError: The dataset lacks the attribute.
+            ValueError: The dataset does not have the attribute.
 
         Example:
             >>> un.data.PARTITIONERS["strided"].of(range(10)).fingerprint()
@@ -99,17 +101,17 @@ class Partitioner(ABC):
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return all samples in the order of an epoch that begins with this division into parts.
+        """Return all samples in the order of an epoch, for an epoch that starts with these parts.
 
         Args:
             count: Number of samples in the dataset.
-            shuffle: Whether the order is drawn from `seed` and `epoch`; if not, it is the dataset's order.
+            shuffle: Whether to shuffle with `seed` and `epoch`; otherwise, samples stay in the dataset's order.
             seed, epoch: Integers, 0 or more.
-            shares: The fraction of each part; "contiguous" shuffles inside the parts only.
+            shares: The fraction of each part; "contiguous" needs it, because it shuffles only within parts.
 
         Raises:
-            ValueError: The number of labels, groups or costs differs from that of samples, or the number of weights
-                from that of parts; or `shuffle` is set for "sampled", whose sampler defines the order.
+            ValueError: The number of labels, groups or costs differs from the number of samples; the number of weights
+                differs from the number of parts; or `shuffle` is set for "sampled", whose sampler defines the order.
 
         Example:
             >>> list(un.data.strided().order(4, shuffle=False, seed=0, epoch=0, shares=[1.0]))
@@ -119,12 +121,13 @@ class Partitioner(ABC):
 
     @abstractmethod
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        """Return each part's positions in `samples`, ascending.
+        """Return each part's positions in `samples`, in ascending order.
 
         Args:
-            samples: All samples of an epoch, or those that remain.
+            samples: All samples of an epoch, or the samples that remain after resuming.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: Seed of random choices. The parts depend on the epoch only through its order.
+            seed: Seed of random choices. It is the same in every epoch, so that epochs differ only in the order of
+                samples.
 
         Raises:
             ValueError: A sample has no known label, group or cost, or the partitioner does not support these shares.
@@ -135,7 +138,7 @@ class Partitioner(ABC):
         """
 
     def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
-        """Return the guaranteed bounds for the parts of `samples`; by default, less than one sample from each share.
+        """Return the guaranteed bounds for the parts of `samples`; by default, less than one sample from the share.
 
         Args:
             samples, shares: As in `divide`.
@@ -150,7 +153,7 @@ class Partitioner(ABC):
     def together(self, samples: torch.Tensor) -> torch.Tensor | None:
         """Return a number for each sample; samples with the same number are always in the same part.
 
-        None means no guarantee.
+        None means that the partitioner does not keep any samples together.
 
         Args:
             samples: Dataset indices: int64, one-dimensional, on the CPU.
@@ -162,7 +165,7 @@ class Partitioner(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may differ after resuming with a different number of parts, as plain values.
+        """Return the settings that may change when a job resumes with a different number of parts, as plain values.
 
         Example:
             >>> un.data.weighted([3, 1]).settings()
@@ -171,10 +174,10 @@ class Partitioner(ABC):
         return {}
 
     def replaced(self, settings: dict[str, Any]) -> Partitioner:
-        """Return this partitioner with the settings of an earlier phase.
+        """Return a copy of this partitioner with the settings of an earlier phase of the epoch.
 
         Args:
-            settings: Result of `settings` of a partitioner of the same class.
+            settings: Result of `settings` from a partitioner of the same class.
 
         Example:
             >>> un.data.weighted([3, 1]).replaced({"weights": [1.0, 1.0]}).settings()
@@ -183,7 +186,7 @@ class Partitioner(ABC):
         return self
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for partitioners that assign alike, and otherwise differs, up to collisions.
+        """Return a digest that is the same for partitioners that assign samples in the same way, and otherwise differs.
 
         Example:
             >>> un.data.strided().fingerprint(), un.data.strided().fingerprint() == un.data.shuffled().fingerprint()
@@ -193,11 +196,11 @@ class Partitioner(ABC):
 
 
 PARTITIONERS: Registry[type[Partitioner]] = Registry("partitioner", "unisono.data.partitions", "PARTITIONER")
-"""All partitioners: `PARTITIONERS["strided"]` is a class."""
+"""Registry of all partitioner classes by name, such as `PARTITIONERS["strided"]`."""
 
 
 def resolve(partition: str | Partitioner | type[Partitioner], dataset: Any) -> Partitioner:
-    """Return the partitioner given as an instance, a class or a name.
+    """Return the partitioner for `partition`, which is an instance, a class or a name.
 
     Example:
         >>> resolve("strided", range(10)).fingerprint()
@@ -217,12 +220,12 @@ def resolve(partition: str | Partitioner | type[Partitioner], dataset: Any) -> P
 
 
 def equal_shares(parts: int) -> list[float]:
-    """Return equal shares, which sum to 1."""
+    """Return a list of equal shares that sum to 1."""
     return [1 / parts] * parts
 
 
 def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]:
-    """Weights divided by their sum. Raises `ValueError` if one is negative or NaN, or all are zero."""
+    """Return weights divided by their sum. Raises `ValueError` if a weight is negative or NaN, or all are zero."""
     given = [float(weight) for weight in weights]
     if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not math.fsum(given) > 0:
         raise ValueError(f"{name} must be finite numbers, 0 or more, and not all 0, but are {given}")
@@ -231,17 +234,18 @@ def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]
 
 
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
-    """Return integers that sum to `count`, each less than one away from its fraction.
+    """Return integers that sum to `count`, each less than one away from its fraction of `count`.
 
-    Hamilton's method (largest remainder): the units left over by rounding down go to the fractions that lost most by
-    it; ties go to the first. Also useful for the batch sizes of ranks that run at different speeds.
+    This is Hamilton's method (largest remainder): numbers are first rounded down, and the units left over go to the
+    fractions that lost most by rounding; ties go to earlier fractions. It is also useful to choose batch sizes for
+    ranks that run at different speeds.
 
     Args:
         count: The total, such as a number of samples; 0 or more.
-        sizes: Fractions from 0 to 1, which sum to 1 within 1e-9 for each.
+        sizes: Fractions from 0 to 1. They must sum to 1, with a tolerance of 1e-9 per fraction.
 
     Raises:
-        ValueError: `sizes` do not sum to 1, or one is negative or NaN.
+        ValueError: `sizes` do not sum to 1, or a size is negative or NaN.
 
     Example:
         >>> un.data.apportion(64, [0.5, 0.25, 0.25]), un.data.apportion(10, [1 / 3] * 3)
@@ -253,7 +257,8 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
     total = math.fsum(fractions)
     if not fractions or abs(total - 1) > 1e-9 * len(fractions):
         raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total:.12g}; divide each of them by the sum")
-    # Use integers from here on, so that equal fractions are rounded equally. 0.7 means exactly seven tenths.
+    # Compute with integers from here on, so that 0.7 means exactly seven tenths, and equal fractions have equal
+    # remainders.
     weights = [round(fraction * 10**15) for fraction in fractions]
     total_weight = sum(weights)
     quotas = [divmod(count * weight, total_weight) for weight in weights]
@@ -265,10 +270,10 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
 
 
 class AssignmentPartitioner(Partitioner):
-    """Base class of partitioners that assign samples by content instead of position in the order.
+    """Base class of partitioners that assign samples by their content rather than by their position in the order.
 
-    Parts remain the same from epoch to epoch, and each is shuffled internally. Takes about 50 bytes per sample on every
-    rank while dividing, and 8 afterwards.
+    Each part contains the same samples in every epoch, in a different order. Memory: about 50 bytes per sample on every
+    rank while dividing, and 8 bytes afterwards.
 
     Args:
         known: One value for each sample of the dataset; one-dimensional, on the CPU.
@@ -281,14 +286,14 @@ class AssignmentPartitioner(Partitioner):
 
     @abstractmethod
     def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
-        """Return the part number of each sample: int64, one-dimensional.
+        """Return the part number of each sample, as a one-dimensional int64 tensor.
 
         Args:
             samples: Dataset indices, ascending: int64, one-dimensional, on the CPU.
             shares, seed: As in `divide`.
 
         Raises:
-            ValueError: The partitioner does not support these shares; `balanced` with "same_count" needs equal ones.
+            ValueError: The partitioner does not support these shares; `balanced` with "same_count" needs equal shares.
 
         Example:
             >>> un.data.grouped(["ann", "bob", "ann"]).assign(torch.tensor([0, 1, 2]), [0.5, 0.5], seed=0)
@@ -307,7 +312,7 @@ class AssignmentPartitioner(Partitioner):
         return super().order(count, shuffle, seed, epoch, shares)
 
     def _known_samples(self, samples: Indices) -> torch.Tensor:
-        """Return the dataset indices of these samples; raise `ValueError` if one has no known value."""
+        """Return the dataset indices of these samples. Raises `ValueError` if a sample has no known value."""
         found = samples.all()
         if len(found) and int(found.max()) >= len(self._known):
             raise ValueError(f"sample {int(found.max())} has no entry: there are only {len(self._known)} {self._name}")
@@ -315,7 +320,7 @@ class AssignmentPartitioner(Partitioner):
 
 
 def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    """For each part, return the positions of its number in `owners`, ascending."""
+    """Return, for each part, the ascending positions at which its number occurs in `owners`."""
     counts = owners.bincount(minlength=parts).tolist() if len(owners) else [0] * parts
     pieces: tuple[torch.Tensor, ...] = owners.argsort(stable=True).split(counts)
     return pieces

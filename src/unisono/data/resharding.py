@@ -1,4 +1,4 @@
-"""Assigns the remaining samples of an epoch to parts, and determines what remains when each part has used some."""
+"""Division of an epoch's remaining samples into parts, after parts have used some of their samples."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from unisono.data.partitioner import Partitioner, equal_shares
 __all__ = ["Evening", "Resharding", "ShardingPhase", "added", "deal", "in_step", "leftover"]
 
 Evening = Literal["none", "drop", "pad"]
-"""Treatment of parts that differ in length: cut to the shortest, or padded to the longest with repeated samples."""
+"""How to equalize parts: not at all, by cutting to the shortest part, or by repeating samples up to the longest."""
 
 
 @dataclass(frozen=True)
 class ShardingPhase:
-    """A finished phase of an epoch, before the number of parts changed.
+    """A finished phase of an epoch. A phase ends when the number of parts changes.
 
     Attributes:
         parts: Number of parts.
         taken: Number of samples that each part has committed.
-        settings: The partitioner's settings at the time.
+        settings: The partitioner's settings during the phase.
     """
 
     parts: int
@@ -37,7 +37,7 @@ class ShardingPhase:
 
 @dataclass(frozen=True)
 class Resharding:
-    """Remaining samples of an epoch, and each part's positions in them."""
+    """Remaining samples of an epoch, and each part's positions in this sequence."""
 
     rest: Indices
     parts: Sequence[Places]
@@ -56,7 +56,7 @@ class Resharding:
         return lengths if even is None else [even] * len(lengths)
 
     def part(self, number: int) -> Indices:
-        """The samples of one part, in order."""
+        """Return the samples of one part, in order."""
         positions = self.parts[number]
         length = self.length(number)
         selected = select(self.rest, [positions[:length]])
@@ -65,7 +65,7 @@ class Resharding:
         return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Positions to repeat as padding: the first ones of an interleaved order, otherwise the part's own."""
+        """Return positions to repeat as padding: the first ones of an interleaved order, else the part's own ones."""
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
             return (number + len(self.parts) * more) % len(self.rest)
@@ -83,7 +83,7 @@ def deal(
 
 
 def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
-    """The remaining positions in a sequence of `count`, ascending, when each part has used `taken` of its samples.
+    """Return the unused positions of a sequence of `count`, ascending, if each part has used `taken` of its samples.
 
     Example:
         >>> leftover([range(0, 9, 3), range(1, 9, 3), range(2, 9, 3)], [2, 1, 1], 9)
@@ -96,7 +96,7 @@ def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[
     if all(part.step == 1 for part in ranges):
         in_order = sorted((part for part in ranges if part), key=_start)
         return list(in_order)
-    # Parts take turns, so from the furthest part's next position on, everything is left.
+    # The parts are interleaved, so all positions from the furthest part's next position onwards are unused.
     edge = min(count, max(part.start for part in ranges))
     early = sorted(position for part in ranges for position in range(part.start, min(edge, part.stop), part.step))
     tail = range(edge, count)
@@ -108,7 +108,7 @@ def _start(part: range) -> int:
 
 
 def in_step(lengths: Sequence[int], total: int) -> list[int]:
-    """Return how many samples each part has used when all have used `total` in turn; finished parts are skipped.
+    """Return how many samples each part has used if all parts used `total` round-robin, skipping finished parts.
 
     Example:
         >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)
@@ -129,10 +129,10 @@ def in_step(lengths: Sequence[int], total: int) -> list[int]:
 def added(
     phases: Sequence[ShardingPhase], last: ShardingPhase, rule: Partitioner, lengths: Sequence[int]
 ) -> list[ShardingPhase]:
-    """Return the phases with one appended, in the shortest form.
+    """Return the phases with `last` appended, merging phases if possible.
 
-    Parts that take turns and are in step have together used the first positions of the order, whatever their number.
-    So a job that is resumed a thousand times has one phase.
+    Interleaved parts that progress at the same pace have together used a prefix of the order, for any number of parts.
+    Such phases are merged, so a job that is resumed a thousand times still has a single phase.
     """
     total = sum(last.taken)
     if not total:

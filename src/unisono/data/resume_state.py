@@ -1,4 +1,4 @@
-"""Saved states of an epoch: the progress of each rank."""
+"""Saved states of an epoch, which record the progress of each rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ALIKE = ("epoch", "seed", "samples", "partition", "shuffle", "phases", "parts",
 
 
 def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> dict[str, Any]:
-    """Return the values common to all states; raise `ValueError` if they contradict each other or `expected`.
+    """Return the values common to all states. Raises `ValueError` if states contradict each other or `expected`.
 
     Args:
-        states: States of one job's ranks, all from the same time.
+        states: States of ranks of one job, all saved at the same time.
         expected: This sampler's values, under the same keys.
     """
     for state in states:
@@ -39,27 +39,27 @@ def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> 
 
 
 def gather_states(comm: Any, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of all ranks of `comm`; only this rank's if `comm` cannot exchange objects."""
+    """Return the states of all ranks of `comm`, or only this rank's state if `comm` cannot exchange objects."""
     exchange = getattr(comm, "all_gather_object", None)
     return [state] if exchange is None else list(exchange(state))
 
 
 def phases_of(state: dict[str, Any]) -> list[ShardingPhase]:
-    """Return the phases in a state."""
+    """Return the phases that a state records."""
     return [ShardingPhase(phase["parts"], tuple(phase["taken"]), phase["settings"]) for phase in state["phases"]]
 
 
 def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step: bool, lost: bool = False) -> list[int]:
     """Return the number of samples that each rank of the job had committed.
 
-    A rank without a state is assumed to have advanced as far as the others.
+    A rank without a state is assumed to have advanced as far as the other ranks.
 
     Args:
-        states: States of some ranks of the job, or of all.
+        states: States of some or all ranks of the job.
         lengths: Number of samples of each rank.
-        in_step: Whether ranks may be assumed to be in step.
-        lost: Whether ranks without a state have died; they are assumed to have got no further than the furthest rank
-            with a state.
+        in_step: Whether ranks can be assumed to progress at the same pace.
+        lost: Whether ranks without a state have died. Such ranks are assumed to have advanced as far as the furthest
+            rank that has a state.
 
     Raises:
         ValueError: The counts cannot be inferred; the states of all ranks are needed.
@@ -79,7 +79,7 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     longer = [rank for rank in missing if lengths[rank] > furthest]
     if not longer or lost or furthest < lengths[leader]:
         return [counts.get(rank, min(furthest, length)) for rank, length in enumerate(lengths)]
-    # This rank has finished, but others may have had one more sample.
+    # Rank `leader` has used all its samples, but ranks without a state may have had one more sample.
     through = next(state["through"] for state in states if state["rank"] == leader)
     if through is None or max(lengths) > furthest + 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`PartitionSampler`: this rank's samples and progress, and re-partitioning of an epoch when the ranks change."""
+"""`PartitionSampler`: a rank's samples and progress, and re-partitioning of an epoch when the ranks change."""
 
 from __future__ import annotations
 
@@ -27,34 +27,38 @@ __all__ = ["EpochProgress", "EpochWarning", "PartitionSampler", "unchanged_on_er
 class PartitionSampler(DistributedSampler[Any]):
     """Sampler of this rank's samples, in a new order each epoch; replaces torch's `DistributedSampler`.
 
-    It is a subclass of it, so frameworks that test for one, such as Lightning, do not divide the samples again.
+    It is a subclass of `DistributedSampler`, because frameworks such as Lightning test for that class, and would
+    otherwise divide the samples again.
 
-    Every sample of the dataset is assigned to exactly one rank, so ranks may have one more than others; `drop_last` or
-    `padding` makes them equal. `advance` commits the samples that were trained on; the sampler's state counts only
-    these, not what a loader has prefetched. A state can be loaded mid-epoch on a different number of ranks: the
-    remaining samples are distributed over them, in their original order.
+    Every sample of the dataset is assigned to exactly one rank, so some ranks may have one sample more than others;
+    `drop_last` or `padding` makes the numbers equal. `advance` commits the samples that were trained on. The sampler's
+    state counts only committed samples, not samples that a loader has prefetched. A state can be loaded mid-epoch on a
+    different number of ranks: the remaining samples are distributed over the new ranks in their original order.
 
     Args:
         dataset: Anything with a length.
         comm: Any object with a `rank` and a `size`, which are queried once. It is not kept alive.
-        num_replicas, rank: Alternative to `comm`. Without any of the three: torch's default group if there is one, else
-            a single rank.
+        num_replicas, rank: Alternative to `comm`. If all three are None, torch's default process group is used if it is
+            initialized; otherwise, there is a single rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
-        shuffle: Whether each epoch has a different order; None for the partitioner's default.
-        seed: The same on all ranks.
-        drop_last: Whether to drop the surplus in this epoch, so that all ranks have the same number of samples.
-        padding: Whether to repeat samples, as torch's sampler does, so that all ranks have the same number.
+        shuffle: Whether each epoch has a different order; if None, the partitioner's default.
+        seed: Seed of the order; the same on all ranks.
+        drop_last: Whether to drop surplus samples in each epoch, so that all ranks have the same number of samples.
+        padding: Whether to repeat some samples, as torch's sampler does, so that all ranks have the same number of
+            samples.
 
     Attributes:
-        epoch: As set by `set_epoch`; initially 0.
-        rule: The partitioner. The other attributes are named like the arguments.
+        epoch: The current epoch, as set by `set_epoch`; initially 0.
+        rule: The partitioner. All other attributes have the names of the arguments.
 
     Raises:
         TypeError: The dataset has no length (see `StreamPartition`) or is a sampler, or `comm` has no rank and size.
-        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. When an epoch
-            begins: ranks have drawn different samples (see `Sampled`), or Accelerate would divide the samples again.
+        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. Later, at the
+            start of an epoch, ranks have drawn different samples (see `Sampled`), or Accelerate would divide the
+            samples again.
 
-    Cost: 20 ns per index. Memory: the partitioner's; less than 1 MiB for the default one, at any dataset length.
+    Cost: 20 ns per index. Memory: as needed by the partitioner; for the default one, less than 1 MiB at any dataset
+    length.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(10), num_replicas=3, rank=rank) for rank in range(3)]
@@ -110,14 +114,15 @@ class PartitionSampler(DistributedSampler[Any]):
         self.padding = padding
         self._phases: list[ShardingPhase] = []
         self._pass: EpochProgress | None = None
-        # The epoch requested since the last pass ended.
+        # Epoch passed to `set_epoch` since the last pass through the samples ended; None if it was not called.
         self._requested_epoch: int | None = None
         self._warned = self.rank > 0
 
     def __iter__(self) -> StatefulIterator:
-        """Iterate over this rank's uncommitted samples of this epoch, or over all of them if the epoch was complete.
+        """Iterate over this rank's uncommitted samples of this epoch, or over all samples if the epoch was complete.
 
-        Rank 0 warns once (`EpochWarning`) if an iteration has reached the end and `set_epoch` was not called since.
+        Rank 0 issues an `EpochWarning`, once, if an iteration has reached the end and `set_epoch` was not called
+        afterwards.
         """
         refuse_second_split(self.num_replicas)
         current = self._now()
@@ -137,17 +142,17 @@ class PartitionSampler(DistributedSampler[Any]):
         return walk(self._source(current), self, current)
 
     def __len__(self) -> int:
-        """Return this rank's number of samples in this epoch, or since a state was loaded. Does not shrink."""
+        """Return this rank's number of samples in this epoch, or the number left when a state was loaded."""
         current = self._now()
         return len(current.indices) - current.start
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch.
 
-        Call it before each epoch; setting the current one again changes nothing, so resuming is safe.
+        Call this before each epoch. Setting the current epoch again changes nothing, so resuming a job is safe.
 
         Args:
-            epoch: An integer, 0 or more. The order of a shuffled epoch depends on it and `seed`.
+            epoch: An integer, 0 or more. The order of a shuffled epoch depends on `epoch` and `seed`.
 
         Raises:
             ValueError: `epoch` is negative.
@@ -161,10 +166,10 @@ class PartitionSampler(DistributedSampler[Any]):
         if number != self.epoch:
             self._begin(number)
 
-    # Plain attributes in torch, but nothing outside the sampler writes them.
+    # `num_samples` and `total_size` are plain attributes in torch, but nothing outside the sampler assigns to them.
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The length, under the name in torch's `DistributedSampler`."""
+        """Length of the sampler, under the name that torch's `DistributedSampler` uses."""
         return len(self)
 
     @property
@@ -175,11 +180,11 @@ class PartitionSampler(DistributedSampler[Any]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """Number of samples on all ranks together, counted as `len` does for one rank."""
+        """Number of samples on all ranks together, counted in the same way as `len`, which is for this rank."""
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next samples. Not needed with torchdata's StatefulDataLoader.
+        """Commit this rank's next samples as trained on. Not needed with torchdata's StatefulDataLoader.
 
         Args:
             count: Number of samples trained on since the last call, at most `remaining`.
@@ -204,16 +209,16 @@ class PartitionSampler(DistributedSampler[Any]):
         return self._walk_state(current, current.taken, current.through)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Resume where a job stopped, on any number of ranks. Every rank calls it, with the same state or its own.
+        """Resume where a job stopped, on any number of ranks. Call this on every rank, with the same state or its own.
 
         Args:
-            state: State of one rank, valid for all if they are in step; or a list of the states of all ranks, which may
-                have progressed unequally.
+            state: State of one rank, which is sufficient if all ranks have progressed equally; or a list of the states
+                of all ranks.
 
         Raises:
             ValueError: The state belongs to a different dataset or partitioner; or the other ranks' progress cannot be
-                inferred from it, because parts are unequal, or because with loader workers others may have had one more
-                sample.
+                inferred from one state, because parts are unequal, or because, with loader workers, other ranks may
+                have had one more sample.
         """
         states = [state] if isinstance(state, dict) else list(state)
         if not states:
@@ -230,7 +235,7 @@ class PartitionSampler(DistributedSampler[Any]):
         own = next((each for each in states if each["rank"] == self.rank), None)
         same = common["parts"] == self.num_replicas > 1 and common["settings"] == self.rule.settings()
         if same and own is not None:
-            # The progress of the other ranks is not needed.
+            # The parts have not changed, so the progress of the other ranks does not matter.
             self._go_to(int(own["taken"]))
         elif same:
             self._go_to(self._counts(states, common)[self.rank])
@@ -238,15 +243,15 @@ class PartitionSampler(DistributedSampler[Any]):
             self._close(common, self._counts(states, common))
 
     def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
-        """Move to a communicator with different ranks, and distribute this epoch's uncommitted samples over them.
+        """Move to a communicator with different ranks, and redistribute this epoch's uncommitted samples.
 
-        Collective over `comm`. Newcomers also call it, on a sampler with the same arguments. A lost rank is assumed to
-        have advanced as far as the furthest survivor. Restart the iteration afterwards.
+        Collective over `comm`. New ranks also call this method, on a sampler created with the same arguments. A lost
+        rank is assumed to have advanced as far as the furthest survivor. Restart the iteration afterwards.
 
         Args:
             comm: The new communicator.
-            like: Rank in `comm` whose progress counts for all ranks. Broadcast its model to all ranks afterwards.
-            states: States of the ranks of `comm`, in order; None to exchange them with `comm.all_gather_object`.
+            like: Rank in `comm` whose progress all ranks adopt. Broadcast that rank's model to all ranks afterwards.
+            states: States of the ranks of `comm`, in rank order; if None, `comm.all_gather_object` exchanges them.
 
         Raises:
             ValueError: The ranks' samplers differ.
@@ -271,14 +276,14 @@ class PartitionSampler(DistributedSampler[Any]):
             self._now()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except the communicator, which cannot leave its process."""
+        """Return all attributes except the communicator, which cannot be pickled."""
         return {**vars(self), "_require_same": None}
 
     def compare_on(self, comm: Any) -> None:
-        """Compare this rank's draws for an epoch with those of a communicator's other ranks.
+        """Compare the samples drawn for each epoch with the samples that a communicator's other ranks draw.
 
         Args:
-            comm: A `Communicator`, which is not kept alive; with anything else, nothing is compared.
+            comm: A `Communicator`, to which only a weak reference is kept. With any other object, nothing is compared.
 
         Example:
             >>> def program(comm):
@@ -309,7 +314,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return SampleSource(which.indices, which.taken, lambda: self._end(which))
 
     def _now(self) -> EpochProgress:
-        """Return the current pass; recreate it if the dataset has grown and nothing is committed yet."""
+        """Return the current pass. If the dataset has grown and nothing is committed yet, create a new pass."""
         held = self._pass
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
             indices = self._dealt(self._phases, self.num_replicas, compared=True).part(self.rank)
@@ -341,7 +346,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return counts_of(states, self._dealt(self._phases, common["parts"], rule).lengths, rule.in_step, lost)
 
     def _close(self, common: dict[str, Any], counts: Sequence[int]) -> None:
-        """Close the phase in which the parts used `counts` samples; distribute the rest over the current ranks."""
+        """End the phase in which parts used `counts` samples; divide the remaining samples among the current ranks."""
         rule = self.rule.replaced(common["settings"])
         lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
@@ -354,7 +359,7 @@ class PartitionSampler(DistributedSampler[Any]):
         current.start = current.taken = taken
 
     def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
-        """Return the state of an iteration with `given` samples of its pass committed."""
+        """Return the state of an iteration of which `given` samples are committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
@@ -362,8 +367,8 @@ class PartitionSampler(DistributedSampler[Any]):
     def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
         """Load the state of an iteration, and return the position at which to resume.
 
-        A loader that was complete starts over. But if the state's epoch is requested, it yields nothing until the next
-        `set_epoch`, because other ranks may have samples of that epoch left.
+        If the state's epoch was complete, the iteration starts over. But if `set_epoch` has requested that epoch, the
+        iteration yields nothing until the next `set_epoch`, because other ranks may have samples of the epoch left.
         """
         requested = self._requested_epoch
         self.load_state_dict(state)
@@ -378,7 +383,7 @@ class PartitionSampler(DistributedSampler[Any]):
 
 
 class EpochWarning(UserWarning):
-    """Warning that an epoch was restarted without `set_epoch`: its samples have the same order as before.
+    """Warning that an epoch was restarted without `set_epoch`, so its samples have the same order as in the last pass.
 
     Example:
         >>> import warnings
@@ -397,15 +402,15 @@ class EpochProgress:
     """One pass of this rank through its samples.
 
     Attributes:
-        state: The constant part of the state.
+        state: The entries of the sampler's state that are constant during the pass.
         indices: The samples of the pass.
-        start, taken: Number of samples committed at the start of the pass, and so far.
-        batch: Largest number of samples committed in one call.
+        start, taken: Number of samples that were committed at the start of the pass, and number committed so far.
+        batch: Largest number of samples committed in one call of `advance`.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Whether ranks with one more sample have used it; None if unknown. Needed only once this rank has used
-            all its samples.
-        over: Whether it was already complete when loaded, for the requested epoch, so that it must not begin again.
+        through: Whether ranks that have one sample more than this rank have used that sample; None if unknown. It
+            matters only when this rank has used all its samples.
+        over: Whether the pass was loaded from a complete state for the requested epoch, so that it must not start over.
     """
 
     state: dict[str, Any]
@@ -425,20 +430,20 @@ class EpochProgress:
     def advance(self, count: int) -> None:
         self.taken += count
         if count and self.complete:
-            # A short batch is the last one on all ranks. If a loader prefetches, the end of its iteration says nothing
-            # about that.
+            # If this batch is shorter than earlier ones, it is the last batch on all ranks. If the iteration had
+            # already ended, a loader has prefetched, and it is unknown whether other ranks have used one more sample.
             self.through = True if count < self.batch else None if self.ended else False
         self.batch = max(self.batch, count)
 
     def end(self) -> None:
         self.ended = True
-        # This rank's loop is over, and so is every other rank's before any rank saves a state.
+        # This rank's loop is over, and all other ranks' loops will be over before any rank saves a state.
         self.through = True if self.complete and self.through is False else self.through
 
 
 @contextmanager
 def unchanged_on_error(instance: Any) -> Iterator[None]:
-    """Restore the object's attributes if the block raises."""
+    """Restore the object's attributes if the `with` block raises an exception."""
     before = dict(vars(instance))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Shards: a dataset in many files, local or remote, each read by one worker of one rank."""
+"""Shards: a dataset in many files, local or remote, each of which is read by one worker of one rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Job = tuple[int, int]  # Index of a shard, and how many of its samples to skip.
 
 
 def read_lines(url: str) -> Iterator[str]:
-    r"""Yield the lines of a UTF-8 text file, without line ends. The file is opened at the first line.
+    r"""Yield the lines of a UTF-8 text file, without line ends. The file is opened when the first line is requested.
 
     Args:
-        url: A local path; or a URL with a scheme (`s3://`, `https://`), which fsspec opens.
+        url: A local path, or a URL with a scheme (such as `s3://` or `https://`), which fsspec opens.
 
-    Yields: Each line, as text.
+    Yields: Each line as a string.
 
     Raises:
         UnavailableError: `url` is a URL, and fsspec is not installed.
@@ -56,28 +56,29 @@ def read_lines(url: str) -> Iterator[str]:
 class ShardPartition(IterableDataset[T_co]):
     """Samples of the shards that are assigned to this rank and this loader worker.
 
-    Each shard is read from its beginning by one worker of one rank, and not opened by any other. Every sample is
+    Each shard is read from its beginning by one worker of one rank, and other workers don't open it. Every sample is
     returned exactly once, for any number of ranks and workers.
 
-    Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
+    A loader's persistent workers (`persistent_workers=True`) stay in the epoch in which they started. After a resume,
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        shards: Names or URLs, the same list on every rank. If there are fewer shards than workers on all ranks
-            together, some workers have none.
-        read: Function that takes a shard and returns its samples, the same each time.
+        shards: Names or URLs; the same list on every rank. If there are fewer shards than workers on all ranks
+            together, some workers don't get a shard.
+        read: Function that takes a shard's name and returns its samples, in the same order each time.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        shuffle: Whether shards are reordered each epoch. Samples remain in the order of their shard.
-        seed: The same on all ranks.
+        shuffle: Whether to shuffle the order of shards in each epoch. Samples within a shard keep their order.
+        seed: Seed of the order; the same on all ranks.
 
     Attributes:
-        epoch: As set by `set_epoch`; initially 0.
+        epoch: The current epoch, as set by `set_epoch`; initially 0.
         rank, num_replicas: This rank, and the number of ranks.
 
     Raises:
-        TypeError, ValueError: As `PartitionSampler`, for the ranks, and for `seed` if shards are shuffled.
+        TypeError, ValueError: The ranks are invalid, as for `PartitionSampler`; or shards are shuffled and `seed` is
+            invalid.
 
-    Balance: ranks differ by at most one shard, and so by the samples in one shard.
+    Balance: the numbers of shards per rank differ by at most one, so ranks may differ by the samples of one shard.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
@@ -106,10 +107,11 @@ class ShardPartition(IterableDataset[T_co]):
     ) -> None:
         self.shards: list[str] = list(shards)
         self._read = read
-        # This rank's progress: completed shards, and samples of the next one.
+        # This rank's progress: the number of completed shards, and the number of samples used from the next shard.
         self._done = 0
         self._skip = 0
-        # Number of samples in the shards that this process has read, and in the current one so far.
+        # Lengths of the shards that this process has read, and the number of samples read so far from the current
+        # shard.
         self._lengths: list[int] = []
         self._reading = 0
         self._jobs: list[_Job] = []
@@ -125,7 +127,7 @@ class ShardPartition(IterableDataset[T_co]):
         return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _ShardIterator(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch; nothing changes if it is the current one.
+        """Begin another epoch. Setting the current epoch again changes nothing.
 
         Args:
             epoch: A whole number, 0 or more.
@@ -134,15 +136,16 @@ class ShardPartition(IterableDataset[T_co]):
             self._begin(operator.index(epoch))
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next `count` samples, for a loader without workers. The next iteration resumes there.
+        """Commit this rank's next `count` samples, for a loader without workers. The next iteration resumes after them.
 
-        With workers, let torchdata's StatefulDataLoader keep the state: only workers know where a shard ends.
+        With workers, use torchdata's StatefulDataLoader to save the state, because only workers know where a shard
+        ends.
 
         Args:
-            count: Samples trained on since the last call.
+            count: Number of samples trained on since the last call.
 
         Raises:
-            ValueError: `count` is negative, or exceeds the samples that this process has read.
+            ValueError: `count` is negative, or exceeds the number of samples that this process has read.
         """
         left = operator.index(count)
         done = self._done
@@ -176,12 +179,12 @@ class ShardPartition(IterableDataset[T_co]):
         """Resume where a job stopped.
 
         Args:
-            state: This rank's state, on as many ranks as before; or a list of all ranks' states, on any number of
-                ranks.
+            state: This rank's state, if the number of ranks is unchanged; or a list of all ranks' states, for any
+                number of ranks.
 
         Raises:
-            ValueError: The states belong to a different job, to different times, or to a different number of shards; or
-                the number of ranks has changed, and a rank's state is missing.
+            ValueError: The states belong to different jobs or times, or to a different number of shards; or the number
+                of ranks has changed, and a rank's state is missing.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "seed", "shards", "jobs", "parts")
@@ -235,7 +238,7 @@ class ShardPartition(IterableDataset[T_co]):
 
 
 class _ShardIterator(Iterator[T_co]):
-    """Iteration of one worker over its shards; torchdata's loader saves it with the worker."""
+    """Iterator of one worker over its shards. torchdata's loader saves its state with the worker's state."""
 
     def __init__(self, of: ShardPartition[T_co]) -> None:
         worker = get_worker_info()
@@ -270,7 +273,7 @@ class _ShardIterator(Iterator[T_co]):
             pass
 
     def _record(self, complete: bool) -> None:
-        """Record where shards end in a process without workers, for `advance`."""
+        """In a process without loader workers, record where shards end; `advance` needs that."""
         of = self._of
         number = self._first + self._at
         if not self._alone or number < len(of._lengths):

@@ -1,4 +1,4 @@
-"""Iteration over a rank's samples that counts how many it has yielded."""
+"""Iterator over a rank's samples that counts how many samples it has yielded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unisono.data.indices import Indices
 
 __all__ = ["SampleSource", "StatefulIterator", "walk"]
 
-# The first sample should arrive immediately; later runs are long enough for vector instructions, and short enough to
-# fit the cache, in less than a MiB.
+# Lengths of runs. The first run has one sample, so that it is available immediately. Later runs are long enough for
+# vector instructions, and short enough to fit into the cache with less than 1 MiB.
 _FIRST = 1
 _LONGEST = 4096
 
 
 class SampleSource:
-    """Iterators over runs of a sequence, from a given position; at the end, it sets `over` and calls `ended`."""
+    """Source of iterators over runs of a sequence, from a given position. At the end, sets `over` and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
         self._indices = indices
@@ -63,9 +63,9 @@ class _StatefulSampler(Protocol):
 
 
 class StatefulIterator(chain[Any]):
-    """An iterator with a state, as torchdata's StatefulDataLoader expects; `next` runs no Python code.
+    """Iterator with a state, as torchdata's StatefulDataLoader expects. Its `next` does not run any Python code.
 
-    The state is the sampler's as if all samples yielded so far were committed.
+    The iterator's state is the state that the sampler would have if all samples yielded so far were committed.
     """
 
     _source: SampleSource

@@ -1,4 +1,4 @@
-"""Streams: datasets that can only be read from the beginning, divided among ranks and loader workers."""
+"""Streams: datasets that can only be read from the beginning, and that are divided among ranks and loader workers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ _FORMAT = "stream 1"
 
 
 class StreamPartition(IterableDataset[T_co]):
-    """This rank's share of a stream that every rank reads: each sample goes to exactly one rank, and one worker.
+    """This rank's share of a stream that every rank reads: each sample goes to exactly one worker of one rank.
 
-    Ranks take samples in turn, so their counts differ by at most one. Workers of a `DataLoader` take whole batches in
-    turn. So a loop has always trained on a prefix of its rank's samples, whatever the number of workers, and a state
-    can be loaded with a different number of ranks and workers.
+    Samples are assigned to ranks round-robin, so the ranks' counts differ by at most one. Within a rank, whole batches
+    are assigned to the workers of a `DataLoader` round-robin. So a loop has always trained on a prefix of its rank's
+    samples, for any number of workers, and a state can be loaded with a different number of ranks and workers.
 
-    Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
+    A loader's persistent workers (`persistent_workers=True`) stay in the epoch in which they started. After a resume,
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        dataset: An iterable that yields the same samples each time, in all workers of a loader: `get_worker_info`
-            returns None while it runs, so that a dataset that would divide itself among workers yields all its samples.
-            Its `set_epoch` is called if it has one.
+        dataset: An iterable that yields the same samples each time, in all workers of a loader. While it runs,
+            `get_worker_info` returns None, so that a dataset that would otherwise divide itself among workers yields
+            all its samples. If the dataset has a method `set_epoch`, it is called.
         comm, num_replicas, rank: As for `PartitionSampler`.
         batch_size: The loader's batch size, if it has workers.
 
     Attributes:
-        epoch: As set by `set_epoch`; initially 0.
-        dataset, rank, num_replicas, batch_size: As given, with defaults filled in.
+        epoch: The current epoch, as set by `set_epoch`; initially 0.
+        dataset, rank, num_replicas, batch_size: As passed, or the default.
 
     Raises:
-        TypeError, ValueError: As `PartitionSampler`, for the ranks; or `batch_size` is less than 1.
+        TypeError, ValueError: The ranks are invalid, as for `PartitionSampler`; or `batch_size` is less than 1.
 
-    Cost: every worker of every rank reads the whole stream. If that is too much, cut it into shards (`ShardPartition`).
+    Cost: every worker of every rank reads the whole stream. If that is too slow, split the data into shards (see
+    `ShardPartition`).
 
     Example:
         >>> ranks = [un.data.StreamPartition("abcde", num_replicas=2, rank=rank) for rank in range(2)]
@@ -73,7 +74,8 @@ class StreamPartition(IterableDataset[T_co]):
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
         self.epoch: int = 0
-        # Positions committed by earlier ranks: all below the edge except the holes.
+        # Positions that were committed before the number of ranks changed: all positions below `_edge`, except
+        # `_holes`.
         self._edge = 0
         self._taken = 0
         self._holes: list[int] = []
@@ -84,7 +86,7 @@ class StreamPartition(IterableDataset[T_co]):
         return self._passes.begin(bool(self._taken or self._edge)) or _StreamIterator(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, here and in the dataset; progress is kept if it is the current one.
+        """Begin another epoch, here and in the dataset. If `epoch` is the current epoch, the progress is kept.
 
         Args:
             epoch: An integer.
@@ -103,8 +105,8 @@ class StreamPartition(IterableDataset[T_co]):
         """Commit this rank's next `count` samples. The next iteration resumes after them.
 
         Args:
-            count: Number of samples trained on since the last call. Not checked against the stream's length, which is
-                unknown.
+            count: Number of samples trained on since the last call. It is not checked against the stream's length,
+                which is unknown.
 
         Raises:
             ValueError: `count` is negative.
@@ -122,8 +124,8 @@ class StreamPartition(IterableDataset[T_co]):
         """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: State of one rank, valid for all if each has used the same number of samples; or a list of all ranks'
-                states, needed if ranks reached the end of the stream at different times.
+            state: State of one rank, which is sufficient if all ranks have used the same number of samples; or a list
+                of all ranks' states, which is needed if ranks reached the end of the stream at different times.
 
         Raises:
             ValueError: The states are not from a `StreamPartition`, or are from different jobs or times.
@@ -146,16 +148,16 @@ class StreamPartition(IterableDataset[T_co]):
         self._close(counts)
 
     def _position(self, number: int) -> int:
-        """Return the stream position of sample `number` among those that earlier ranks have left."""
+        """Return the position in the stream of the sample with this number among the samples not committed earlier."""
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
-        # Far enough that no holes lie beyond it.
+        # Consider enough samples that no hole and no committed sample lies beyond them.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self._position(int(number)) for piece in pieces for number in piece]
         edge = self._position(count)
-        # The contiguous run at the end need not be listed.
+        # Uncommitted positions directly below the edge need not be listed as holes: lower the edge instead.
         while left and left[-1] == edge - 1:
             edge = left.pop()
         self._edge = edge
@@ -163,7 +165,7 @@ class StreamPartition(IterableDataset[T_co]):
 
 
 class _StreamIterator(Iterator[T_co]):
-    """Iteration of one worker over the stream; torchdata's loader saves it with the worker."""
+    """Iterator of one worker over the stream. torchdata's loader saves its state with the worker's state."""
 
     def __init__(self, of: StreamPartition[T_co]) -> None:
         worker = get_worker_info()

@@ -1,4 +1,4 @@
-"""Loader workers: which rank and worker this process is, and errors for data that would be divided twice."""
+"""Loader workers: which rank this process is, and errors for samples that would be divided twice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class HiddenWorker(Iterator[T_co]):
-    """All samples of an iterable, even in a loader worker.
+    """Iterator over all samples of an iterable, even in a loader worker.
 
-    Hides torch's `get_worker_info` from a dataset that would divide itself among the workers: the reader divides the
-    samples, and a second division would lose some.
+    While the iterable runs, torch's `get_worker_info` returns None, so that a dataset does not divide itself among the
+    workers. The caller already divides the samples, and a second division would lose some of them.
 
     Args:
         make: Function that returns the iterable.
@@ -47,17 +47,17 @@ def _hidden(call: Callable[..., Any], *given: Any) -> Any:
 
 
 class WorkerEpochCheck:
-    """Pass counter for a worker's copy of a dataset: a copy with a loaded state is valid for one pass only.
+    """Pass counter for a worker's copy of a dataset. A copy with a loaded state is valid for only one pass.
 
     Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so they would skip the samples before the
-    saved state in every epoch.
+    saved position in every epoch.
     """
 
     def __init__(self) -> None:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """Return, for the second pass, an iterator that raises on `next`, because workers forward only those errors."""
+        """For a second pass, return an iterator whose `next` raises: workers forward only errors raised there."""
         if get_worker_info() is None or not resumed:
             return None
         again = self._begun
@@ -77,14 +77,14 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
     """Return this rank and the number of ranks.
 
     Args:
-        comm: Anything with a `rank` and a `size`, as values or methods: a `Communicator`, an mpi4py communicator, a
-            torch process group.
-        num_replicas, rank: Alternative to `comm`. Without any of the three: torch's default group if there is one, else
-            a single rank.
+        comm: Any object with a `rank` and a `size`, as values or methods, such as a `Communicator`, an mpi4py
+            communicator or a torch process group.
+        num_replicas, rank: Alternative to `comm`. If all three are None, torch's default process group is used if it is
+            initialized; otherwise, there is a single rank.
 
     Raises:
-        TypeError: `comm` has no rank and size, or a number is not an integer.
-        ValueError: Both alternatives were given, or only half of one, or the rank is not below the number of ranks.
+        TypeError: `comm` has no rank and size, or `rank` or `num_replicas` is not an integer.
+        ValueError: Both `comm` and numbers were passed, or only one of the numbers; or the rank is out of range.
 
     Example:
         >>> ranks_of(num_replicas=4, rank=3)
@@ -119,8 +119,8 @@ _DIVIDING = "BatchSamplerShard.", "DataLoaderDispatcher.", "IterableDatasetShard
 def refuse_second_split(ranks: int) -> None:
     """Raise `ValueError` if Accelerate's `prepare` would divide the caller's samples a second time.
 
-    Accelerate does not test for a distributed sampler, and has no hook, so this looks for its classes in the call
-    stack.
+    Accelerate does not test for a distributed sampler, and has no hook, so this function looks for Accelerate's classes
+    in the call stack.
 
     Args:
         ranks: Number of ranks among which the caller divides the samples.

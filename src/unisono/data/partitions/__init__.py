@@ -1,1 +1,1 @@
-"""Partitioners: each file in this folder is one, looked up by name."""
+"""Partitioners: each file in this folder defines one partitioner, which is looked up by the file's name."""

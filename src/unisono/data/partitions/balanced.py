@@ -18,18 +18,20 @@ Method = Literal["largest_first", "same_count", "runs"]
 
 
 class Balanced(AssignmentPartitioner):
-    """Parts of equal cost: tokens, frames, seconds. By name: the dataset's `costs` or `lengths`.
+    """Parts of equal total cost, such as tokens or seconds. By name, uses the dataset's `costs` or `lengths`.
 
     Args:
         costs: One cost per sample, finite, 0 or more.
         method: The guarantee:
 
-            - "largest_first": balances cost only. The most expensive of p equal parts costs at most 4/3 - 1/(3p) times
-              what it would in the best division, and no part has more than share * (total + (p - 1) * largest cost).
-            - "same_count": balances the number of samples as well (within one), so that ranks make the same number of
-              steps. Loads differ by no more than two costs that are p - 1 positions apart in sorted order. Equal shares
-              only.
-            - "runs": each part is a run of adjacent samples, whose cost is within the largest single cost of its share.
+            - "largest_first": balances only cost. The most expensive of p equal parts costs at most 4/3 - 1/(3p) times
+              as much as the most expensive part of the best division, and no part costs more than share * (total + (p -
+              1) * largest cost).
+            - "same_count": also balances the number of samples (within one), so that ranks make the same number of
+              training steps. The costs of two parts differ by no more than some two samples' costs that are p - 1
+              positions apart in sorted order. Supports equal shares only.
+            - "runs": each part is a run of adjacent samples, whose total cost differs from its share by at most the
+              largest cost of a sample.
 
     Raises:
         ValueError: A cost is negative or not finite, `costs` are not one-dimensional, or `method` is unknown.
@@ -84,8 +86,8 @@ class Balanced(AssignmentPartitioner):
 
 
 def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Cut where the cumulative cost is nearest to the cumulative share."""
-    # If all costs are zero, share by number of samples.
+    """Cut the samples into runs where the cumulative cost is nearest to the cumulative share."""
+    # If all costs are zero, balance the number of samples.
     weights = costs if bool(costs.any()) else torch.ones_like(costs)
     sums = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     ends = torch.tensor(list(shares), dtype=torch.float64, device="cpu").cumsum(0)[:-1] * sums[-1]
@@ -98,11 +100,11 @@ def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
 
 
 def largest_first(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Return the part number of each cost: largest first, each to the part that is then least loaded.
+    """Return the part number of each cost. Costs are assigned largest first, each to the least loaded part.
 
-    From R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the most loaded of p
-    equal parts has at most 4/3 - 1/(3p) times its load in the best division, and no part has more than
-    share * (total + (p - 1) * largest). Takes a sort, and a heap operation for each cost.
+    The method is from R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the
+    most loaded of p equal parts has at most 4/3 - 1/(3p) times the load of the most loaded part in the best division,
+    and no part has more than share * (total + (p - 1) * largest). Cost: a sort, and one heap operation per cost.
 
     Args:
         costs: One-dimensional, 0 or more.
@@ -142,10 +144,11 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 
 
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
-    """Return the part number of each cost, with equally many in all parts; and a bound on their loads' difference.
+    """Return the part number of each cost, with equal counts per part, and a bound on the difference of loads.
 
-    In order of cost, take `parts` consecutive samples at a time, and give one to each part, the largest to the least
-    loaded. So two loads never differ by more than the first and last cost in some such run.
+    The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part,
+    the most expensive one to the least loaded part. So two parts' loads never differ by more than the first and last
+    cost of some group.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

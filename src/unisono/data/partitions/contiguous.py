@@ -13,9 +13,9 @@ __all__ = ["PARTITIONER", "Contiguous"]
 
 
 class Contiguous(Partitioner):
-    """Runs of adjacent samples. Shuffling stays within each run, so each rank keeps reading the same files.
+    """Runs of adjacent samples. Samples are shuffled only within a run, so each rank keeps reading the same files.
 
-    Balance: less than one sample away from the share. Cost: none, for any number of samples.
+    Balance: less than one sample away from the share. Cost: constant time and memory, for any number of samples.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="contiguous")]
@@ -28,7 +28,7 @@ class Contiguous(Partitioner):
         if not shuffle:
             return RangeIndices(count)
         lengths = apportion(count, shares)
-        # The part's number distinguishes two runs of equal length.
+        # Mix the part's number into the seed; otherwise, runs of equal length would all be shuffled in the same way.
         runs = [IndexShuffle(length, (seed << 20) + part, epoch) for part, length in enumerate(lengths)]
         return Concatenated(runs, [0, *accumulate(lengths)][:-1])
 

@@ -1,4 +1,4 @@
-"""Dirichlet: every part has its own mix of labels, like devices in federated learning."""
+"""Dirichlet: every part has a different mix of labels, like the devices in federated learning."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ __all__ = ["PARTITIONER", "Dirichlet"]
 
 
 class Dirichlet(AssignmentPartitioner):
-    """Parts with different, randomly drawn mixes of labels. By name: the dataset's `targets` or `labels`.
+    """Parts with different, randomly drawn mixes of labels. By name, uses the dataset's `targets` or `labels`.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         labels: One label per sample: an integer tensor, or any hashable values.
-        alpha: Concentration, more than 0. If it is large, parts are alike; if small, each has about one label.
+        alpha: Concentration, more than 0. With a large value, parts are similar; with a small one, each part has about
+            one label.
 
-    Balance: less than one sample away from the share; only labels are uneven. A label that runs out is replaced with
-    the others in proportion, so the last parts get the leftovers.
+    Balance: each part's length is less than one sample away from its share; only the labels are uneven. When a label
+    runs out, samples with other labels replace it in proportion to the part's mix, so the last parts get the leftovers.
 
     Raises:
         ValueError: `alpha` is not finite and positive, or `labels` is a tensor that is not one-dimensional.
 
-    Method: mixes are drawn from Dirichlet(alpha * the dataset's mix), as in Hsu, Qi and Brown, "Measuring the Effects
-    of Non-Identical Data Distribution for Federated Visual Classification" (2019).
+    Method: mixes are drawn from the distribution Dirichlet(alpha * the dataset's mix), as in Hsu, Qi and Brown,
+    "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification" (2019).
 
     Example:
         >>> labels = torch.arange(1000) % 10
@@ -77,7 +78,7 @@ class Dirichlet(AssignmentPartitioner):
 
 
 def _mix(concentration: Sequence[float], chance: random.Random) -> list[float]:
-    """A Dirichlet draw, from logarithms of gamma variates, because small variates underflow."""
+    """Draw from a Dirichlet distribution, with logarithms of gamma variates, because small variates would underflow."""
     logs = [
         math.log(chance.gammavariate(a + 1, 1)) + math.log(1 - chance.random()) / a if a else -math.inf
         for a in concentration
@@ -87,7 +88,7 @@ def _mix(concentration: Sequence[float], chance: random.Random) -> list[float]:
 
 
 def _filled(size: int, left: Sequence[int], mix: Sequence[float]) -> list[int]:
-    """Return the number of samples of each label that make up `size`, following the mix while the supply lasts."""
+    """Return how many samples of each label to take for a total of `size`, following the mix while labels last."""
     taken = [0] * len(left)
     while need := size - sum(taken):
         free = [have - count for have, count in zip(left, taken, strict=True)]

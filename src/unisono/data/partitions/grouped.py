@@ -1,4 +1,4 @@
-"""Grouped: samples of a group stay in one part."""
+"""Grouped: all samples of a group are in the same part."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["PARTITIONER", "Grouped"]
 
 
 class Grouped(AssignmentPartitioner):
-    """Samples of one group (a patient, a speaker, a video) are never in two parts. By name: the dataset's `groups`.
+    """Parts that never split a group, such as a patient, a speaker or a video. By name, uses the dataset's `groups`.
 
-    When a job resumes mid-epoch with a different number of ranks, the remaining samples are divided by the same rule.
+    When a job resumes mid-epoch with a different number of ranks, the remaining samples of a group also stay together.
 
     Args:
         groups: One group per sample: an integer tensor, or any hashable values.
@@ -26,8 +26,8 @@ class Grouped(AssignmentPartitioner):
     Raises:
         ValueError: `groups` is a tensor that is not one-dimensional.
 
-    Balance: no part has more than share * (samples + (parts - 1) * samples in the largest group); with equal shares at
-    most 4/3 - 1/(3 * parts) times the largest part of the best division (`largest_first`).
+    Balance: no part has more than share * (samples + (parts - 1) * samples in the largest group). With equal shares, no
+    part has more than 4/3 - 1/(3 * parts) times the largest part of the best division (see `largest_first`).
 
     Example:
         >>> words = ["ant", "bee", "axe", "bat", "bow", "cup"]

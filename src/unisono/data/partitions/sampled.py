@@ -1,4 +1,4 @@
-"""Sampled: the output of another sampler, assigned to parts in turn."""
+"""Sampled: the output of another sampler, assigned to parts round-robin."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from unisono.data.partitions.strided import Strided
 
 __all__ = ["PARTITIONER", "Sampled"]
 
-# Ranks that are threads share the global generators, and often the sampler.
+# Ranks that are threads share the global generators, and often the sampler, so only one may draw at a time.
 _one_at_a_time = threading.RLock()
 
 
 class Sampled(Strided):
-    """Another sampler's output, each entry on one rank: a `WeightedRandomSampler`, a `BatchSampler`, or your own.
+    """Output of another sampler, such as a `WeightedRandomSampler` or `BatchSampler`, distributed over ranks.
 
-    An epoch's sequence depends only on the seed and the epoch, so it is the same on every rank: the generator that the
-    sampler draws from is seeded. That is the attribute `generator` of it or of the sampler inside it; without one, the
-    global generators of Python, numpy and torch, which are restored afterwards. A sampler that draws from any other
-    source raises an error, because ranks with a `Communicator` compare their draws for each epoch. A sample that occurs
-    twice in the sequence is assigned twice.
+    The generator that the sampler draws from is seeded, so that an epoch's sequence depends only on the seed and the
+    epoch, and is the same on every rank. If the sampler, or a sampler inside it, has an attribute `generator`, that
+    generator is seeded; otherwise, the global generators of Python, numpy and torch are seeded, and restored
+    afterwards. Ranks with a `Communicator` compare their sequences for each epoch, so a sampler that draws from any
+    other source raises an error. A sample that occurs twice in the sequence is assigned twice.
 
     Args:
-        sampler: Any object that can be iterated repeatedly. It defines the order: `shuffle` is False.
+        sampler: Any object that can be iterated over repeatedly. It defines the order, so `shuffle` must be False.
 
-    Balance: less than one entry of the sequence away from the share. Cost: drawing the whole sequence on every rank.
+    Balance: less than one entry of the sequence away from the share. Cost: every rank draws the whole sequence.
 
     Example:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
@@ -56,7 +56,7 @@ class Sampled(Strided):
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
         if shuffle:
             raise ValueError("a sampler has its own order: leave shuffle out")
-        # A seed that depends on every bit of both `seed` and `epoch`.
+        # Derive a seed that depends on every bit of both `seed` and `epoch`.
         chance = IndexShuffle(1 << 62, seed, epoch)[0]
         with _one_at_a_time, _seeded(self._sampler, chance):
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
@@ -82,7 +82,7 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
             inner.generator = before
         return
     state = random.getstate()
-    # A sampler that draws from numpy has already imported it.
+    # If the sampler draws from numpy, numpy has already been imported; otherwise, don't import it.
     numpy = sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):

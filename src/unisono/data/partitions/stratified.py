@@ -17,16 +17,16 @@ __all__ = ["PARTITIONER", "Stratified"]
 
 
 class Stratified(AssignmentPartitioner):
-    """Every part has its share of each label. By name: the dataset's `targets` or `labels`.
+    """Parts that each have their share of every label. By name, uses the dataset's `targets` or `labels`.
 
     Args:
-        labels: One for each sample: an integer tensor, or any hashable values.
+        labels: One label per sample: an integer tensor, or any hashable values.
 
     Raises:
         ValueError: `labels` is a tensor that is not one-dimensional.
 
-    Balance: for each label, less than one sample away from the share. In total, less than one sample if shares are
-    equal, and otherwise less than one per label.
+    Balance: for each label, less than one sample away from the share. A part's length is less than one sample away from
+    its share if shares are equal, and otherwise less than one sample per label.
 
     Example:
         >>> labels = ["cat"] * 8 + ["dog"] * 4
@@ -49,7 +49,8 @@ class Stratified(AssignmentPartitioner):
         by_label = shuffled[labels[shuffled].argsort(stable=True)]
         owners = torch.empty_like(by_label)
         if len(set(shares)) == 1:
-            # Dealing continues from one label to the next, which evens out each label's remainder.
+            # Assign samples to parts round-robin, and continue from one label to the next, so that the labels'
+            # remainders even out.
             owners[by_label] = torch.arange(len(samples), device="cpu") % parts
         elif len(samples):
             counts = [count for label in labels.bincount().tolist() for count in apportion(label, shares)]

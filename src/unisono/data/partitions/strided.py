@@ -1,4 +1,4 @@
-"""Strided: parts take turns."""
+"""Strided: samples are assigned to parts round-robin, in the dataset's order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["PARTITIONER", "Strided"]
 
 
 class Strided(Partitioner):
-    """Parts take turns: of p equal parts, part r has samples r, r + p, r + 2p and so on.
+    """Round-robin assignment: of p equal parts, part r has samples r, r + p, r + 2p and so on.
 
-    Unequal parts are spread as evenly as possible, in order of the time at which each would be half-way through its
-    next sample (Webster's method of apportionment).
+    Unequal parts are spread as evenly as possible: sample i of a part with n samples is placed at the time (i + 0.5) /
+    n, and samples are assigned in order of these times (Webster's method of apportionment).
 
-    Balance: less than one sample away from the share. Cost: none for equal shares; for others a sort of all positions,
-    with about 50 bytes per sample.
+    Balance: less than one sample away from the share. Cost: none for equal shares; unequal shares need a sort of all
+    positions, with about 50 bytes per sample.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="strided")]

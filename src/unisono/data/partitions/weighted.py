@@ -17,18 +17,19 @@ __all__ = ["PARTITIONER", "Weighted"]
 class Weighted(Partitioner):
     """Parts in proportion to weights, such as each rank's samples per second.
 
-    Ranks that take their share of each batch (from `un.data.apportion`) make the same number of steps.
+    Ranks make the same number of training steps if each rank's batch size is its share of the global batch (see
+    `un.data.apportion`).
 
     Args:
-        weights: One weight per part, 0 or more, such as samples per second; only their ratios matter. None: the shares
-            that the caller passes.
+        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the
+            caller's shares are used.
         partition: The inner partitioner, which assigns the samples; `shuffled` if None.
 
-    Balance: that of the inner partitioner, around these shares.
+    Balance: as guaranteed by the inner partitioner, relative to these shares.
 
     Raises:
-        ValueError: A weight is negative or NaN, or all are 0. When parts are made: the number of weights differs from
-            the number of parts.
+        ValueError: A weight is negative or NaN, or all weights are 0. Later, when samples are divided, the number of
+            weights differs from the number of parts.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))

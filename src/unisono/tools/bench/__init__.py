@@ -1,8 +1,8 @@
-"""Benchmark for collectives in the style of nccl-tests, side by side with other implementations in one run.
+"""Benchmark for collectives in the style of nccl-tests, which also measures other implementations in the same run.
 
 results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
 
-`interleave` times any other code in the same way: candidates take turns, and ratios compare adjacent samples.
+`interleave` times any other code in the same way: candidates alternate, and ratios compare adjacent samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks on this host that measure, with one thread each."""
+"""Measurement on ranks of this host, with one thread per rank."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TIMEOUT_S = 120.0
 
 
 def run(settings: Settings, *, shown: bool = False) -> list[Result]:
-    """Measure on ranks of this host, with one thread each.
+    """Measure on ranks of this host, with one thread per rank.
 
     Args:
         settings: What to measure.
-        shown: Whether to print the table, each line as soon as it is available.
+        shown: Whether to print the table, line by line as results become available.
 
     Returns:
         One result per size.
@@ -62,13 +62,13 @@ def on_ranks(
     under_mpirun: bool = False,
     timeout: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Run `program(comm, *args, folder)` on ranks of one thread each, and return each rank's result.
+    """Run `program(comm, *args, folder)` on ranks with one thread each, and return each rank's result.
 
     Args:
         program: As for `unisono.launch`.
         ranks, backend: As for `unisono.launch`.
-        args: As for `unisono.launch`. An empty folder visible to all ranks is appended; it is removed afterwards.
-        under_mpirun: Whether mpirun starts the ranks, whatever the backend, so that they can use MPI.
+        args: As for `unisono.launch`. An empty folder that all ranks can access is appended, and removed afterwards.
+        under_mpirun: Whether mpirun starts the ranks, for any backend, so that they can also use MPI.
         timeout: Maximum duration of an operation, in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, _one_thread():
@@ -93,7 +93,7 @@ def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread, also for ranks that are threads of this process. Flush output before ranks print."""
+    """Limit torch to one thread, for ranks that are threads of this process. First flush output, before ranks print."""
     sys.stdout.flush()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -104,16 +104,16 @@ def _one_thread() -> Iterator[None]:
 
 
 _OWN = ""
-"""Name of unisono among the candidates; not a peer's name."""
+"""Name of unisono among the candidates. No peer has this name."""
 
 
 def measure(comm: Communicator, settings: Settings, folder: Path, report: Callable[[Result], None]) -> list[Result]:
     """Return a result for each size, the same on every rank. Collective over `comm`.
 
     Args:
-        comm: The ranks, as many as the settings say.
+        comm: Communicator with the number of ranks in the settings.
         settings: What to measure.
-        folder: An empty folder, visible to all ranks.
+        folder: An empty folder that all ranks can access.
         report: Called with each result as soon as it is available.
     """
     with ExitStack() as stack:
@@ -125,13 +125,13 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
         for workload in settings.workloads:
             results.append(_Measurement(comm, settings, workload, candidates).measure())
             report(results[-1])
-        # So that no rank closes a connection that another rank is still using.
+        # Wait for all ranks, so that no rank closes a connection that another rank is still using.
         comm.barrier()
         return results
 
 
 class _Measurement:
-    """All candidates on one workload."""
+    """Measurement of all candidates on one workload."""
 
     def __init__(self, comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> None:
         self._comm = comm
@@ -190,7 +190,7 @@ class _Measurement:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return the call, prepared only once, because a slot does not change during this case."""
+        """Return the call on a slot, which is prepared only once, because slots don't change during a measurement."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

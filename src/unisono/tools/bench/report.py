@@ -1,4 +1,4 @@
-"""Results as JSON, with a description of the machine."""
+"""Results as JSON, with a description of the machine, and as plots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _processor() -> str:
 
 
 def as_json(settings: Settings, results: list[Result]) -> dict[str, Any]:
-    """Return `machine`, `settings` and `results`, the latter two as returned by their `plain()`."""
+    """Return a dict with `machine`, `settings` and `results`, as JSON-serializable values."""
     return {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}
 
 
@@ -54,7 +54,7 @@ def check_plot() -> None:
 
 
 def plot(results: list[Result], path: Path) -> None:
-    """Draw to a file, in the format given by its suffix: .png, .svg, .pdf.
+    """Plot results to a file, in the format of its suffix, such as .png, .svg or .pdf.
 
     Raises:
         UnavailableError: matplotlib is not installed.
@@ -70,7 +70,7 @@ def plot(results: list[Result], path: Path) -> None:
     bandwidth, ratio = figure.subplots(1, 2)
     bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
     for name in peers:
-        # All candidates move the same bytes over the bus; only the time differs.
+        # All candidates move the same number of bytes, so bandwidths differ only because of the times.
         theirs = [result.busbw_gb_s * result.time_us / result.against[name].time_us for result in results]
         bandwidth.plot(sizes, theirs, marker="o", label=name)
         spreads = [result.against[name].ratio for result in results]

@@ -1,6 +1,6 @@
-"""Results for one workload: figures of unisono and its peers, as tables and compared with bounds.
+"""Results for one workload: figures for unisono and its peers, as tables and in comparison with bounds.
 
-Tables have the columns of nccl-tests, and for each peer its time and how many times as fast unisono was.
+Tables have the columns of nccl-tests and, for each peer, its time and the ratio of its time to unisono's.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Figures of a peer in the same run.
+    """Figures for a peer in the same run.
 
     Attributes:
-        time_us: Median time of a call.
-        ratio: The peer's time divided by unisono's in adjacent samples: how many times as fast unisono was.
+        time_us: Median time of a call in microseconds.
+        ratio: Ratio of the peer's time to unisono's time in adjacent samples; above 1 if unisono was faster.
         wrong: Number of wrong elements in the peer's results, over all ranks and calls.
     """
 
@@ -48,13 +48,13 @@ class Result:
     """Result for one size of a collective.
 
     Attributes:
-        nbytes: Size in bytes of a rank's input or output, whichever is larger, over all parts.
-        count: Number of elements of the whole tensor if the collective is in place, else of one rank's part.
+        nbytes: Size in bytes of a rank's whole input or output, whichever is larger.
+        count: Number of elements of the whole tensor if the collective is in place, otherwise of one rank's part.
         algorithm: "native", or a schedule's name.
         time: Time of a call in microseconds, on the slowest rank.
         wrong: Number of wrong elements in the results, over all ranks and calls.
         samples: Number of samples of each candidate.
-        against: Figures per peer.
+        against: Figures for each peer, by name.
     """
 
     collective: str
@@ -81,11 +81,11 @@ class Result:
 
     @property
     def busbw_gb_s(self) -> float:
-        """`algbw_gb_s` times the factor with which nccl-tests make it comparable between numbers of ranks."""
+        """Bus bandwidth as in nccl-tests: `algbw_gb_s` times a factor that makes numbers of ranks comparable."""
         return self.algbw_gb_s * bus_factor(self.collective, self.ranks)
 
     def plain(self) -> dict[str, Any]:
-        """Return fields and bandwidths as JSON-serializable values."""
+        """Return all fields and the bandwidths as JSON-serializable values."""
         figures = {"time_us": self.time_us, "algbw_gb_s": self.algbw_gb_s, "busbw_gb_s": self.busbw_gb_s}
         return asdict(self) | figures
 
@@ -167,7 +167,7 @@ def _figure(value: float) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """Return how many elements of each candidate were wrong."""
+    """Return a line that says how many elements of each candidate's results were wrong."""
     wrong = {"unisono": sum(result.wrong for result in results)}
     for result in results:
         for name, peer in result.against.items():
@@ -182,9 +182,9 @@ class BoundCheck:
 
     Attributes:
         what: Description of the figure.
-        found: The figure and its quartiles; a single figure has none.
-        bound: Minimum for the median.
-        most: Whether the bound is the maximum instead.
+        found: The figure with its quartiles; for a single measurement, all three are equal.
+        bound: Minimum for the median, or maximum if `most`.
+        most: Whether the bound is a maximum rather than a minimum.
 
     Example:
         >>> print(BoundCheck("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
@@ -211,7 +211,7 @@ class BoundCheck:
 
 
 def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare the geometric mean of a peer's ratios over some sizes with a bound; no finding if there are no sizes."""
+    """Compare the geometric mean of a peer's ratios over some sizes with a bound; empty if there are no results."""
     ratios = [result.against[peer].ratio for result in results]
     if not ratios:
         return []
@@ -220,7 +220,7 @@ def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) ->
 
 
 def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare a peer's smallest ratio over some sizes with a bound; no finding if there are no sizes."""
+    """Compare a peer's smallest ratio over some sizes with a bound; empty if there are no results."""
     if not results:
         return []
     least = min(results, key=lambda result: result.against[peer].ratio.median)

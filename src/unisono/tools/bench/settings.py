@@ -1,4 +1,4 @@
-"""Settings of a measurement, validated before the first rank starts, and message sizes as text."""
+"""Settings of a measurement, which are validated before the first rank starts, and parsing of message sizes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One run of the benchmark.
+    """Settings for one run of the benchmark.
 
     Attributes:
         collective: One of `unisono.tools.bench.COLLECTIVES`.
-        backend: Unisono's backend; "auto" is shared memory, or gloo if that is not available.
+        backend: Unisono's backend; "auto" means shared memory, or gloo if shared memory is not available.
         ranks: Number of ranks, all on this host.
         sizes: Message sizes in bytes, counted as in nccl-tests (see `Result.nbytes`).
-        dtype, op: Names, as in torch and in `ReduceOp`.
+        dtype, op: Names of the dtype, as in torch, and of the reduction, as in `ReduceOp`.
         algorithm: As for the collective; None lets it choose.
-        registered: Whether unisono's tensors are allocated by `Communicator.empty`; those of peers never are.
-        cold: Whether each call uses memory that is no longer in the caches.
+        registered: Whether unisono's tensors are allocated with `Communicator.empty`; peers always use ordinary
+            tensors.
+        cold: Whether each call uses memory that is not in the processor's caches.
         against: Names of peers to measure in the same run.
         seconds: Approximate time per size, for all candidates together.
         least: Minimum number of samples of each candidate.
@@ -99,7 +100,7 @@ class Settings:
 
     @property
     def chosen_backend(self) -> str:
-        """The backend that "auto" selects here."""
+        """The backend, with "auto" resolved for this host."""
         if self.backend != "auto":
             return self.backend
         return "shm" if why_no_shm() is None else "gloo"
@@ -111,12 +112,12 @@ class Settings:
 
     @property
     def workloads(self) -> list[Workload]:
-        """Return one workload per size; a barrier has no size, and is measured once."""
+        """Return one workload per size, or a single one for a barrier, which has no size."""
         sizes = self.sizes[:1] if self.collective == "barrier" else self.sizes
         return [self.workload(nbytes) for nbytes in sizes]
 
     def workload(self, nbytes: int) -> Workload:
-        """The workload of one size."""
+        """Return the workload for one size."""
         return Workload.of_bytes(self.collective, self.ranks, nbytes, self._dtype, parse_op(self.op))
 
     @property

@@ -1,4 +1,4 @@
-"""Interleaved timing: candidates take turns in one run, and ratios compare adjacent samples."""
+"""Interleaved timing: candidates alternate within one run, and ratios compare adjacent samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.core.garbage import no_collection
 __all__ = ["Sample", "Spread", "Timings", "clock", "interleave", "timed"]
 
 Sample = Callable[[], float]
-"""Takes one sample of a candidate, and returns its figure: in seconds, unless the caller uses another unit."""
+"""Function that takes one sample of a candidate, and returns a figure, usually a time in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """Return the spread of at least one figure."""
+        """Return the median and quartiles of one or more figures."""
         if len(figures) == 1:
             return cls(figures[0], figures[0], figures[0])
         return cls(*statistics.quantiles(figures, n=4, method="inclusive"))
@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timings:
-    """Figures of each candidate, by name, one per round.
+    """Figures of each candidate by name, with one figure per round.
 
     Example:
         >>> timings = Timings({"new": [2.0, 3.0, 2.0], "old": [4.0, 6.0, 6.0]})
@@ -66,19 +66,19 @@ class Timings:
         return len(next(iter(self.figures.values())))
 
     def of(self, name: str) -> Spread:
-        """Figures of one candidate."""
+        """Return the spread of one candidate's figures."""
         return Spread.of(self.figures[name])
 
     def ratio(self, name: str, to: str) -> Spread:
-        """Ratios between adjacent samples of two candidates."""
+        """Return the spread of the ratios between adjacent samples of two candidates."""
         return Spread.of([a / b for a, b in self._pairs(name, to)])
 
     def difference(self, name: str, to: str) -> Spread:
-        """Differences between adjacent samples of two candidates."""
+        """Return the spread of the differences between adjacent samples of two candidates."""
         return Spread.of([a - b for a, b in self._pairs(name, to)])
 
     def compared(self, name: str, to: str) -> str:
-        """Both medians and the ratio, in one line.
+        """Return a line with both candidates' medians and their ratio.
 
         Example:
             >>> Timings({"new": [0.002, 0.003], "old": [0.004, 0.006]}).compared("new", "old")
@@ -89,7 +89,7 @@ class Timings:
         return f"{first} / {second} = {ratio.median:5.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {self.rounds} pairs)"
 
     def slowest(self, comm: Communicator) -> Timings:
-        """Return each sample's largest figure over all ranks: a call ends when the last rank completes. Collective."""
+        """Return the maximum over all ranks for each sample: a call ends when the last rank is done. Collective."""
         figures = torch.tensor([list(each) for each in self.figures.values()], dtype=torch.float64)
         comm.all_reduce(figures, "max")
         return Timings(dict(zip(self.figures, figures.tolist(), strict=True)))
@@ -102,8 +102,8 @@ def clock(calls: Iterable[Callable[[], object]], comm: Communicator | None = Non
     """Time consecutive calls, and return the mean seconds per call.
 
     Args:
-        calls: At least one.
-        comm: Ranks that start together; no rank continues while another's clock is running.
+        calls: One or more functions to call.
+        comm: Communicator of ranks that start together. No rank continues while another rank is still being timed.
     """
     listed = list(calls)
     if comm is not None:
@@ -125,13 +125,13 @@ def timed(
     before: Callable[[], object] | None = None,
     after: Callable[[], object] | None = None,
 ) -> Sample:
-    """Return a function that takes a sample of a call.
+    """Return a function that times a call, for `interleave`.
 
     Args:
-        call: The candidate.
+        call: The function to time.
         comm: As for `clock`.
-        count: Number of calls per sample, for a call too short for the clock's resolution.
-        before, after: Called outside the timed region, to prepare the call and to verify its result.
+        count: Number of calls per sample, for a call that is too short for the clock's resolution.
+        before, after: Functions that prepare the call and verify its result, outside the timed region.
     """
 
     def sample() -> float:
@@ -156,16 +156,18 @@ def interleave(
     warmup: int = 2,
     after_round: Callable[[], object] | None = None,
 ) -> Timings:
-    """Take samples of all candidates in turn, in alternating order: A B, B A, ... Garbage collection is disabled.
+    """Take samples of all candidates in alternating order, such as A B, B A, without garbage collection.
 
     Args:
-        samples: Samples by candidate name.
-        comm: Participating ranks, which agree on the number of rounds; each rank has its own timings.
+        samples: Functions that take a sample, by candidate name.
+        comm: Communicator of the participating ranks, which use the same number of rounds. Each rank returns its own
+            timings.
         seconds: Approximate duration; the number of rounds is determined from the last warm-up round.
-        rounds: Number of rounds, instead of `seconds`.
+        rounds: Number of rounds, which replaces `seconds`.
         least, most: Bounds on the number of rounds.
-        warmup: Uncounted rounds at the start.
-        after_round: Called outside the timed region after each round, for work that needs all candidates' results.
+        warmup: Number of rounds at the start that are not counted.
+        after_round: Function called after each round, outside the timed region, for work that needs all candidates'
+            results.
 
     Example:
         >>> timings = interleave({"sum": timed(lambda: sum(range(9))), "len": timed(lambda: len("nine"))}, rounds=4)
@@ -196,7 +198,7 @@ def interleave(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Return the order of a round. It rotates, so that each candidate runs first, last and after every other one."""
+    """Return the order of a round. It rotates, so that each candidate runs first, last and after each other one."""
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned

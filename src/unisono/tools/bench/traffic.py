@@ -1,4 +1,4 @@
-"""Memory traffic of torch operations: the bytes that they read and write, counted rather than timed."""
+"""Memory traffic of torch operations: counts the bytes that operations read and write, without timing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemoryTraffic:
     """Bytes moved by torch operations.
 
     Attributes:
-        read, written: Bytes of operands. A byte read by two operations counts twice.
+        read, written: Bytes of operands read and written. A byte that two operations read counts twice.
         largest_new: Size in bytes of the largest tensor that an operation allocated.
     """
 
@@ -31,13 +31,13 @@ class MemoryTraffic:
 
     @property
     def moved(self) -> int:
-        """Bytes read and written."""
+        """Total number of bytes read and written."""
         return self.read + self.written
 
 
 @contextmanager
 def counted() -> Iterator[MemoryTraffic]:
-    """Count this thread's operations inside the `with`. Excludes other threads and bytes moved by C code.
+    """Count this thread's operations in a `with` block. Other threads, and bytes that C code moves, are not counted.
 
     Example:
         >>> with counted() as traffic:
@@ -51,7 +51,7 @@ def counted() -> Iterator[MemoryTraffic]:
 
 
 class _Counter(TorchDispatchMode):
-    """Classifies operands by the schema of each operation: overwritten or only read."""
+    """Dispatch mode that reads from each operation's schema which operands are read and which are written."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ class _Counter(TorchDispatchMode):
         for tensor in _tensors(result):
             if id(tensor) not in known:
                 self.traffic.largest_new = max(self.traffic.largest_new, tensor.nbytes)
-                # Memory that has only been allocated has not been written yet.
+                # Operations such as `empty` allocate memory, but don't write to it.
                 self.traffic.written += 0 if "empty" in schema.name else tensor.nbytes
 
 

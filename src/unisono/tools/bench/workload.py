@@ -1,4 +1,4 @@
-"""Workload: one collective of one size, with its memory, data, expected results and bus bandwidth."""
+"""Workload: one collective with one size, and its memory, data, expected results and bus bandwidth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLLECTIVES = tuple(FAMILIES)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Return the ratio of bus to algorithm bandwidth as in nccl-tests: the load on links, for any number of ranks.
+    """Return the ratio of bus bandwidth to algorithm bandwidth, as defined by nccl-tests.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
@@ -49,7 +49,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Memory for one call: a rank's input and output; the same tensor if the collective is in place."""
+    """Memory for one call: a rank's input and output, which are the same tensor if the collective is in place."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -62,7 +62,7 @@ class Workload:
     Attributes:
         collective: One of `COLLECTIVES`. Rooted collectives have root 0.
         ranks: Number of ranks.
-        count: Number of elements of each rank's input or output: the whole tensor if in place, else one rank's part.
+        count: Number of elements, of the whole tensor if the collective is in place, and otherwise of one rank's part.
         dtype, op: Dtype of the elements, and the reduction.
     """
 
@@ -74,7 +74,7 @@ class Workload:
 
     @classmethod
     def of_bytes(cls, collective: str, ranks: int, nbytes: int, dtype: torch.dtype, op: ReduceOp) -> Workload:
-        """Return the workload of about `nbytes`: rounded down to whole elements for every rank, but at least one."""
+        """Return the workload of about `nbytes` bytes, rounded down to whole elements per rank, but not to 0."""
         what = FAMILIES[collective]
         if not what.moves:
             return cls(collective, ranks, 0, dtype, op)
@@ -93,12 +93,12 @@ class Workload:
 
     @property
     def bus_factor(self) -> float:
-        """See the function of the same name."""
+        """See the function `bus_factor`."""
         return bus_factor(self.collective, self.ranks)
 
     @property
     def what(self) -> Collective:
-        """The description of the collective."""
+        """Description of the collective."""
         return FAMILIES[self.collective]
 
     @property
@@ -128,13 +128,13 @@ class Workload:
 
     # -- contents ------------------------------------------------------------------------------
     def fill(self, slot: Slot, rank: int) -> None:
-        """Write this rank's input, and fill the output with zeros, which no result contains."""
+        """Write this rank's input. Fill the output with zeros, which don't occur in any result."""
         if slot.target is not slot.source:
             slot.target.zero_()
         self._given[rank].write(slot.source)
 
     def wrong(self, slot: Slot, rank: int) -> int:
-        """Count the elements of this rank's result that are not the expected ones."""
+        """Count the elements of this rank's result that differ from the expected ones."""
         sources = self.what.sources(rank, self.ranks, root=0)
         if not self.count or not sources:
             return 0
@@ -155,13 +155,13 @@ class Workload:
         return reduced(self._given, self.op)
 
 
-# -- data that differ by rank and by index, so that a result can be checked element by element ------
+# -- data: differs by rank and by index, so that every element of a result can be checked ----------
 PERIOD = 65521
-"""Elements until the data repeats. A prime, so that a shift by any tile or share of a message is detected."""
+"""Period of the data in elements. It is prime, so that a shift by any tile or share of a message is detected."""
 
 
 class Pattern:
-    """An endless sequence of values, any range of which can be written or compared.
+    """Infinite periodic sequence of values. Any range of it can be written to a tensor or compared with one.
 
     Args:
         period: The first `PERIOD` values.
@@ -172,17 +172,17 @@ class Pattern:
         self._twice = torch.cat([period, period])
 
     def write(self, tensor: torch.Tensor, start: int = 0) -> None:
-        """Fill a one-dimensional tensor with the values from number `start` on."""
+        """Fill a one-dimensional tensor with the values starting at index `start`."""
         for part, values in self._stretches(tensor, start):
             part.copy_(values)
 
     def wrong(self, tensor: torch.Tensor, start: int = 0) -> int:
-        """Count the elements of a one-dimensional tensor that are not the values from number `start` on."""
+        """Count the elements of a one-dimensional tensor that differ from the values starting at index `start`."""
         pairs = self._stretches(tensor, start)
         return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
 
     def _stretches(self, tensor: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pieces as long as a period: avoids a copy as large as the message, and keeps the values in cache."""
+        """Yield pieces as long as a period. This avoids a copy of the message's size, and keeps values in cache."""
         for low in range(0, tensor.numel(), PERIOD):
             part = tensor[low : low + PERIOD]
             offset = (start + low) % PERIOD
@@ -190,7 +190,7 @@ class Pattern:
 
 
 def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
-    """Return a rank's input: integers other than 0, small enough that every dtype holds every result exactly."""
+    """Return a rank's input: non-zero integers, small enough that every dtype represents every result exactly."""
     if dtype is torch.bool:
         above = 2
         scale = 1
@@ -198,7 +198,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
         above = 3
         scale = 1
     else:
-        # Keeps averages integral as well.
+        # For AVG, use multiples of the number of ranks, so that averages are integers as well.
         scale = ranks if op is ReduceOp.AVG else 1
         above = max(3, 127 // (ranks * scale))
     chance = torch.Generator().manual_seed(rank)
@@ -207,7 +207,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
 
 
 def reduced(patterns: list[Pattern], op: ReduceOp) -> Pattern:
-    """Return the reduction of all ranks' inputs, in the order of ranks."""
+    """Return the reduction of all ranks' inputs, computed in rank order."""
 
     def both(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         combine(op, low, high, result := torch.empty_like(low))
@@ -217,7 +217,7 @@ def reduced(patterns: list[Pattern], op: ReduceOp) -> Pattern:
     return Pattern(total / len(patterns) if op is ReduceOp.AVG else total)
 
 
-# -- the same memory each time for warm caches, rotating through more than the caches for cold ones --
+# -- memory: the same slots each time for warm caches, or more slots than fit into the caches -------
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
 _BATCH_BYTES = 256 << 10
@@ -226,13 +226,13 @@ _USUAL_CACHE_BYTES = 32 << 20
 
 
 def calls_per_sample(nbytes: int) -> int:
-    """Return how many calls to time together: several if one is too short for a clock, each on its own memory."""
+    """Return how many calls, each on its own memory, to time together: several if one is too short for a clock."""
     return max(1, min(_MOST_CALLS, _BATCH_BYTES // max(1, nbytes)))
 
 
 @cache
 def cache_bytes() -> int:
-    """Return the size of this machine's largest cache, or a typical size if the system does not report it."""
+    """Return the size in bytes of this machine's largest cache, or a typical size if the system does not report it."""
     found = [_parsed(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max(found, default=0) or _USUAL_CACHE_BYTES
 
@@ -243,12 +243,12 @@ def _parsed(path: Path) -> int:
 
 
 class SlotPool:
-    """One rank's slots, all of one size.
+    """Pool of one rank's slots, which all have the same size.
 
     Args:
-        workload: The workload that uses them.
-        allocate: Allocates one-dimensional memory of a number of elements; called once.
-        cold: Whether there are enough slots for each to leave the caches before its next use.
+        workload: The workload that uses the slots.
+        allocate: Function that allocates a one-dimensional tensor with the given number of elements; called once.
+        cold: Whether to create so many slots that a slot has left the caches before it is used again.
     """
 
     def __init__(self, workload: Workload, allocate: Callable[[int], torch.Tensor], *, cold: bool) -> None:
@@ -256,7 +256,7 @@ class SlotPool:
         self._batch = calls_per_sample(workload.nbytes)
         used = workload.slot_numel * workload.dtype.itemsize
         # Cold slots start on separate pages, because the hardware prefetches the next line and page. The extra line
-        # keeps slots from mapping to the same cache set.
+        # prevents slots from mapping to the same cache set.
         stride = -(-max(used, _PAGE_BYTES if cold else 1) // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
         slots = max(self._batch, 1 + -(-2 * cache_bytes() // stride) if cold else 0)
         slots = -(-slots // self._batch) * self._batch
@@ -271,7 +271,7 @@ class SlotPool:
         return len(self._slots)
 
     def next(self) -> list[Slot]:
-        """Return the slots for the next sample: the same tensors every time if there are no more."""
+        """Return the slots for the next sample; for warm caches, these are the same tensors every time."""
         first = self._next
         self._next = (self._next + self._batch) % self.slots
         return self._slots[first : first + self._batch]

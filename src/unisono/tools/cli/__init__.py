@@ -1,4 +1,4 @@
-"""The command line: `unisono <command>`, also as `python -m unisono <command>`."""
+"""Command line: `unisono <command>`, or `python -m unisono <command>`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["COMMANDS", "Command", "UsageError", "main", "make_parser", "numbers"
 
 
 class Command(Protocol):
-    """A file in `unisono.tools.cli.commands`, named after the command; its docstring is the help, with an example."""
+    """A module in `unisono.tools.cli.commands`, named like the command; its docstring is the help text."""
 
     __doc__: str | None
 
@@ -27,17 +27,17 @@ class Command(Protocol):
         ...
 
     def run(self, given: argparse.Namespace) -> int:
-        """Run the command, and return the exit status. Raises `UsageError` if the request is impossible."""
+        """Run the command, and return the exit status. Raises `UsageError` if the arguments cannot be satisfied."""
         ...
 
 
 class UsageError(Exception):
-    """Raised for an impossible request; the text is one sentence that states the alternatives. Exit status 2."""
+    """Error for arguments that cannot be satisfied. Its text is a sentence that names alternatives; exit status 2."""
 
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise a `UsageError` with the same text in place of an error of these classes."""
+    """Convert errors of these classes to a `UsageError` with the same text."""
     try:
         yield
     except kinds as error:
@@ -45,7 +45,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def numbers(options: Iterable[str]) -> dict[str, int]:
-    """Return the options of an algorithm, each given as NAME=NUMBER.
+    """Parse the options of an algorithm, each of the form NAME=NUMBER.
 
     Example:
         >>> numbers(["segments=4"])
@@ -61,7 +61,7 @@ def numbers(options: Iterable[str]) -> dict[str, int]:
 
 
 COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")
-"""A new command is one new file, or an entry point `unisono.tools.cli.commands` of another package."""
+"""Registry of commands: files in `commands`, and other packages' entry points in `unisono.tools.cli.commands`."""
 
 _FAILED = 1
 _REFUSED = 2
@@ -73,14 +73,14 @@ _STATUSES = "exit status: 0 ok, 1 failed, 2 usage error, 130 interrupted"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status.
 
-    0 is success, 1 failure, 2 an impossible request (a sentence on standard error states the
-    alternatives), 130 interrupted.
+    The exit status is 0 for success, 1 for a failure, 2 for arguments that cannot be satisfied (a sentence on standard
+    error names alternatives), and 130 for an interrupt.
 
     Args:
-        argv: Arguments after the program's name; from the command line if None.
+        argv: Arguments after the program's name; if None, the arguments of this process.
 
     Raises:
-        SystemExit: As in argparse: after --help and --version, and for unknown options.
+        SystemExit: As in argparse, after --help and --version, and for unknown options.
 
     Example:
         >>> main(["--version"])
@@ -112,15 +112,15 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
-        # At exit, Python would try to write the rest again.
+        # Redirect standard output to /dev/null, because Python would try to write the buffered rest again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # The reader of a closed pipe wants no more output.
+        # If the reader has closed the pipe, it does not want more output, so don't print an error.
         closed = error.errno == errno.EPIPE
         return _FAILED if closed else _complain(given.command, f"cannot print: {error.strerror}", _FAILED)
 
 
 def make_parser(loaded: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser of all commands. Only those in `loaded` are imported, because some import torch.
+    """Return the parser for all commands. Only commands in `loaded` are imported, because some commands import torch.
 
     Args:
         loaded: Names of the commands whose arguments the parser knows.

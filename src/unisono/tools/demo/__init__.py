@@ -1,4 +1,4 @@
-"""The demonstration: train a small network on several ranks, and prove that the result equals that of one rank."""
+"""Demonstration: trains a small network on several ranks, and proves that one rank gets the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures and their classes: scikit-learn's digits, or the user's own."""
+"""Pictures and their classes: scikit-learn's digits, or the user's own pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEWEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """A dataset of pictures: it has a length, and can be indexed.
+    """Dataset of pictures, with a length and an index operator.
 
     Attributes:
         x: Float32 of shape (n, channels, height, width), with mean 0 and standard deviation 1 over all elements.
@@ -48,7 +48,7 @@ def load(path: Path | None = None) -> Pictures:
 
     Raises:
         ValueError: `path` has nothing to train on; the message states the expected input.
-        UnavailableError: A package needed to read it is missing; the message says how to install it.
+        UnavailableError: A package needed to read the pictures is missing; the message says how to install it.
     """
     if path is None:
         return _digits()
@@ -59,7 +59,7 @@ def load(path: Path | None = None) -> Pictures:
 
 
 def split(pictures: Pictures, seed: int) -> tuple[Pictures, Pictures]:
-    """Split the pictures into a training set and a held-out test set, a random fifth of all."""
+    """Split the pictures into a training set and a held-out test set, which is a random fifth of all pictures."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed))
     held_out = round(len(pictures) * _HELD_OUT)
     return _some(pictures, order[held_out:]), _some(pictures, order[:held_out])
@@ -104,10 +104,11 @@ _GRAY = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
     """Read the images of each sub-folder, labelled with the sub-folder's name.
 
-    All are scaled to the size of the first image, at most 32 pixels a side.
+    All images are scaled to the size of the first image, but to at most 32 by 32 pixels.
 
     Returns:
-        Uint8 of shape (n, channels, height, width), with 1 channel if all are gray, else 3; and n names.
+        A uint8 tensor of shape (n, channels, height, width), with 1 channel if all images are gray, else 3; and n class
+        names.
     """
     try:
         from PIL import Image
@@ -154,7 +155,7 @@ def read_npz(path: Path) -> tuple[torch.Tensor, list[Any]]:
     """Read the arrays `x` and `y`, or `images` and `labels`, of an .npz file. Pickled objects are refused.
 
     Returns:
-        Float32 of shape (n, height, width) or (n, channels, height, width), and n labels.
+        A float32 tensor of shape (n, height, width) or (n, channels, height, width), and n labels.
     """
     try:
         import numpy as np

@@ -1,4 +1,4 @@
-"""The demonstration from beginning to end, and its output."""
+"""The whole demonstration, from its settings to its output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDemo:
-    """Validated settings, and the pictures."""
+    """Validated settings of a demonstration, and its pictures."""
 
     settings: DemoSettings
     backend: str
@@ -95,7 +95,7 @@ def _backend(settings: DemoSettings) -> str:
     if settings.backend == "nccl" and settings.device == "cpu":
         raise ValueError("--backend nccl supports tensors on GPUs only: add --device cuda")
     if settings.backend != "auto":
-        # An unknown name is an error that lists the known ones.
+        # For an unknown name, this raises an error that lists the known names.
         transport_named(settings.backend)
         return settings.backend
     # NCCL needs one GPU per rank; other backends let ranks share a GPU.
@@ -110,7 +110,8 @@ def show(ready: PreparedDemo, *, as_json: bool = False) -> int:
         ready: Result of `prepare`.
         as_json: Whether to print nothing but the results as JSON.
     """
-    # A network this small is fastest on one core; more threads would contend, also if ranks are threads.
+    # Use one torch thread: a network this small trains fastest on one core, and ranks may themselves be threads of this
+    # process.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,7 +165,7 @@ def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _errors(ready: PreparedDemo, steps: int) -> tuple[float, float]:
-    """Return the largest difference in weights between several ranks and one, and between the ring and the sum."""
+    """Return the largest difference in weights between several ranks and one rank, and the largest ring error."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
     reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
@@ -173,7 +174,7 @@ def _errors(ready: PreparedDemo, steps: int) -> tuple[float, float]:
 
 
 def _verdict(error: float) -> str:
-    # The comparison must fail for NaN.
+    # Compare with `<=`, so that NaN counts as a failure.
     return "" if error <= _TOLERANCE else f": FAILED, at most {_TOLERANCE:.0e} is allowed"
 
 
@@ -189,11 +190,11 @@ def _next(settings: DemoSettings) -> str:
 
 
 def _say(line: str) -> None:
-    # Ranks write to the same terminal, so flush the output.
+    # Flush the output, because ranks write to the same terminal.
     print(line, flush=True)
 
 
-# Not divisible by any smaller number of ranks, so the ring's chunks differ in length.
+# A prime number, which no number of ranks divides, so the ring's chunks differ in length.
 _LENGTH = 100_003
 
 
@@ -209,7 +210,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
 
 
 def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
-    """Return the same weights from a plain loop without communication, over the same global batches as on `ranks`."""
+    """Return the weights that a loop without communication gets from the same global batches as `ranks` ranks."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
@@ -219,12 +220,12 @@ def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
 
 
 def difference(mine: Weights, theirs: Weights) -> float:
-    """Return the largest difference in any weight."""
+    """Return the largest difference between two sets of weights."""
     return largest(float((mine[name] - theirs[name]).abs().max()) for name in mine)
 
 
 def largest(errors: Iterable[float]) -> float:
-    """Return the largest error, or NaN if any is NaN; Python's `max` may skip NaN."""
+    """Return the largest error, or NaN if any error is NaN. (Python's `max` may ignore NaN.)"""
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 BATCH = 64
-"""Maximum pictures of one step over all ranks; more if there are more ranks, because each takes at least one."""
+"""Maximum number of pictures per step over all ranks. If there are more ranks, each rank still gets one picture."""
 
 
 class StepShare(NamedTuple):
@@ -41,8 +41,8 @@ class StepShare(NamedTuple):
 
     Attributes:
         indices: Indices of the share's pictures.
-        divisor: Number such that the sum over these pictures divided by it, averaged over ranks, is the mean over the
-            step's whole batch.
+        divisor: Number by which to divide the sum of these pictures' losses. The average of the quotients over ranks is
+            then the mean loss of the step's global batch.
     """
 
     indices: torch.Tensor
@@ -50,12 +50,12 @@ class StepShare(NamedTuple):
 
 
 class Batches:
-    """A partition of the pictures for each rank, cut into as many batches as the other ranks have.
+    """Partition of the pictures over ranks, in which each rank's part is cut into the same number of batches.
 
     Args:
         pictures: Pictures to train on, at least one per rank.
-        ranks: Number of ranks that share them.
-        seed: Seed for the partition and for its order in each epoch.
+        ranks: Number of ranks that share the pictures.
+        seed: Seed for the partition, and for the order of pictures in each epoch.
 
     Attributes:
         steps: Number of steps in an epoch.
@@ -68,13 +68,13 @@ class Batches:
         self.steps: int = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[StepShare]:
-        """Return the shares of one rank in an epoch: all pictures of its partition, once."""
+        """Return one rank's share of each step in an epoch, which together contain each picture of its part once."""
         counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
         divisors = [count / len(self._parts) for count in counts]
         return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
 
     def whole(self, epoch: int) -> list[StepShare]:
-        """Return the shares with which a single rank sees the same pictures in each step as all ranks together."""
+        """Return the shares with which a single rank uses the same pictures in each step as all ranks together."""
         cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
         batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
         return [StepShare(batch, len(batch)) for batch in batches]
@@ -89,9 +89,9 @@ class Batches:
 
 
 def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build a network for pictures of this size, colours and classes, on the CPU; its weights depend only on the seed.
+    """Build a network for these pictures' colours and classes, on the CPU. Its weights depend only on the seed.
 
-    The global random generator is neither read nor changed: ranks that are threads share it.
+    The global random generator is neither read nor changed, because ranks that are threads share it.
     """
     channels = pictures.x.shape[1]
     with torch.device("meta"):
@@ -146,7 +146,7 @@ class TrainResult:
 def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int, shown: bool = True) -> TrainResult:
     """Train on this rank's partition, together with all other ranks. Runs on each rank."""
     batches = Batches(pictures, comm.size, seed)
-    # Each rank draws its own weights; rank 0's are then broadcast.
+    # Each rank draws different weights; `broadcast_parameters` replaces them with rank 0's weights.
     model = build(pictures, seed + comm.rank).to(comm.device)
     clock = _Clock(comm.device)
     with progress(epochs, batches.steps, shown=shown and comm.rank == 0) as tell, _Clock(comm.device) as whole:
@@ -169,7 +169,7 @@ def sgd_step(
 ) -> Iterator[torch.Tensor]:
     """Run plain SGD, calling `average` between `backward` and `step`; yield each step's loss.
 
-    Works in the model's dtype, on its device.
+    Computations use the model's dtype and device.
     """
     like = next(model.parameters())
     x = pictures.x.to(like)
@@ -187,7 +187,7 @@ def sgd_step(
 
 
 class _Clock:
-    """Sums up the time spent inside its `with`, including pending GPU work."""
+    """Context manager that adds up the time spent inside it, including pending GPU work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -219,7 +219,7 @@ Tell = Callable[[torch.Tensor], None]
 
 @contextmanager
 def progress(epochs: int, steps: int, *, shown: bool) -> Iterator[Tell]:
-    """Yield a callback for the loss of each step; it prints nothing unless `shown`."""
+    """Yield a callback that takes the loss of each step and, if `shown`, shows the progress."""
     if not shown:
         yield lambda loss: None
     elif not sys.stdout.isatty():
@@ -241,7 +241,7 @@ def progress(epochs: int, steps: int, *, shown: bool) -> Iterator[Tell]:
 
 
 def _lines(epochs: int, steps: int) -> Tell:
-    """Print a line after each epoch: its mean loss on this rank."""
+    """Return a callback that prints a line with this rank's mean loss after each epoch."""
     losses: list[torch.Tensor] = []
 
     def tell(loss: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
-"""Examination of a host: whether it can run ranks, with which transports, and if not, how to fix that.
+"""Examination of a host: whether ranks can run on it, with which transports, and how to fix what prevents them.
 
-A check is one file in `unisono.tools.doctor.checks`, looked up by name. Nothing here requires a working torch.
+Each check is a file in `unisono.tools.doctor.checks`, and is looked up by name. Importing this package does not require
+a working torch.
 """
 
 from __future__ import annotations

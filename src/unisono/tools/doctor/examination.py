@@ -1,4 +1,4 @@
-"""Examination of a host: all checks concurrently, within one time limit, and reports of their findings."""
+"""Examination of a host: runs all checks concurrently, with a common time limit, and reports their findings."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
-"""A new check is one new file, or an entry point `unisono.tools.doctor.checks` of another package."""
+"""Registry of checks: files in `checks`, and other packages' entry points in `unisono.tools.doctor.checks`."""
 
-# Grace period in which checks report that they reached their own limit.
+# Additional time in which checks that have reached their own time limit can report that.
 _GRACE_S = 10.0
 
 
 def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield each check's name and findings, in the order of the report, as soon as they are known.
+    """Run checks; yield each check's name and findings, in the order of the report, as soon as they are available.
 
     Args:
-        target: The target of the examination.
+        target: What the caller wants to run, and where.
         names: Names of the checks; all if None.
 
     Raises:
@@ -58,12 +58,12 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
     def look(name: str) -> None:
         try:
             findings = list(chosen[name].check(target))
-        # An error in a check is also a finding, and the other checks continue.
+        # Report an error in a check as a finding, so that the other checks continue.
         except Exception as error:
             findings = [_broken(name, f"has failed: {type(error).__name__}: {error}")]
         found[name] = findings
 
-    # Daemon threads, because some work, such as a name look-up, cannot be cancelled.
+    # Use daemon threads, because some operations, such as a name look-up, cannot be cancelled.
     threads = {name: threading.Thread(target=look, args=(name,), daemon=True) for name in ordered}
     for thread in threads.values():
         thread.start()
@@ -77,19 +77,19 @@ def _broken(name: str, what: str) -> Finding:
 
 
 PORT = 29555
-"""Default rendezvous port of the hosts for `--hosts`."""
+"""Default port at which the hosts in `--hosts` rendezvous."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """This process's environment, and the caller's intended use of it.
+    """What the caller wants to run in this process's environment.
 
     Attributes:
         backend: Backend that the program passes to `init`; None means any.
-        ranks: Number of ranks to run on this host; None takes it from the launcher's environment.
+        ranks: Number of ranks to run on this host; if None, the number in the launcher's environment.
         hosts: Names or addresses of the cooperating hosts, including this one.
-        rank: Index of this host in `hosts`; None detects it.
-        port: Port on the first host, free and open to the others.
+        rank: Index of this host in `hosts`; if None, it is detected from this host's addresses.
+        port: Port on the first host. It must be free, and the other hosts must be able to connect to it.
         limit_s: Maximum duration of the examination, in seconds.
     """
 
@@ -101,16 +101,16 @@ class Target:
     limit_s: float = 60.0
 
     def wants(self, *backends: str) -> bool:
-        """Return whether to examine the requirements of these backends only."""
+        """Return whether to check the requirements of these backends: the program may use one of them."""
         return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
     def requires(self, backend: str) -> bool:
-        """Return whether the program passes this very backend to `init`."""
+        """Return whether the program explicitly passes this backend to `init`."""
         return backend in (self.backend or "").split("+")
 
 
 class Check(Protocol):
-    """A file in `unisono.tools.doctor.checks`; the first line of its docstring names the subject of the check.
+    """A module in `unisono.tools.doctor.checks`; the first line of its docstring says what it checks.
 
     Attributes:
         ORDER: Position in the report; lower numbers come first.
@@ -120,7 +120,7 @@ class Check(Protocol):
     ORDER: int
 
     def check(self, target: Target) -> Iterable[Finding]:
-        """Run the check, and return its findings; none if it does not apply to this target."""
+        """Run the check, and return its findings; empty if the check does not apply to this target."""
         ...
 
 
@@ -130,13 +130,13 @@ State = Literal["ok", "problem", "optional", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about one thing.
+    """Result of a check: one statement, with a fix if there is one.
 
     Attributes:
-        state: "ok" is fine, "problem" is wrong and can be fixed, "optional" is missing but needed only for the purpose
-            given in the text, "info" is plain information.
+        state: "ok" if all is well, "problem" for a fault that can be fixed, "optional" if something is missing that is
+            needed only for the purpose given in the text, "info" for plain information.
         text: The finding and its consequence.
-        fix: A command that fixes it.
+        fix: A command that fixes the problem.
     """
 
     state: State
@@ -150,12 +150,12 @@ def ok(text: str) -> Finding:
 
 
 def info(text: str, fix: str | None = None) -> Finding:
-    """Report useful information; nothing is wrong."""
+    """Report useful information that is not about a fault."""
     return Finding("info", text, fix)
 
 
 def optional(text: str, fix: str, *, required: bool = False) -> Finding:
-    """Report that something is missing that most programs do not need; it is a problem if this target requires it."""
+    """Report that something is missing that most programs don't need; a problem if `required`."""
     return Finding("problem" if required else "optional", text, fix)
 
 
@@ -186,7 +186,7 @@ def marks(encoding: str | None) -> dict[State, str]:
 
 
 def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> list[str]:
-    """Return a line for each finding of a check, followed by a line for its fix, if any."""
+    """Return a line for each finding of a check, followed by a line for the fix if there is one."""
     made = []
     for finding in findings:
         front = "optional: " if finding.state == "optional" else ""
@@ -197,7 +197,7 @@ def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> li
 
 
 def facts() -> dict[str, str]:
-    """Return the facts about this host for a remote maintainer. Contains no secrets."""
+    """Return facts about this host that help a maintainer to understand a bug report. They contain no secrets."""
     known = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -214,7 +214,7 @@ def facts() -> dict[str, str]:
 
 
 def as_json(found: _Found) -> dict[str, Any]:
-    """Return the same for programs: "ok", "findings" with "check", "state", "text" and "fix", and "machine"."""
+    """Return the report for programs: "ok", "findings" (each with "check", "state", "text", "fix") and "machine"."""
     findings = [{"check": name, **asdict(finding)} for name, group in found for finding in group]
     return {
         "ok": all(finding["state"] != "problem" for finding in findings),

@@ -19,7 +19,7 @@ _LISTENING = "0A"
 
 
 def addresses(name: str) -> list[str]:
-    """Return the addresses that a name resolves to; empty if it is unknown."""
+    """Return the addresses that a name resolves to; empty if the name is unknown."""
     try:
         return list(
             dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
@@ -29,7 +29,7 @@ def addresses(name: str) -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Return whether the address belongs to this host, which can listen at its own addresses only."""
+    """Return whether the address belongs to this host, by trying to listen on it."""
     with contextlib.suppress(CommError), listen(address, 0):
         return True
     return False
@@ -45,7 +45,7 @@ def own_addresses() -> list[str]:
 
 
 def free_port(wanted: int) -> int:
-    """Return a free port, the requested one if possible."""
+    """Return a free port, which is the requested port if possible."""
     for port in (wanted, 0):
         with contextlib.suppress(CommError), listen(ANYWHERE, port) as placeholder:
             return int(placeholder.getsockname()[1])
@@ -53,7 +53,7 @@ def free_port(wanted: int) -> int:
 
 
 def port_owner(port: int) -> str:
-    """Return the process that listens on a port, as far as this user may see it."""
+    """Describe the process that listens on a port, as far as this user is allowed to see it."""
     sockets = _listening(port)
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runner of `unisono.tools.doctor.smoke_test_runner`; converts its output to findings."""
+"""Smoke test: runs this module in separate processes, which compute sums, and converts their output to findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, r
 
 __all__ = ["main", "summed", "tried"]
 
-# Grace period in which the test reports what it is waiting for, before it is killed.
+# Seconds before the time limit at which the test gives up, so that it can report what it was waiting for before it is
+# killed.
 _LAST_WORDS_S = 4.0
 
 
@@ -29,16 +30,16 @@ def tried(
     before: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Return an ok for each backend on which ranks sum correctly, else a problem with the reason.
+    """Run the smoke test for each backend. Return an ok if the ranks' sum is right, else a problem with the reason.
 
     Args:
-        fixes: Backends in order of testing, each with its fix in case of failure.
+        fixes: Backends in the order of tests, each with a fix to suggest if its test fails.
         limit_s: Total time limit in seconds.
         options: Options of the test's command line.
         before: Prefix of the command, such as mpiexec and its options.
-        environment: Environment of the ranks; if None, that of this process without its launcher's variables.
+        environment: Environment of the ranks; if None, this process's environment without its launcher's variables.
     """
-    # Wall-clock deadline, because Python and torch may take long to start.
+    # Pass the deadline as wall-clock time, so that the time to start Python and import torch counts as well.
     deadline = str(time.time() + limit_s - _LAST_WORDS_S)
     command = [
         *before,
@@ -56,7 +57,7 @@ def tried(
 
 
 def _results(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
-    """Return each rank's line, by backend; ignore other output in between."""
+    """Return each rank's result by backend. Ignore lines of other output."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in ended.out.splitlines():
         try:
@@ -89,7 +90,7 @@ _LARGE_CALLS = 5
 
 
 def summed(comm: un.Communicator) -> dict[str, Any]:
-    """Sum numbers over the ranks; check the sum and time it.
+    """Sum numbers over the ranks, check the sum, and time all_reduce.
 
     Returns:
         right: Whether the sum is right. small_s, large_s: Median seconds for 8 bytes and for 1 MiB.
@@ -118,7 +119,7 @@ def _median(comm: un.Communicator, tensor: torch.Tensor, calls: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Test each backend, and print "backend" with the result of `summed`, or with "error" and a sentence."""
+    """Test each backend, and print a JSON line with "backend" and the result of `summed`, or with an "error"."""
     parser = argparse.ArgumentParser()
     parser.add_argument("backends", nargs="+")
     parser.add_argument("--meet")
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     for backend in given.backends:
         try:
             result = _result(backend, given)
-        # Any error is a result of the test.
+        # Report any error as the result of the test.
         except Exception as error:
             failed = True
             result = {"error": f"{type(error).__name__}: {error}"}

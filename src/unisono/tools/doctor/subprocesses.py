@@ -1,4 +1,4 @@
-"""Subprocesses with a time limit that leave no processes behind."""
+"""Running of programs with a time limit, without leaving processes behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CompletedRun:
     """Result of a completed program.
 
     Attributes:
-        status: Exit status, negative for a signal; None if it did not end in time.
+        status: Exit status, negative for a signal; None if the program did not end in time.
         out, err: The program's output.
     """
 
@@ -32,7 +32,7 @@ class CompletedRun:
 
     @property
     def why(self) -> str:
-        """The last lines of the output, for a message."""
+        """How the program ended, with the last line of its output, for a message."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         last = lines[-1] if lines else "it printed nothing"
         if self.status is None:
@@ -62,7 +62,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
             out, err = process.communicate(timeout=limit_s)
             return CompletedRun(process.returncode, out, err)
         except subprocess.TimeoutExpired:
-            # Terminate gracefully first, so that mpiexec ends its ranks.
+            # Send SIGTERM first, so that mpiexec can terminate its ranks.
             for how in (signal.SIGTERM, signal.SIGKILL):
                 _signal_all(process.pid, how)
                 try:
@@ -70,7 +70,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
                     return CompletedRun(None, out, err)
                 except subprocess.TimeoutExpired:
                     continue
-            # A process that still holds the pipes open has left the session; do not wait for it.
+            # A process that still keeps the pipes open has left the session, so it cannot be killed; don't wait for it.
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()
@@ -85,7 +85,7 @@ def _signal_all(session: int, how: signal.Signals) -> None:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without its launcher's variables, and with `more`."""
+    """Return this process's environment without its launcher's variables, plus the variables in `more`."""
     of_launchers = tuple(prefix for launcher in launchers() for prefix in launcher.PREFIXES)
     kept = env_without_launcher(os.environ)
     return {name: text for name, text in kept.items() if not name.startswith(of_launchers)} | more

@@ -1,4 +1,4 @@
-"""Peers: other implementations of a collective, one file each, measured alongside unisono in the same run."""
+"""Peers: other implementations of collectives, one per file, which are measured in the same run as unisono."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["PEERS", "Peer"]
 
 
 class Peer(ABC):
-    """An implementation of collectives, on one rank. Every rank constructs one, which connects the ranks.
+    """An implementation of collectives, on one rank. Every rank creates a peer, and the peers connect to each other.
 
     Attributes:
-        verified: Whether it performs the collective, so that its results can be checked.
-        needs_mpirun: Whether it works only in ranks that mpirun has started.
+        verified: Whether the peer performs the collective, so that its results can be checked.
+        needs_mpirun: Whether the peer works only in ranks that mpirun has started.
     """
 
     verified: ClassVar[bool] = True
@@ -27,23 +27,23 @@ class Peer(ABC):
 
     @classmethod
     def obstacle(cls, workload: Workload) -> str | None:
-        """Return why this peer cannot run the workload, in a sentence that says what to do; None if it can.
+        """Return a sentence that says why this peer cannot run the workload, and what to do; None if it can run.
 
-        Called before ranks are started. Raises `UnavailableError` if something has to be installed.
+        This is called before ranks are started. Raises `UnavailableError` if something has to be installed first.
         """
         return None
 
     @abstractmethod
     def __init__(self, comm: Communicator, folder: Path) -> None:
-        """Connect to the other ranks: over `comm`, or through an empty folder visible to all of them."""
+        """Connect to the other ranks, over `comm` or through an empty folder that all ranks can access."""
 
     @abstractmethod
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
-        """Return the collective on this memory, with everything prepared that a program could reuse between calls."""
+        """Return a function that runs the collective on this memory, with everything reusable already prepared."""
 
     def close(self) -> None:
-        """Release everything; called when no call is running."""
+        """Release all resources. This is called when no collective is running."""
 
 
 PEERS: Registry[type[Peer]] = Registry("peer", "unisono.tools.bench.peers", "PEER")
-"""A new peer is one new file, or an entry point `unisono.tools.bench.peers` of another package."""
+"""Registry of peers: files in this package, and other packages' entry points in `unisono.tools.bench.peers`."""

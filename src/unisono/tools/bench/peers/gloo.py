@@ -1,4 +1,4 @@
-"""Plain torch gloo: a bare ProcessGroupGloo on the loopback device, without unisono around it."""
+"""Plain gloo from torch: a ProcessGroupGloo on the loopback device, without unisono."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _REFUSED = (torch.int16, torch.bool)
 
 
 class Gloo(Peer):
-    """One group of all ranks, with two threads, as torch creates it.
+    """A single process group of all ranks, with two threads, as torch creates it by default.
 
     Attributes:
-        device: Device on which gloo listens, as for its `create_device`.
+        device: Keyword arguments for gloo's `create_device`, which select the address to listen on.
         group: The ProcessGroupGloo, for operations that are not collectives.
     """
 

@@ -1,4 +1,4 @@
-"""MPI through mpi4py, on the tensors' own memory, which is described to MPI once, outside the timed region."""
+"""MPI through mpi4py, directly on the tensors' memory. MPI buffers are created once, outside the timed region."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OPS = {
 
 
 class MpiPeer(Peer):
-    """The world communicator of the MPI library that mpi4py was built for or finds."""
+    """The world communicator of the MPI library that mpi4py loads."""
 
     needs_mpirun = True
 
@@ -63,7 +63,7 @@ class MpiPeer(Peer):
     def __init__(self, comm: Communicator, folder: Path) -> None:
         import mpi4py
 
-        # If MPI is not initialized yet: a single thread calls it, so it needs no locks.
+        # If MPI is not initialized yet, declare that only one thread calls it, so that MPI does not need locks.
         mpi4py.rc.thread_level = "funneled"
         self._mpi = library()
         self._world = self._mpi.COMM_WORLD

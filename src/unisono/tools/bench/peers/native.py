@@ -1,4 +1,4 @@
-"""The transport's own collective, as a reference for schedules."""
+"""The transport's native collective, as a reference for algorithms that unisono composes from messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PEER", "NativePeer"]
 
 
 class NativePeer(UnisonoPeer):
-    """Unisono with `algorithm="native"`, on ordinary memory."""
+    """Unisono with `algorithm="native"`, on ordinary rather than registered memory."""
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
         super().__init__(comm, folder, "native")

@@ -1,4 +1,4 @@
-"""Memory roofline of this host: all ranks concurrently copy the message's bytes, reading and writing each once."""
+"""Memory roofline of this host: all ranks copy their message concurrently, and read and write each byte once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PEER", "Roofline"]
 
 
 class Roofline(Peer):
-    """Copies each message, S bytes, to this rank's memory: 2S bytes of traffic, the least for an all_reduce."""
+    """Copy of each message of S bytes within this rank's memory: 2S bytes of traffic, the minimum for an all_reduce."""
 
     verified = False
 

@@ -1,4 +1,4 @@
-"""Unisono itself, with the algorithm it chooses."""
+"""Unisono itself, with the algorithm that it chooses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["PEER", "UnisonoPeer"]
 
 
 class UnisonoPeer(Peer):
-    """The calls that a program would make.
+    """The communicator methods that a program would call.
 
     Args:
-        comm: The ranks.
+        comm: Communicator of the ranks.
         folder: Folder for the trace from which `chosen` reads the algorithm.
-        algorithm: As for each collective.
+        algorithm: Passed to each collective; None lets the collective choose.
     """
 
     def __init__(self, comm: Communicator, folder: Path, algorithm: str | None = None) -> None:
@@ -33,7 +33,7 @@ class UnisonoPeer(Peer):
         return call if self._algorithm is None else partial(call, algorithm=self._algorithm)
 
     def chosen(self, call: Callable[[], object]) -> str:
-        """Make a call, and return the name of its algorithm. Collective."""
+        """Run a collective, and return the name of its algorithm. All ranks must call this."""
         with trace(self._folder / f"trace of rank {self._comm.rank}.json") as events:
             call()
         return next(str(event.detail["algorithm"]) for event in events if event.kind == "collective")

@@ -1,1 +1,1 @@
-"""The commands: one file each, see `unisono.tools.cli.Command`."""
+"""Commands: one file per command; see `unisono.tools.cli.Command`."""

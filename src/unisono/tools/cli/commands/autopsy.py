@@ -1,6 +1,6 @@
-"""Report every rank's last call and line from the files of $UNISONO_EVENTS, and the rank that stopped first.
+"""Report each rank's last call and source line from the files in $UNISONO_EVENTS, and which rank stopped first.
 
-It distinguishes a killed rank (its process is gone, without an error) from a failed one and from one still running.
+Killed ranks (whose process is gone, without an error), failed ranks and ranks that are still running are distinguished.
 
   UNISONO_EVENTS=/tmp/events torchrun --nproc-per-node 4 train.py
   unisono autopsy /tmp/events
@@ -23,7 +23,7 @@ from unisono.tools.cli import UsageError, refusing
 __all__ = ["add_arguments", "run"]
 
 _ORDER = ("killed", "failed", "unknown", "stopped", "running", "left", "ended later", "consequence")
-"""States of ranks that did not end normally, from the most to the least likely first one."""
+"""States of ranks that did not end normally, from the most to the least likely state of the rank that stopped first."""
 _CONSEQUENCES = ("PeerLostError", "AbortedError", "CommTimeoutError", "DeadlockError")
 _TEXTS = {
     "ended": "ended normally",
@@ -53,7 +53,7 @@ class _RankLog:
 
     @property
     def state(self) -> str:
-        """State at the end: "ended" normally, or one of `_ORDER`."""
+        """The rank's last state: "ended" if it ended normally, or one of the states in `_ORDER`."""
         if self.error is not None:
             return "consequence" if self.error.text.startswith(_CONSEQUENCES) else "failed"
         ends = {"end": "ended", "exit": "left"}
@@ -62,7 +62,7 @@ class _RankLog:
 
     @property
     def text(self) -> str:
-        """State and place, in human-readable form."""
+        """The rank's last state and call, as text."""
         if self.error is not None:
             return f"failed: {self.error.text}"
         calls = [event for event in self.events if event.kind in {"enter", "leave"}]
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Merge the files and print a summary; return 1 if a rank did not end normally."""
+    """Merge the files, and print a summary. Return 1 if a rank did not end normally."""
     ranks = _ranks(given.directory)
     first = min(
         (rank for rank in ranks if rank.state != "ended"),
@@ -135,7 +135,7 @@ def _ranks(directory: Path) -> list[_RankLog]:
 
 
 def _later(ranks: list[_RankLog]) -> Callable[[_RankLog], _RankLog]:
-    """Return a function that marks a rank whose process launchers have ended: another failed, and none missed it."""
+    """Return a function that marks ranks whose process the launcher ended, because another rank had failed before."""
     failed = any(rank.state == "failed" for rank in ranks)
     errors = " ".join(rank.error.text for rank in ranks if rank.error is not None)
     missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", errors)}

@@ -1,7 +1,7 @@
-"""Measure collectives on ranks of this host, side by side with gloo, MPI and the host's memory.
+"""Measure collectives on ranks of this host, next to gloo, MPI and plain memory copies.
 
-The columns are those of nccl-tests. Each peer adds its time, and how many times as fast unisono
-was: the median over pairs of adjacent samples, and the quartiles.
+The table has the columns of nccl-tests. Each peer adds its time, and the ratio of its time to
+unisono's: the median over pairs of adjacent samples, and the quartiles.
 
   unisono bench --sizes 8:128M:*4 --against gloo
   unisono bench -n 4 --backend shm --sizes 1M,16M --registered --plot results.svg
@@ -25,7 +25,8 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.bench.Settings`."""
-    # Literal defaults and names, because reading them from Settings would import torch, which showing help must not do.
+    # Repeat defaults and names as literals: reading them from `Settings` would import torch, which would make --help
+    # slow.
     add = parser.add_argument
     add(
         "--collective",
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure and print; return 1 if any result was wrong."""
+    """Measure, and print the results. Return 1 if any result was wrong."""
     from unisono.tools import bench
 
     with refusing(ValueError, OSError):

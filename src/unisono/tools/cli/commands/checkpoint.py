@@ -1,4 +1,4 @@
-"""Inspect a checkpoint, verify every byte of it, compare two, or convert to or from other formats.
+"""Inspect a checkpoint, verify every byte of it, compare two checkpoints, or convert to or from other formats.
 
 PATH is the directory or URL of one checkpoint; `convert` also reads single files.
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the action; return 1 if anything differs or is damaged."""
+    """Run the action. Return 1 if checkpoints differ or a checkpoint is damaged."""
     from unisono import checkpoint
 
     try:
@@ -129,7 +129,8 @@ def _convert(given: argparse.Namespace) -> int:
         convert(given.path, given.target, to=given.to, trusted=given.trusted)
     except CommError:
         raise
-    # For damaged files, readers of other formats raise many kinds of errors, some of them paragraphs long.
+    # For damaged files, readers of other formats raise many kinds of errors, and some messages are several paragraphs
+    # long.
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error
@@ -147,7 +148,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a progress bar's callback on a terminal with rich installed, else None."""
+    """Yield a callback that updates a progress bar; None without a terminal or if rich is not installed."""
     if not sys.stdout.isatty():
         yield None
         return

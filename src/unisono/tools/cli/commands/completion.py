@@ -1,6 +1,6 @@
 """Print a shell's completion code for unisono's commands and options.
 
-Needs the optional dependencies cli.
+This command needs the optional dependencies `cli`.
 
   unisono completion bash > ~/.local/share/bash-completion/completions/unisono
   unisono completion zsh > ~/.zfunc/_unisono      (with fpath+=~/.zfunc before compinit in .zshrc)

@@ -1,6 +1,6 @@
-"""Attach to a job whose ranks are held by un.breakpoint(), and inspect any of them.
+"""Attach to a job whose ranks wait in un.breakpoint(), and inspect any of the ranks.
 
-At its prompt, `help` lists the commands; anything else is evaluated on the chosen rank.
+At the prompt, `help` lists the commands; all other input is evaluated on the chosen rank.
 
   unisono debug                (the only job of this user that is held on this host)
   unisono debug 12345          (the job of a process)
@@ -20,7 +20,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the process, and the rank."""
+    """Add the arguments: the process, and the rank."""
     add = parser.add_argument
     add(
         "pid", type=int, nargs="?", help="a process of the job, or what started it (default: the only job that is held)"
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         else:
             with refusing(ValueError):
                 prompt = Prompt(session, given.rank)
-            # An interrupt leaves the ranks held, like end of input.
+            # Ctrl-C ends the prompt like the end of input, and the ranks keep waiting in the breakpoint.
             with suppress(KeyboardInterrupt):
                 prompt.cmdloop()
     return 0

@@ -1,6 +1,6 @@
 """Train a small network on real handwritten digits on several ranks, and prove that the result equals that of one rank.
 
-The digits come with scikit-learn; use --data for your own pictures.
+The digits are a data set in scikit-learn; use --data to train on your own pictures.
 
   unisono demo
   unisono demo -n 4 --backend gloo --epochs 3
@@ -19,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.demo.DemoSettings`."""
-    # Literal defaults, because reading them from `DemoSettings` would import torch, which showing help must not do.
+    # Repeat defaults as literals: reading them from `DemoSettings` would import torch, which would make --help slow.
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, help="number of ranks (%(default)s)")
     add("--backend", default="auto", help="shm, gloo, thread, ...; auto chooses the best available backend")

@@ -1,7 +1,8 @@
-"""Examine this host: find working transports, obstacles for ranks, and their fixes.
+"""Examine this host: which transports work, what prevents ranks from running, and how to fix it.
 
-Fails if anything is wrong; optional findings are marked as such. Paste the output into an issue. With
---hosts, start it on each of the hosts, with the same list; they then run a collective together.
+The exit status is 1 if there is a problem; optional findings are marked as such. You can paste the
+output into an issue. With --hosts, start the command on each host, with the same list; the hosts then
+run a collective together.
 
   unisono doctor
   unisono doctor torch all_reduce --backend gloo
@@ -39,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Examine and print; return 1 if there is a problem."""
+    """Examine this host, and print the findings. Return 1 if there is a problem."""
     target = _target(given)
     local_rank = launched().local_rank
     if local_rank:
-        # A launcher has started this once per rank; only one of them examines the host.
+        # A launcher has started this command once per rank; only local rank 0 examines the host.
         return 0
     names = given.checks or None
     signs = marks(sys.stdout.encoding)
@@ -92,7 +93,7 @@ def _target(given: argparse.Namespace) -> Target:
 
 
 def _backends() -> list[str]:
-    """Return the backends that `init` accepts; none if torch is broken, which must not prevent the examination."""
+    """Return the backends that `init` accepts, or none if torch is broken, so that the examination continues."""
     try:
         from unisono.transports import TRANSPORTS
     except (ImportError, OSError):

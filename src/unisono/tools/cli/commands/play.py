@@ -1,4 +1,4 @@
-"""Write an HTML page that replays an algorithm, or a run that un.trace recorded.
+"""Write an HTML page that animates an algorithm, or a run that un.trace recorded.
 
 The page is a single file that works offline. It shows at most 32 ranks.
 
@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the algorithm or the trace, and the file to write."""
+    """Add the arguments: the algorithm or the trace, and the file to write."""
     add = parser.add_argument
     add("collective", nargs="?", help=f"collective: {', '.join(ALGORITHMS)}")
     add("algorithm", nargs="?", help="algorithm of this collective, such as ring; lists them if left out")

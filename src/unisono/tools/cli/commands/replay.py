@@ -1,7 +1,7 @@
-"""Rerun one rank of a recorded script, alone: what its peers sent is read from a folder of un.record.
+"""Rerun a single rank of a recorded script: its peers' messages are read from a folder that un.record wrote.
 
-The script runs in this process, so that any debugger can be attached; breakpoint() in it works. The first call that
-differs from the recording raises an error that names it.
+The script runs in this process, so that you can attach any debugger; breakpoint() in the script works. The first call
+that differs from the recording raises an error that names the call.
 
   unisono replay runs/7 --rank 3 train.py --epochs 3
   python -m pdb -m unisono replay runs/7 --rank 3 train.py --epochs 3
@@ -25,7 +25,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the folder, the rank, the script and its arguments."""
+    """Add the arguments: the folder, the rank, the script and the script's arguments."""
     add = parser.add_argument
     add("folder", type=Path, help="folder of un.record")
     add("--rank", type=int, required=True, help="the rank to run, as numbered in the whole job")

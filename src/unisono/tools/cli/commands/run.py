@@ -1,9 +1,9 @@
 """Start the ranks of a script on this host, or on each of several hosts.
 
-Each line of output begins with its rank. If a rank fails, the others are stopped, and the first error is printed. The
-script gets its rank from unisono.init(), or from torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT. SIGTERM, SIGHUP, SIGINT, SIGUSR1 and SIGUSR2 reach the ranks' handlers; after the first three, ranks have
---grace seconds to save and leave.
+Each line of output begins with the number of the rank that printed it. If a rank fails, the other ranks are terminated,
+and the first error is printed. The script gets its rank from unisono.init(), or from the variables that torchrun also
+sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. SIGTERM, SIGHUP, SIGINT, SIGUSR1 and SIGUSR2 are
+forwarded to the ranks. After the first three of these, ranks have --grace seconds to save a checkpoint and exit.
 
   unisono run -n 4 train.py --epochs 3
   unisono run -n 4 -m package.train --epochs 3
@@ -34,12 +34,12 @@ __all__ = ["add_arguments", "run"]
 _PORT = 29500
 _SSH = "ssh -x -T -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax="
 _SSH_S = 300.0
-"""Time after which ssh gives up a host that does not answer, unless the ranks have a heartbeat: their own timeout."""
+"""Seconds after which ssh considers an unresponsive host lost, if no --heartbeat is passed."""
 _HOST = re.compile(r"(\[(?P<address>[^\]]+)\]|(?P<name>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*))(:(?P<ranks>[1-9]\d*))?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options, the script, and its own arguments."""
+    """Add the options, the script, and the script's arguments."""
     parser.epilog = (
         "exit status: 0 ok (with --on-failure continue, if any rank ends well), 2 usage error, else that of the rank "
         "that failed first (128 + a signal's number)"
@@ -136,7 +136,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace, hosts: list[tuple[str, int]]) -> None:
-    """Refuse options that contradict each other."""
+    """Raise `UsageError` for options that are invalid or contradict each other."""
     if given.ranks is None and not given.hosts:
         raise UsageError("pass -n, the number of ranks, or --hosts")
     if given.ranks is not None and given.ranks < 1:
@@ -167,7 +167,7 @@ def _hosts(given: argparse.Namespace) -> list[tuple[str, int]]:
         return [("127.0.0.1", count)]
     found = []
     for text in filter(None, map(str.strip, given.hosts.split(","))):
-        # An IPv6 address contains colons itself, unless it is in brackets.
+        # An IPv6 address contains colons, so a number of ranks can follow it only if the address is in brackets.
         match = _HOST.fullmatch(text)
         if match is None:
             raise UsageError(f"--hosts takes names or addresses, such as a,b:4 or [fd77::1]:4, not {text!r}")
@@ -210,12 +210,12 @@ def _address(host: str) -> str:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether a name or address is this host's."""
+    """Return whether a name or address belongs to this host."""
     return any(map(is_own, addresses(host)))
 
 
 def _index(hosts: list[tuple[str, int]], given: str) -> int:
-    """Return which of the hosts this one is."""
+    """Return the index of this host in `hosts`."""
     if given != "own":
         if not given.isdecimal() or int(given) >= len(hosts):
             raise UsageError(f"--host {given} is not in 0 to {len(hosts) - 1}, the indices of --hosts")

@@ -1,6 +1,7 @@
-"""Simulate collective algorithms on a model of a network, for any number of ranks, without sending anything.
+"""Simulate collective algorithms on a model of a network, for any number of ranks. Nothing is sent.
 
-Prints the simulated time until the last rank finishes, by ranks and bytes; the best time in each row is marked.
+The command prints a table of the simulated time until the last rank finishes, by number of ranks and bytes, and marks
+the best time in each row.
 
   unisono simulate all_reduce ring recursive_doubling --ranks 8,64,1024 --bytes 8,64K,1M,1G
   unisono simulate all_reduce ring binomial --ranks 1024 --bytes 1M --levels host:8:1us:10GB/s:1GB/s --alpha 10us
@@ -35,7 +36,7 @@ _BYTES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the collective, the algorithms, the network and the outputs."""
+    """Add the arguments: the collective, the algorithms, the network and the outputs."""
     add = parser.add_argument
     add("collective", choices=COLLECTIVES, metavar="collective", help=f"one of {', '.join(COLLECTIVES)}")
     add("algorithms", nargs="*", help="algorithms (all of the collective by default)")
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Simulate, and print and write the requested outputs."""
+    """Simulate the algorithms, and print or write the requested outputs."""
     from unisono.tools.bench.report import check_plot
     from unisono.tools.bench.settings import parse_sizes
 

@@ -1,6 +1,6 @@
-"""Show what every rank of this user's running jobs is doing: its current call, line and stack.
+"""Show what each rank of this user's running jobs is doing: its current call, source line and stack.
 
-It finds ranks started by any launcher, unless they are threads of one process.
+Ranks are found no matter which launcher started them, except ranks that are threads of one process.
 
   unisono status
   unisono status 12345 --stacks      (the job of a process: a rank, or what started the ranks)
@@ -47,7 +47,7 @@ class _RunningJob:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: the job to query."""
+    """Add the arguments: the job to query, the timeout and the format."""
     parser.add_argument("pid", type=int, nargs="?", help="a process of one job, or its launcher (default: all jobs)")
     parser.add_argument(
         "--timeout", type=float, default=0.5, metavar="S", help="seconds to wait for a rank's answer (%(default)s)"
@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Query the control-plane threads of all ranks, and print their answers."""
+    """Query all ranks' control-plane threads, and print the ranks' reports."""
     if not given.timeout > 0:
         raise UsageError(f"--timeout must be a positive number of seconds, not {given.timeout}")
     if given.pid is None:
         jobs = []
         for control, processes in find_jobs().items():
-            # A job may end while it is queried.
+            # Skip a job that ends while it is queried.
             with contextlib.suppress(CommError):
                 jobs.append(_query(*control, processes, given.timeout))
     else:
@@ -104,7 +104,7 @@ def _more(report: dict[str, Any], at_length: bool, stacks: bool) -> list[str]:
 
 
 def _command(pid: int) -> str:
-    """Return a process's command line, starting with its script."""
+    """Return a process's command line, starting at its script."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

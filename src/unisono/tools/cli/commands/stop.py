@@ -1,6 +1,6 @@
-"""Ask all ranks of a running job to stop at the same step, if its program supports that (`comm.stop_requested`).
+"""Ask all ranks of a running job to stop at the same training step, if the program calls `comm.stop_requested`.
 
-Ranks of a program that never calls this method continue.
+If the program never calls this method, its ranks continue.
 
   unisono stop 12345                               (the job of a process: a rank, or what started the ranks)
   unisono stop 12345 --reason 'the node is needed'

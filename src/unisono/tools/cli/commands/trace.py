@@ -1,6 +1,6 @@
-"""Read files of un.trace: exposed communication, overlap, and which ranks the others wait for.
+"""Summarize trace files: exposed communication, overlap, and the rank that all others wait for.
 
-The files are those that un.trace wrote.
+The trace files are files that un.trace wrote.
 
   unisono trace summary run.json
   unisono trace merge run.json run.rank0.json run.rank1.json
@@ -61,7 +61,7 @@ def _merge(given: argparse.Namespace) -> int:
 
 
 def _check_same_run(paths: list[Path], documents: list[Any]) -> None:
-    """Raise `UsageError` unless the documents are parts of one run of un.trace, each from different ranks."""
+    """Raise `UsageError` unless the documents are from the same run of un.trace and contain different ranks."""
     holder: dict[int, Path] = {}
     for path, document in zip(paths, documents, strict=True):
         if document.get("otherData", {}).get("run") != documents[0].get("otherData", {}).get("run"):
@@ -73,7 +73,7 @@ def _check_same_run(paths: list[Path], documents: list[Any]) -> None:
 
 
 def _read(path: Path) -> Any:
-    """Return the document in a file; raise `UsageError` if there is none."""
+    """Return the trace in a file. Raises `UsageError` if the file is not a trace."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         check_trace(document)

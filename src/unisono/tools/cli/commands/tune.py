@@ -1,6 +1,6 @@
-"""Measure what messages cost between ranks on this host, and store it for `algorithm="auto"`.
+"""Measure the cost of messages between ranks on this host, and store the result for `algorithm="auto"`.
 
-Prints the fitted constants, and the all_reduce algorithm that they select for each size.
+The command prints the fitted constants, and the all_reduce algorithm that they select for each size.
 
   unisono tune -n 4 --backend gloo
   unisono tune -n 8 --json
@@ -25,7 +25,7 @@ _SIZES = [8 << shift for shift in range(0, 24, 3)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the ranks, the backend and the output."""
+    """Add the arguments: the number of ranks, the backend and the format."""
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, help="number of ranks, one thread each (%(default)s)")
     add("--backend", default="auto", help="unisono's backend: shm, gloo, thread; auto is shm where it works")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, store and print."""
+    """Measure the costs, and store and print them."""
     from unisono.tools.bench import on_ranks, shown_size
     from unisono.tools.bench.settings import Settings
 

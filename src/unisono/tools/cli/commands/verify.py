@@ -1,7 +1,8 @@
-"""Prove collective algorithms: every contribution exactly once, no deadlock, the declared cost.
+"""Prove that collective algorithms count every contribution once, don't deadlock, and have the declared cost.
 
-Nothing is sent: sets of contributions stand in for numbers. For a wrong algorithm it reports the smallest number of
-ranks at which it fails, with the rank, step and chunk, and exits with status 1.
+Nothing is sent: the algorithm runs on sets of contributions instead of numbers. For a wrong algorithm, the command
+reports the smallest number of ranks with which the algorithm fails, with the rank, step and chunk, and exits with
+status 1.
 
   unisono verify
   unisono verify ring --ranks 1..64
@@ -28,7 +29,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the algorithms, the numbers of ranks and the form of the output."""
+    """Add the arguments: the algorithms, the numbers of ranks and the format."""
     add = parser.add_argument
     add(
         "algorithm", nargs="?", help="a name (ring), a collective's algorithm (all_reduce/ring), or a file; all if None"
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prove, and print a line for each algorithm."""
+    """Prove the algorithms, and print a line for each of them."""
     sizes = _sizes(given.ranks)
     with refusing(ValueError):
         chosen = list(_chosen(given))
@@ -84,7 +85,7 @@ def _chosen(given: argparse.Namespace) -> Iterator[Algorithm]:
 
 
 def _file(path: Path) -> AlgorithmFile:
-    """Run a file named by the user, as Python would."""
+    """Import a file that the user named, and check that it defines an algorithm."""
     if not path.is_file():
         raise UsageError(f"there is no file {str(path)!r}")
     spec = spec_from_file_location(path.stem, path)
@@ -98,7 +99,7 @@ def _file(path: Path) -> AlgorithmFile:
 
 
 def _prove(algorithm: Algorithm, sizes: list[int]) -> dict[str, Any]:
-    """Prove one algorithm, starting from the smallest number of ranks, up to the first failure."""
+    """Prove one algorithm for each number of ranks in ascending order, up to the first failure."""
     proved: dict[int, Any] = {}
     refused: dict[int, str] = {}
     error = None

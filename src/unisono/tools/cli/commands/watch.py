@@ -1,4 +1,4 @@
-"""Watch a training run on torch's own process groups: report what differs between ranks, instead of hanging.
+"""Watch a training run on torch's own process groups, and report calls that differ between ranks instead of hanging.
 
 The command and the processes that it starts run unchanged, with UNISONO_WATCH in their environment.
 
@@ -17,7 +17,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options, and the command."""
+    """Add the options and the command."""
     add = parser.add_argument
     add("--check", choices=["after", "before"], default="after", help="when calls are compared (default: after)")
     add("--timeout", type=float, help="seconds after which missing ranks are named (default: 9/10 of the group's own)")

@@ -1,1 +1,1 @@
-"""The checks: one file each, see `unisono.tools.doctor.examination.Check`."""
+"""Checks: one file per check; see `unisono.tools.doctor.examination.Check`."""

@@ -1,4 +1,4 @@
-"""Check that two ranks on this host sum correctly, with each available transport."""
+"""Check that two ranks on this host compute a correct all_reduce with each available transport."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from unisono.tools.doctor.smoke_test_runner import tried
 __all__ = ["ORDER", "check"]
 
 ORDER = 70
-# Cores for two ranks and their launcher; with fewer, the times would be meaningless.
+# Cores per trial, for two ranks and their launcher; with fewer cores, the measured times would be meaningless.
 _CORES_EACH = 4
 
 _Trial = Callable[[float], list[Finding]]
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Run the ranks, in separate processes."""
+    """Run two ranks in separate processes for each transport."""
     trials: list[_Trial] = [partial(_launched, target)]
     if target.wants("mpi"):
         trials.append(_mpi)
@@ -37,7 +37,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def _launched(target: Target, limit_s: float) -> list[Finding]:
-    """Check the transports that start their ranks themselves."""
+    """Check all transports except MPI, whose ranks mpirun must start."""
     obstacles = {"thread": None, "shm": why_no_shm(), "gloo": None, "nccl": _no_nccl()}
     wanted = {name: obstacle for name, obstacle in obstacles.items() if target.wants(name)}
     fixes = {
@@ -45,7 +45,7 @@ def _launched(target: Target, limit_s: float) -> list[Finding]:
         for name, obstacle in wanted.items()
         if obstacle is None
     }
-    # Backends that were not requested are reported only by their own checks.
+    # Mention an unavailable backend only if the user requested it; otherwise, the backend's own check reports it.
     remarks = [
         info(f"{name}: not tried, {obstacle}")
         for name, obstacle in wanted.items()

@@ -1,4 +1,4 @@
-"""Check that the hosts in `--hosts` reach each other and sum correctly."""
+"""Check that the hosts in `--hosts` can reach each other and compute a correct all_reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORDER = 80
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Run one rank per host. The user runs the same command on each host at the same time."""
+    """Run one rank per host. The user must run the same command on each host at the same time."""
     if not target.hosts:
         return
     found = {host: addresses(host) for host in target.hosts}

@@ -1,4 +1,4 @@
-"""Check that there are enough cores for the ranks on this host and their threads."""
+"""Check that this host has enough cores for its ranks and their threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORDER = 40
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Count the cores in the process's affinity mask and in its control group's quota."""
+    """Count the cores that the process's affinity mask and its control group's quota allow."""
     launch = launched()
     count, why = _cores()
     ranks = ranks_here(target)
@@ -44,7 +44,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def ranks_here(target: Target) -> int | None:
-    """Return the number of ranks on this host, requested or started by a launcher; None if unknown."""
+    """Return the number of ranks on this host, as requested or as started by a launcher; None if unknown."""
     launch = launched()
     return next((count for count in (target.ranks, launch.local_size, launch.size) if count is not None), None)
 

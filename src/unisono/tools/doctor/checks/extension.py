@@ -1,4 +1,4 @@
-"""Check that the native core is built; without it, processes can only use gloo."""
+"""Check that the native core is built. Without it, ranks that are processes can only use gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COST = "backends shm and tcp need it, and 'auto' takes the slower gloo instead"
 
 
 def check(_target: Target) -> Iterator[Finding]:
-    """Look for the native core."""
+    """Try to load the native core."""
     if native() is not None:
         yield ok("the native core, which backends shm and tcp need, is installed")
     elif os.environ.get(NO_EXTENSIONS):

@@ -14,7 +14,7 @@ ORDER = 20
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Query torch."""
+    """Ask torch whether gloo is available."""
     if not target.wants("gloo"):
         return
     dist = load_torch().distributed

@@ -1,4 +1,4 @@
-"""Check that this host's name resolves to an address at which other hosts reach it."""
+"""Check that this host's name resolves to an address at which other hosts can reach this host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(target: Target) -> Iterator[Finding]:
 def _entry(name: str, own: str | None) -> str:
     if own is None:
         return f"echo 'ADDRESS {name}' >> /etc/hosts   # as root, when this host has a network, with its address there"
-    # Edit the file in place, because a container's file cannot be replaced.
+    # Overwrite the file in place, because /etc/hosts in a container is a mount point, which cannot be replaced.
     entries = f'"127.0.0.1 localhost" "{own} {name}"'
     return (
         f'hosts=$(grep -vw {name} /etc/hosts); printf "%s\\n" "$hosts" {entries} > /etc/hosts'

@@ -1,4 +1,4 @@
-"""Check which network interface leads to the other hosts."""
+"""Check which network interface connects this host to the other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NCCL = "NCCL_SOCKET_IFNAME"
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Use the interface set by the user, as `init` does; else follow the route to the first host, or outward."""
+    """Report the interface that the user chose, or else the one on the route to the first host, or outward."""
     wanted = requested_interface()
     if wanted is None:
         yield _way(target)

@@ -16,12 +16,12 @@ __all__ = ["BY_VARIABLES", "ORDER", "check", "launched"]
 
 ORDER = 60
 BY_VARIABLES = ("torchrun", "the environment")
-"""Launchers that set RANK and WORLD_SIZE, and bind no rank to cores."""
+"""Launchers that set RANK and WORLD_SIZE, and don't bind ranks to cores."""
 _MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Read the environment as `init` would."""
+    """Read the environment in the same way as `init`."""
     launch = launched()
     problems = [*_refused(), *_master(launch), *_backend(target, launch)]
     yield from problems
@@ -31,12 +31,12 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def launched() -> Launched:
-    """Return this process's place as `init` would read it; one whose `by` is empty if there is no launcher."""
+    """Return this process's rank, as `init` would read it; without a launcher, a result with an empty `by`."""
     return bootstrap.launched() or Launched("", None, None)
 
 
 def _refused() -> Iterator[Finding]:
-    """Yield the error that `init` would raise, verbatim."""
+    """Yield the error that `init` would raise, with the same text."""
     request = InitRequest(None, None, None, 0.0, None)
     launcher = next((each for each in bootstrap.launchers() if each.detected(request)), None)
     if launcher is None:

@@ -1,4 +1,4 @@
-"""Check that processes can share memory: memfd for shm, /dev/shm for the other users."""
+"""Check that processes can share memory: memfd for backend shm, and /dev/shm for NCCL and data loaders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 41
 _FOLDER = Path("/dev/shm")
-# Enough for a DataLoader worker's batch, or for the segments of NCCL or Open MPI; Docker's default is 64 MiB.
+# Enough for a DataLoader worker's batch, or for shared memory of NCCL or Open MPI. Docker's default size is 64 MiB.
 _WANTED_BYTES = 32 << 20
 _TRIED_BYTES = 8 << 20
 _FIX = "mount -o remount,size=2G /dev/shm   # in a container instead: docker run --shm-size=2g ... (or --ipc=host)"
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Allocate some of each."""
+    """Allocate a memfd, and check how much space /dev/shm has."""
     if target.wants("shm"):
         yield _memfd()
     if sys.platform == "linux":
@@ -36,7 +36,8 @@ def _memfd() -> Finding:
     descriptor = os.memfd_create("unisono doctor")
     try:
         os.ftruncate(descriptor, _TRIED_BYTES)
-        # Allocate with the system call, which reports an error where writing to the memory would kill the process.
+        # Allocate with a system call, which reports an error if memory is short; writing to the mapping would kill the
+        # process.
         os.posix_fallocate(descriptor, 0, _TRIED_BYTES)
         mmap.mmap(descriptor, _TRIED_BYTES).close()
     except OSError as error:
@@ -55,7 +56,7 @@ def _folder() -> Finding:
     status = os.statvfs(_FOLDER)
     size = status.f_blocks * status.f_frsize
     free = status.f_bavail * status.f_frsize
-    # A tmpfs without a limit reports 0.
+    # A tmpfs without a size limit reports a size of 0.
     if size and free < _WANTED_BYTES:
         return problem(
             f"{_FOLDER} has {_bytes(free)} free of {_bytes(size)}; {needs}, and die of SIGBUS when it is full", _FIX

@@ -1,4 +1,4 @@
-"""Check that there is an MPI library that mpi4py can load."""
+"""Check that mpi4py can load an MPI library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDER = 30
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Load the library in a separate process."""
+    """Load the MPI library in a separate process."""
     if not target.wants("mpi"):
         return
     library = find_library(target.limit_s)
@@ -33,7 +33,8 @@ def check(target: Target) -> Iterator[Finding]:
     )
 
 
-# Runs in a separate process: an incompatible library may abort the process, and MPI can be initialized only once.
+# This code runs in a separate process: an incompatible library may abort its process, and MPI can be initialized only
+# once.
 _PROBE = """
 import json, mpi4py
 from unisono.host.mpi_library import imported, name_of
@@ -48,7 +49,7 @@ print(json.dumps([mpi4py.__version__, name_of(mpi), min(files, default=None)]))
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """MPI library loaded by mpi4py.
+    """The MPI library that mpi4py loads.
 
     Attributes:
         mpi4py: Version of mpi4py.
@@ -79,7 +80,7 @@ def find_library(limit_s: float) -> Library | str:
 
 
 def mpi_environment() -> dict[str, str]:
-    """Return the environment for test ranks, which allows oversubscribed cores, also in Open MPI 4."""
+    """Return an environment for test ranks that allows more ranks than cores, even with Open MPI 4."""
     return mpirun_environment(
         clean_environment(OMP_NUM_THREADS="1", OMPI_MCA_rmaps_base_oversubscribe="1"), crowded=True
     )

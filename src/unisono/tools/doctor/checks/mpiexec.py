@@ -1,4 +1,4 @@
-"""Check that mpiexec starts ranks for the library that mpi4py loads."""
+"""Check that mpiexec can start ranks that use the MPI library loaded by mpi4py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 31
 _LEAST_S = 1.0
-# `library` itself refuses a library that does not match the launcher, and gives the reason.
+# The function `library` raises `UnavailableError`, with a reason, if the MPI library does not match the launcher.
 _WORLD = """
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import library
@@ -31,7 +31,7 @@ except UnavailableError as error:
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Start two ranks with each mpiexec, and query the number of ranks."""
+    """Start two ranks with each mpiexec, and ask MPI for the number of ranks."""
     if not target.wants("mpi"):
         return
     required = target.requires("mpi") or mpi_library.launched() is not None
@@ -45,7 +45,7 @@ def check(target: Target) -> Iterator[Finding]:
     elif not on_path:
         yield optional("there is neither mpiexec nor mpirun on the PATH", _install(library), required=required)
     if isinstance(library, str):
-        # The library check reports that.
+        # There is no library; the check `mpi` reports that.
         return
     for path in on_path.values():
         reason = _problem(path, library, deadline)
@@ -83,7 +83,7 @@ def _install(library: Library | str) -> str:
 
 
 def _root(library: Library) -> str:
-    """Return the setting without which Open MPI refuses to start ranks as root."""
+    """Return a hint at the variables that Open MPI needs to start ranks as root; empty if they are not needed."""
     wanted = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):

@@ -1,4 +1,4 @@
-"""Check that torch can use NCCL, if there are GPUs."""
+"""Check that torch can use NCCL if this host has GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORDER = 21
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Query torch. Without a GPU, NCCL is not needed unless requested."""
+    """Ask torch whether NCCL is available. Without a GPU, that is a problem only if NCCL was requested."""
     if not target.wants("nccl"):
         return
     torch = load_torch()

@@ -1,4 +1,4 @@
-"""Show the NUMA nodes of this host, and the node that each rank is placed on when ranks are bound."""
+"""Show the NUMA nodes of this host, and the node on which each rank is placed if ranks are bound to nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that the ranks' rendezvous port is free, and that the range in which they listen has free ports."""
+"""Check that the rendezvous port is free, and that the range of ports on which ranks listen has free ports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USUAL = 29500
 
 
 def check(_target: Target) -> Iterator[Finding]:
-    """Listen on the ports for a moment."""
+    """Listen briefly on each port."""
     yield from _rendezvous()
     yield from _range()
 
@@ -69,7 +69,7 @@ def _rendezvous() -> Iterator[Finding]:
 
 
 def _meeting() -> tuple[int, str, str]:
-    """Return the port, its description, and how to choose another port."""
+    """Return the rendezvous port, its description, and a command that chooses another port."""
     fix = "export MASTER_PORT={}   # the same on every rank"
     if os.environ.get("MASTER_PORT"):
         port = number("MASTER_PORT")
@@ -83,7 +83,7 @@ def _meeting() -> tuple[int, str, str]:
 
 
 def _obstacle(host: str, port: int) -> int | None:
-    """Return why a rank cannot listen there, as an `errno` number; None if it can."""
+    """Return why a rank cannot listen on this port, as an `errno` number; None if it can."""
     try:
         listen(host, port).close()
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""Check that torch is installed, new enough, and the right build for this host: with CUDA, or without."""
+"""Check that torch is installed, new enough, and the right build for this host (with or without CUDA)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OLDEST = (2, 8)
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
-# Packages that torch's CUDA builds install, and no CPU build needs.
+# Packages that torch's CUDA builds install, and that CPU builds don't need.
 _CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
-# Checks run in threads, and two threads that import torch simultaneously break it.
+# Checks run in threads, and importing torch in two threads at the same time fails.
 _importing = threading.Lock()
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Import torch."""
+    """Import torch, and compare its version and build with this host."""
     fix = f"{sys.executable} -m pip install --upgrade 'torch>={_OLDEST[0]}.{_OLDEST[1]}'"
     try:
         torch = load_torch()
@@ -40,13 +40,13 @@ def check(target: Target) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     yield ok(f"{version}, {gpus}, {torch.get_num_threads()} threads a process")
-    # A list of visible devices may be empty on purpose, so it says nothing about the host.
+    # If CUDA_VISIBLE_DEVICES is set, GPUs may be hidden on purpose, so don't conclude anything about the host.
     if not count and "CUDA_VISIBLE_DEVICES" not in os.environ:
         yield from _build(torch, target)
 
 
 def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
-    """Compare torch's build with the host, when torch sees no GPU."""
+    """Compare torch's build with the host if torch does not see a GPU."""
     version = torch.__version__.partition("+")[0]
     reinstall = f"{sys.executable} -m pip install --force-reinstall torch=={version}"
     gpu = _nvidia_device()
@@ -59,7 +59,7 @@ def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
             f"{reinstall} --index-url {_CPU_INDEX}   # then uninstall the packages nvidia-*",
         )
     elif gpu and torch.version.hip is None:
-        # A container sees its host's devices even where it was not given them, so this is not necessarily a fault.
+        # A container sees its host's PCI devices even if it has no access to them, so this is not necessarily a fault.
         obstacle = "cannot use it: see its driver" if torch.version.cuda else "was built without CUDA"
         fix = "nvidia-smi" if torch.version.cuda else reinstall
         yield optional(f"this host has an NVIDIA GPU ({gpu}), but torch {obstacle}", fix)
@@ -69,7 +69,8 @@ def _nvidia_device() -> str | None:
     """Return the PCI address of an NVIDIA GPU, whether or not it has a driver; None if the host has none."""
     for device in sorted(_PCI_DEVICES.glob("*")):
         try:
-            # Class 0x03 means displays and 3D controllers; NVIDIA's network cards have the same vendor ID.
+            # Class 0x03 is display and 3D controllers. The class is needed because NVIDIA's network cards have the same
+            # vendor ID.
             if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith("0x03"):
                 return device.name
         except OSError:
@@ -87,7 +88,7 @@ def load_torch() -> ModuleType:
     """Import torch with the submodules that this package uses.
 
     Raises:
-        ImportError, OSError: Torch cannot be imported; a missing library of torch is an OSError.
+        ImportError, OSError: Torch cannot be imported; a missing shared library raises an OSError.
     """
     with _importing:
         import torch

@@ -1,4 +1,4 @@
-"""Report how `unisono watch` sees the calls on torch's own process groups."""
+"""Report whether `unisono watch` sees all calls on torch's own process groups."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ORDER = 45
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Look for the operators in torch's dispatcher through which all of these calls pass."""
+    """Look in torch's dispatcher for the operators that implement these calls."""
     try:
         if not load_torch().distributed.is_available():
             return
     except (ImportError, OSError):
-        # The check for torch reports that.
+        # The check `torch` reports that torch cannot be imported.
         return
     from unisono.interop.call_signatures import unseen
 

@@ -59,20 +59,20 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Replace this rank's contribution with the mean over ranks of the contributions as compressed.
+        """Replace this rank's contribution with the mean of all ranks' contributions, as they are after compression.
 
-        Collective. In place, bitwise identical on all ranks.
+        Collective. The result replaces `flat`, and is bitwise identical on all ranks.
 
-        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. A rank whose encoding
-        of a sum loses something subtracts p times that loss from its own `kept`, so that error feedback compensates for
-        it. A single rank also encodes and decodes its contribution, with the same kind of losses.
+        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. If a rank encodes a
+        sum, it subtracts p times the loss of this encoding from its own `kept`, so that error feedback compensates for
+        the loss. A single rank also encodes and decodes its contribution, so it has losses as well.
 
         Args:
             flat: One-dimensional contiguous tensor of float16, bfloat16, float32 or float64.
             comm: Communicator of the ranks that average.
             shapes: Shapes of the parameters stored consecutively in `flat`.
-            kept: Optional output, of flat's shape and dtype: what the compression preserves of this rank's
-                contribution.
+            kept: Optional output with flat's shape and dtype: the part of this rank's contribution that remains after
+                compression.
 
         Raises:
             MismatchError: Ranks have different codecs, or different buckets.
@@ -235,7 +235,7 @@ class SteppedCodec(Codec):
     _step = 0
 
     def generator(self) -> torch.Generator:
-        """Return a CPU generator for this step, independent of other draws."""
+        """Return a CPU generator for this call of `average`, which does not depend on any other generator."""
         return torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
 
     def reset(self) -> None:

@@ -29,7 +29,7 @@ class TwoStage(Codec):
 
     Attributes:
         block: Maximum number of elements that are encoded together.
-        multiple: Number of which every block's length is a multiple.
+        multiple: Every block's length is a multiple of this number.
     """
 
     block: int

@@ -37,7 +37,7 @@ class Partition(Dataset[T_co]):
         indices: A one-dimensional int64 tensor on the CPU.
 
     Raises:
-        IndexError: When indexed, the index is out of range.
+        IndexError: On access, the index is out of range.
         TypeError: `indices` are not integers (for example, a boolean mask).
         ValueError: `indices` are not one-dimensional.
 

@@ -101,7 +101,7 @@ class Partitioner(ABC):
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return all samples in the order of an epoch, for an epoch that starts with these parts.
+        """Return all samples in the epoch's order. `shares` are the parts at the start of the epoch.
 
         Args:
             count: Number of samples in the dataset.

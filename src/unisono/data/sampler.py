@@ -37,7 +37,8 @@ class PartitionSampler(DistributedSampler[Any]):
 
     Args:
         dataset: Anything with a length.
-        comm: Any object with a `rank` and a `size`, which are queried once. It is not kept alive.
+        comm: Any object with a `rank` and a `size`, which are read once. At most a weak reference to the object is
+            kept.
         num_replicas, rank: Alternative to `comm`. If all three are None, torch's default process group is used if it is
             initialized; otherwise, there is a single rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.

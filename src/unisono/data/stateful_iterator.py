@@ -15,7 +15,7 @@ from unisono.data.indices import Indices
 __all__ = ["SampleSource", "StatefulIterator", "walk"]
 
 # Lengths of runs. The first run has one sample, so that it is available immediately. Later runs are long enough for
-# vector instructions, and short enough to fit into the cache with less than 1 MiB.
+# vector instructions, and short enough that their data, less than 1 MiB, fits into the cache.
 _FIRST = 1
 _LONGEST = 4096
 

@@ -74,8 +74,7 @@ class StreamPartition(IterableDataset[T_co]):
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
         self.epoch: int = 0
-        # Positions that were committed before the number of ranks changed: all positions below `_edge`, except
-        # `_holes`.
+        # Positions that were committed before the number of ranks changed: all below `_edge`, except those in `_holes`.
         self._edge = 0
         self._taken = 0
         self._holes: list[int] = []
@@ -148,11 +147,11 @@ class StreamPartition(IterableDataset[T_co]):
         self._close(counts)
 
     def _position(self, number: int) -> int:
-        """Return the position in the stream of the sample with this number among the samples not committed earlier."""
+        """Return the position in the stream of uncommitted sample `number`, counted from 0."""
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
-        # Consider enough samples that no hole and no committed sample lies beyond them.
+        # Use a range so long that no hole and no committed sample lies beyond its end.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self._position(int(number)) for piece in pieces for number in piece]

@@ -30,8 +30,8 @@ class Hang(NamedTuple):
 
     Attributes:
         report: Lines that describe what each rank is doing, to append to an error's message.
-        deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next has
-            not started.
+        deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next
+            rank has not started.
         missing: Ranks that the collective waits for, as far as known: ranks that are not in any call; if there are
             none, ranks that do not respond; otherwise ranks that are still in an earlier call.
         verdict: `missing` as a sentence, or empty.

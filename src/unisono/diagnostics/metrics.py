@@ -23,7 +23,7 @@ _HELP = {
 
 
 class _Totals:
-    """Sums of one operation."""
+    """Totals for one operation."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -19,9 +19,9 @@ def summarize(document: _Json) -> _Json:
     """Return a summary of a trace as plain values. Times are in seconds.
 
     Exposed time is the time that the program's thread spends in calls and waits. Overlap is the fraction of the
-    communication time during which the thread is in neither. The skew of a collective is the time from the first rank's
-    call to the last rank's call. The straggler is the rank that `find_straggler` returns. A rank waits for a core if
-    the host has fewer cores than running threads.
+    communication time during which the thread is not in a call or wait. The skew of a collective is the time from the
+    first rank's call to the last rank's call. The straggler is the rank that `find_straggler` returns. A rank waits for
+    a core if more threads are ready to run than the host has cores.
 
     Args:
         document: The parsed content of a file that `unisono.trace` wrote.

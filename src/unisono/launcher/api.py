@@ -204,7 +204,7 @@ def communicator_at(
     hosts: Hosts | None = None,
     heartbeat_s: float | None = None,
 ) -> Communicator:
-    """Return the communicator of the ranks at a rendezvous. Closing it, or a failure, also closes the rendezvous.
+    """Return a communicator of the ranks at a rendezvous. Its `close`, or a failure here, also closes the rendezvous.
 
     Args:
         place: The rendezvous.
@@ -289,7 +289,7 @@ def launch(
             returns the survivors' results, and a failed rank's entry is its error. "replace" is like "end", except that
             a rank whose process or host is lost is started again. The new process calls `fn` with a communicator of
             only this rank. It joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while they are in
-            `recover(size=...)` or `rebuild(size=...)`. The job ends if two replacements of a rank in a row are lost
+            `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a rank are lost
             before they have joined. "replace" works with processes on this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Number of torch threads per rank; if None, OMP_NUM_THREADS, or else an equal share of the cores.
@@ -300,9 +300,9 @@ def launch(
             `un.engines.Ray(num_cpus=2)`, or an executor with the interface of `concurrent.futures` whose workers are
             processes, such as a `ProcessPoolExecutor`. `nprocs` single-threaded workers must become free within
             `timeout`. The backend "auto" then chooses as in `init`, based on the workers' hosts. When a rank ends, its
-            worker's state is restored. On Dask, MPI and executors, ranks cannot be killed after another rank's failure:
-            each runs until its next call on the communicator, which raises an error. None and "local" mean processes on
-            this host.
+            worker process is restored to its previous state. On Dask, MPI and executors, ranks cannot be killed after
+            another rank's failure: each runs until its next call on the communicator, which raises an error. None and
+            "local" mean processes on this host.
 
     Returns: Each rank's result of `fn`, in rank order.
 
@@ -409,7 +409,7 @@ def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
     """Return the given heartbeat, else $UNISONO_HEARTBEAT, in seconds; None if neither is set.
 
     Raises:
-        ValueError: The heartbeat is not a number, or is shorter than kernels can measure.
+        ValueError: The heartbeat is not a number, or is shorter than the minimum that kernels support.
     """
     name = HEARTBEAT if heartbeat is None else "heartbeat"
     given = os.environ.get(HEARTBEAT) or None if heartbeat is None else heartbeat
@@ -475,7 +475,7 @@ def _options(
     if device is not None:
         chosen = str(device)
     elif backend == "nccl":
-        # A launcher may make only one GPU visible to each rank, so the local rank may exceed the number of visible
+        # A launcher may make only one GPU visible to each rank, so take the local rank modulo the number of visible
         # GPUs.
         chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
     else:
@@ -490,7 +490,7 @@ _BY_ADDRESS = ("tcp", "gloo", "nccl", "ucc", "xccl")
 
 
 def _check_backends(names: Sequence[str]) -> None:
-    """Raise `MismatchError` on every rank if ranks chose different backends, which would otherwise hang."""
+    """Raise `MismatchError` on every rank if ranks chose different backends; otherwise, they would hang."""
     if len(set(names)) > 1:
         quoted = "; ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
         raise MismatchError(
@@ -535,8 +535,8 @@ class Topology:
         """Prepare a backend for several hosts: check that hosts can reach each other, and set NCCL's network interface.
 
         Raises:
-            CommError: Hosts cannot connect. It is raised on every rank, and names these hosts, the address, and the
-                setting to change.
+            CommError: On every rank, if hosts cannot connect. The error names these hosts, the address, and the setting
+                to change.
         """
         _, _, outer = backend.rpartition("+")
         if len(self.hosts) == 1 or outer not in _BY_ADDRESS:
@@ -614,9 +614,9 @@ def network_of(builds: Sequence[str]) -> str:
 def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "tcp") -> str:
     """Return the backend for "auto". `hosts` are the sets of ranks that share memory.
 
-    The first that applies: nccl if each rank has a GPU, threads if there is only one rank, shared memory if all ranks
-    share it, the network backend if no two ranks share memory, or shared memory within hosts and the network backend
-    between them.
+    The backend is the first that applies: nccl if each rank has a GPU, threads if there is only one rank, shared memory
+    if all ranks share it, the network backend if no two ranks share memory, or shared memory within hosts and the
+    network backend between them.
 
     Example:
         >>> [choose_backend(hosts, gpus=False) for hosts in (((0, 1),), ((0, 1), (2,)), ((0,), (1,)))]

@@ -68,8 +68,8 @@ def host_of(rank: int) -> str:
     return f"host/{rank}"
 
 
-# Module-level, because a rank changes state that is global to the process: the environment, signal handlers and torch's
-# default group.
+# This is a module-level variable, because a rank changes state that is global to the process: the environment, signal
+# handlers and torch's default group.
 _ranks: dict[int, object] = {}
 
 
@@ -90,7 +90,7 @@ def run_rank(
         attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
         payload: The pickled `Program`.
         address, secret: Address and secret of the control plane, which runs in the process that called `launch`.
-        timeout_s: The program's timeout, which is also needed if the payload cannot be unpickled here.
+        timeout_s: The program's timeout. It is passed separately, because unpickling the payload may fail here.
         owned: Whether the process was started for this launch, and must exit if the caller exits, whatever the program
             is doing.
     """

@@ -35,7 +35,7 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
     """Return the engine or executor for the argument `on` of `launch` and `Pool`; None for processes on this host.
 
     Args:
-        on: An executor, an engine, or an engine's name, for an engine with default options; "local" or None for this
+        on: An executor, an engine, or the name of an engine to create with default options. "local" and None mean this
             host.
 
     Raises:
@@ -114,8 +114,8 @@ class _LentRanks(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # Ranks that have a deadline, with a function that checks them: it takes the rank and whether the deadline has
-        # passed, and returns the rank's outcome, or None if the rank may still report.
+        # Deadlines of ranks, each with a check function. The function takes the rank and whether the deadline has
+        # passed. It returns the rank's outcome, or None if the rank may still report.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
@@ -196,8 +196,8 @@ class _LentRanks(Closing):
         why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
         if not why:
             return None
-        # This rank has finished its program. So mark the outcome as reported, because an unreported loss would start
-        # the rank again.
+        # This rank has finished its program, so mark the outcome as reported (the default). An unreported loss would
+        # start the rank again.
         text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
         return Outcome(rank, error=PeerLostError(text, peer=rank))
 

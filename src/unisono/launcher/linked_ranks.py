@@ -66,7 +66,7 @@ class LinkedRanks(Closing):
 
     @abstractmethod
     def how(self, rank: int) -> str:
-        """Return a description of how a rank ended that did not report."""
+        """Return a description of how a rank that did not report has ended."""
 
     def signs(self, rank: int) -> list[Any]:
         """Return waitable objects, one of which becomes ready when the rank reports or ends."""

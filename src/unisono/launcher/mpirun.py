@@ -66,7 +66,7 @@ class MpirunRanks(LinkedRanks):
         secret = secrets.token_bytes(32)
         with ExitStack() as opened:
             server = opened.enter_context(closing(ControlServer(secret)))
-            # A temporary directory is readable only for this user, which matters because the file in it contains the
+            # A temporary directory is readable only by this user, which matters because the file in it contains the
             # secret.
             name = opened.enter_context(tempfile.TemporaryDirectory(prefix="unisono-mpi-"))
             folder = Path(name)
@@ -142,7 +142,7 @@ def running(command: list[str], size: int, **variables: str) -> Iterator[subproc
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for mpirun, whose ranks exit when they have reported; then terminate mpirun and any other ranks."""
+    """Wait briefly for mpirun, because ranks exit after they have reported; then terminate mpirun and its ranks."""
     asks: list[Callable[[], object]] = [process.poll, process.terminate, process.kill]
     for ask in asks:
         ask()

@@ -120,7 +120,7 @@ class Supervisor:
     def run(self, limit_s: float = math.inf) -> list[Outcome]:
         """Start the ranks; return outcomes in the order of the ranks' ends when all have ended, or at the time limit.
 
-        The caller must end the ranks that are still running when this returns or raises an exception.
+        The caller must end the ranks that are still running when this method returns or raises an exception.
         """
         for rank in sorted(self.open):
             self._start(rank, 0)

@@ -26,7 +26,7 @@ __all__ = ["fork_ranks"]
 
 
 def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | None:
-    """Fork a script's ranks, and report their ends. In each forked rank, it also returns.
+    """Fork a script's ranks, and report their ends. Returns in this process and in each forked rank.
 
     Args:
         link: Connection to the launcher. The launcher sends each rank's environment `variables` and the file
@@ -93,7 +93,7 @@ def _load() -> str | None:
 
 
 def _is_observed() -> bool:
-    """Return whether a debugger, profiler or coverage tool is active. It would not notice when forked ranks end."""
+    """Return whether a debugger, profiler or coverage tool is active; it would not notice when forked ranks end."""
     monitoring = getattr(sys, "monitoring", None)
     tools = () if monitoring is None else (monitoring.get_tool(number) for number in range(6))
     return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))

@@ -14,7 +14,7 @@ __all__ = ["CODEC", "Bf16"]
 
 @dataclass(repr=False, eq=False)
 class Bf16(HalfPrecision):
-    """Codec that sends bfloat16. Half of float32's bytes; 8 bits of precision over all of float32's range.
+    """Codec that sends bfloat16: half of float32's bytes, and 8 bits of precision over all of float32's range.
 
     NaN and infinities are preserved, at their index on every rank.
 

@@ -36,8 +36,8 @@ class Int4(Int8):
 
     name = "int4"
     block: int = 256
-    # A byte encodes two numbers, one from each half of a piece. With a multiple of 8, half as many bytes still keep the
-    # scales of the next piece aligned for float32.
+    # A byte encodes two numbers, one from each half of a piece. A multiple of 8 elements takes a multiple of 4 bytes,
+    # which keeps the float32 scales of pieces aligned.
     multiple: ClassVar[int] = 8
     steps: ClassVar[int] = 7
 

@@ -41,7 +41,7 @@ class Int8(TwoStage):
 
     name = "int8"
     block: int = 1024
-    # Encoded pieces then have a multiple of 4 bytes, which keeps their float32 scales aligned.
+    # A multiple of 4 elements takes a multiple of 4 bytes, which keeps the float32 scales of pieces aligned.
     multiple: ClassVar[int] = 4
     steps: ClassVar[int] = 127
 

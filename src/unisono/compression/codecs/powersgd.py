@@ -96,7 +96,7 @@ class Powersgd(SteppedCodec):
         right: list[torch.Tensor],
         factor: int = 1,
     ) -> None:
-        """Write products for matrices, and the contents of `plain` elsewhere."""
+        """Write the products to the matrices in `target`, and copy all other parameters from `plain`."""
         target.copy_(plain)
         for into, rows, columns in zip(self._parts(target, shapes)[1], left, right, strict=True):
             into.copy_((rows @ columns.T).mul_(factor))

@@ -64,8 +64,8 @@ class Randomk(SteppedCodec):
         if not flat.numel():
             return
         places = self._places(flat.numel()).to(flat.device)
-        # The extra last element is 0, or NaN if any number in the bucket is not finite. It is the result for all
-        # elements that were not drawn.
+        # The extra last element is 0, or NaN if any number in the bucket is not finite. This element becomes the result
+        # for all elements that were not drawn.
         sent = torch.empty(places.numel() + 1, dtype=flat.dtype, device=flat.device)
         torch.index_select(flat, 0, places, out=sent[:-1])
         low, high = flat.aminmax()

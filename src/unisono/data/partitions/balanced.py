@@ -28,8 +28,8 @@ class Balanced(AssignmentPartitioner):
               as much as the most expensive part of the best division, and no part costs more than share * (total + (p -
               1) * largest cost).
             - "same_count": also balances the number of samples (within one), so that ranks make the same number of
-              training steps. The costs of two parts differ by no more than some two samples' costs that are p - 1
-              positions apart in sorted order. Supports equal shares only.
+              training steps. The costs of two parts differ by no more than the largest difference between two samples'
+              costs that are p - 1 positions apart in sorted order. Supports equal shares only.
             - "runs": each part is a run of adjacent samples, whose total cost differs from its share by at most the
               largest cost of a sample.
 
@@ -147,8 +147,8 @@ def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
     """Return the part number of each cost, with equal counts per part, and a bound on the difference of loads.
 
     The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part,
-    the most expensive one to the least loaded part. So two parts' loads never differ by more than the first and last
-    cost of some group.
+    the most expensive one to the least loaded part. So two parts' loads never differ by more than the largest
+    difference between the first and last cost of a group.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

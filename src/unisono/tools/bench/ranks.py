@@ -93,7 +93,7 @@ def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread, for ranks that are threads of this process. First flush output, before ranks print."""
+    """Limit torch to one thread, for ranks that are threads of this process, and flush output before ranks print."""
     sys.stdout.flush()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -81,7 +81,7 @@ class Result:
 
     @property
     def busbw_gb_s(self) -> float:
-        """Bus bandwidth as in nccl-tests: `algbw_gb_s` times a factor that makes numbers of ranks comparable."""
+        """Bus bandwidth as in nccl-tests: `algbw_gb_s`, scaled so that different numbers of ranks are comparable."""
         return self.algbw_gb_s * bus_factor(self.collective, self.ranks)
 
     def plain(self) -> dict[str, Any]:

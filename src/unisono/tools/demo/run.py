@@ -194,7 +194,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-# A prime number, which no number of ranks divides, so the ring's chunks differ in length.
+# A prime number, so that the ring's chunks differ in length.
 _LENGTH = 100_003
 
 
@@ -225,7 +225,7 @@ def difference(mine: Weights, theirs: Weights) -> float:
 
 
 def largest(errors: Iterable[float]) -> float:
-    """Return the largest error, or NaN if any error is NaN. (Python's `max` may ignore NaN.)"""
+    """Return the largest error, or NaN if any error is NaN; Python's `max` may ignore NaN."""
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 

@@ -70,7 +70,7 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
                     return CompletedRun(None, out, err)
                 except subprocess.TimeoutExpired:
                     continue
-            # A process that still keeps the pipes open has left the session, so it cannot be killed; don't wait for it.
+            # A process that still keeps the pipes open has left the session, so it was not killed; don't wait for it.
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:
                     pipe.close()

@@ -1,6 +1,6 @@
 """Summarize trace files: exposed communication, overlap, and the rank that all others wait for.
 
-The trace files are files that un.trace wrote.
+A trace file is a file that un.trace wrote.
 
   unisono trace summary run.json
   unisono trace merge run.json run.rank0.json run.rank1.json

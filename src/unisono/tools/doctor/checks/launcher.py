@@ -31,7 +31,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def launched() -> Launched:
-    """Return this process's rank, as `init` would read it; without a launcher, a result with an empty `by`."""
+    """Return this process's rank and launcher, as `init` would read them; without a launcher, `by` is empty."""
     return bootstrap.launched() or Launched("", None, None)
 
 

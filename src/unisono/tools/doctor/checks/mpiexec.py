@@ -83,7 +83,7 @@ def _install(library: Library | str) -> str:
 
 
 def _root(library: Library) -> str:
-    """Return a hint at the variables that Open MPI needs to start ranks as root; empty if they are not needed."""
+    """Return a hint about the variables that Open MPI needs to start ranks as root; empty if they are not needed."""
     wanted = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     if not library.is_open_mpi or not is_root or all(name in os.environ for name in wanted):

@@ -69,7 +69,7 @@ def _nvidia_device() -> str | None:
     """Return the PCI address of an NVIDIA GPU, whether or not it has a driver; None if the host has none."""
     for device in sorted(_PCI_DEVICES.glob("*")):
         try:
-            # Class 0x03 is display and 3D controllers. The class is needed because NVIDIA's network cards have the same
+            # Class 0x03 contains display and 3D controllers. Check it, because NVIDIA's network cards have the same
             # vendor ID.
             if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith("0x03"):
                 return device.name

@@ -25,8 +25,9 @@ class Codec(ABC):
     """Average of a flat bucket over all ranks in compressed form. One object per bucket; `clone` makes more.
 
     To add a codec, create a file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or register an entry
-    point of the group `unisono.compression.codecs` in another package. Its `average` must call `prepare` first, and its
-    `repr` must show its settings, which all ranks compare. `unisono.testing.codecs` has conformance checks for codecs.
+    point of the group `unisono.compression.codecs` in another package. The codec's `average` must call `prepare` first,
+    and its `repr` must show its settings, which all ranks compare. `unisono.testing.codecs` has conformance checks for
+    codecs.
 
     Attributes:
         name: Name by which `resolve` finds the codec.
@@ -65,7 +66,7 @@ class Codec(ABC):
 
         The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. If a rank encodes a
         sum, it subtracts p times the loss of this encoding from its own `kept`, so that error feedback compensates for
-        the loss. A single rank also encodes and decodes its contribution, so it has losses as well.
+        the loss. A single rank also encodes and decodes its contribution, which causes the same kind of losses.
 
         Args:
             flat: One-dimensional contiguous tensor of float16, bfloat16, float32 or float64.
@@ -225,7 +226,7 @@ class Codec(ABC):
 
 
 class SteppedCodec(Codec):
-    """Base class for codecs that draw random numbers in each call of `average`, the same ones on all ranks.
+    """Base class for codecs that draw random numbers in each call of `average`. All ranks draw the same numbers.
 
     Attributes:
         seed: Seed of the draws; the same on all ranks.

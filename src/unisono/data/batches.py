@@ -135,13 +135,13 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return min(self.batch_size, len(self._sampler) - step * self.batch_size)
 
     def advance(self, steps: int = 1) -> None:
-        """Commit the next steps as trained on. Not needed with torchdata's StatefulDataLoader.
+        """Commit the next steps: mark their samples as trained on. Not needed with torchdata's StatefulDataLoader.
 
         Args:
             steps: Number of steps trained since the last call, at most the number of steps left.
 
         Raises:
-            ValueError: `steps` is negative, or exceeds the rest of this epoch.
+            ValueError: `steps` is negative, or exceeds the number of steps left in this epoch.
         """
         left = self._sampler.remaining
         steps = operator.index(steps)
@@ -203,7 +203,7 @@ def _progress(state: dict[str, Any]) -> tuple[int, int]:
 
 
 class _BatchIterator(Iterator[list[Any]]):
-    """Iterator over this rank's batches. Its state covers the samples returned so far."""
+    """Iterator over this rank's batches. The iterator's state covers the samples returned so far."""
 
     def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:
         self._batches = batches

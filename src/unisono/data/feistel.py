@@ -18,8 +18,7 @@ _DOUBLE_ROUNDS = 3
 _TILE = 16384
 # Up to this count, store the permutation as a table: it needs little memory, and every order is equally likely.
 _TABLE = 4096
-# Multipliers of the round function. They are odd and have irregular bits, because multiplication does most of the
-# mixing.
+# Multipliers of the round function: odd numbers with irregular bits, because multiplication does most of the mixing.
 _FIRST = -1640531535
 _SECOND = 739982445
 _MAX = 1 << 62
@@ -96,7 +95,7 @@ class IndexShuffle(Indices):
         return place
 
     def _turned(self, place: int) -> int:
-        """Do the same as `_turn` for one index with Python integers, which is much faster than creating tensors."""
+        """Do what `_turn` does, but for one index and with Python integers, which is faster than creating tensors."""
         high = place >> self._bits
         low = place & (1 << self._bits) - 1
         for turn in range(_DOUBLE_ROUNDS):

@@ -46,7 +46,7 @@ class Indices(ABC):
         """Return the sample indices at these positions, as a one-dimensional int64 tensor on the CPU.
 
         Args:
-            places: Positions in this sequence, from 0 to its length - 1. They are not checked.
+            places: Positions in this sequence, from 0 to the length - 1. Positions are not checked.
         """
 
     def values(self, places: torch.Tensor) -> list[Any]:
@@ -62,7 +62,7 @@ class Indices(ABC):
         return self.take(places).tolist()
 
     def all(self) -> torch.Tensor:
-        """Return all sample indices as one tensor, like `take`. Memory: 8 bytes per sample.
+        """Return all sample indices as one tensor. Memory: 8 bytes per sample.
 
         Example:
             >>> un.data.IndexShuffle(5).all().sort().values
@@ -74,7 +74,7 @@ class Indices(ABC):
         """Return the dataset index at one position.
 
         Args:
-            place: Position from 0 to the length - 1. Unlike with `[]`, it is not checked.
+            place: Position from 0 to the length - 1. Unlike with `[]`, the position is not checked.
 
         Example:
             >>> shuffle = un.data.IndexShuffle(5, seed=1)

@@ -24,7 +24,7 @@ class _Indexable(Protocol[T_co]):
 
 
 class Partition(Dataset[T_co]):
-    """Selection of a dataset's samples in any order. It is both a torch dataset and a sequence.
+    """Selection of a dataset's samples in any order, which is both a torch dataset and a sequence.
 
     Slicing returns another `Partition` of the same data. A negative index counts from the end.
 

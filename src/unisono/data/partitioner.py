@@ -84,7 +84,7 @@ class Partitioner(ABC):
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """Return a partitioner for a dataset. It reads the dataset attributes that it needs.
+        """Return a partitioner for a dataset, using the dataset attributes that the partitioner needs.
 
         Args:
             dataset: Anything with a length. "balanced" reads the dataset's attribute `costs` or `lengths`, "dirichlet"
@@ -126,8 +126,7 @@ class Partitioner(ABC):
         Args:
             samples: All samples of an epoch, or the samples that remain after resuming.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: Seed of random choices. It is the same in every epoch, so that epochs differ only in the order of
-                samples.
+            seed: Seed of random choices, which is the same in every epoch: epochs differ only in the order of samples.
 
         Raises:
             ValueError: A sample has no known label, group or cost, or the partitioner does not support these shares.
@@ -237,12 +236,12 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
     """Return integers that sum to `count`, each less than one away from its fraction of `count`.
 
     This is Hamilton's method (largest remainder): numbers are first rounded down, and the units left over go to the
-    fractions that lost most by rounding; ties go to earlier fractions. It is also useful to choose batch sizes for
+    fractions that lost most by rounding; ties go to earlier fractions. `apportion` can also choose batch sizes for
     ranks that run at different speeds.
 
     Args:
         count: The total, such as a number of samples; 0 or more.
-        sizes: Fractions from 0 to 1. They must sum to 1, with a tolerance of 1e-9 per fraction.
+        sizes: Fractions from 0 to 1, which must sum to 1, with a tolerance of 1e-9 per fraction.
 
     Raises:
         ValueError: `sizes` do not sum to 1, or a size is negative or NaN.

@@ -27,8 +27,8 @@ __all__ = ["EpochProgress", "EpochWarning", "PartitionSampler", "unchanged_on_er
 class PartitionSampler(DistributedSampler[Any]):
     """Sampler of this rank's samples, in a new order each epoch; replaces torch's `DistributedSampler`.
 
-    It is a subclass of `DistributedSampler`, because frameworks such as Lightning test for that class, and would
-    otherwise divide the samples again.
+    This class is a subclass of `DistributedSampler`, because frameworks such as Lightning test for that class, and
+    would otherwise divide the samples again.
 
     Every sample of the dataset is assigned to exactly one rank, so some ranks may have one sample more than others;
     `drop_last` or `padding` makes the numbers equal. `advance` commits the samples that were trained on. The sampler's
@@ -181,11 +181,11 @@ class PartitionSampler(DistributedSampler[Any]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """Number of samples on all ranks together, counted in the same way as `len`, which is for this rank."""
+        """Sum of `len` over all ranks."""
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next samples as trained on. Not needed with torchdata's StatefulDataLoader.
+        """Commit this rank's next samples: mark them as trained on. Not needed with torchdata's StatefulDataLoader.
 
         Args:
             count: Number of samples trained on since the last call, at most `remaining`.
@@ -409,8 +409,8 @@ class EpochProgress:
         batch: Largest number of samples committed in one call of `advance`.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Whether ranks that have one sample more than this rank have used that sample; None if unknown. It
-            matters only when this rank has used all its samples.
+        through: Whether ranks that have one sample more than this rank have used that sample; None if unknown. Needed
+            only when this rank has used all its samples.
         over: Whether the pass was loaded from a complete state for the requested epoch, so that it must not start over.
     """
 

@@ -63,7 +63,7 @@ class _StatefulSampler(Protocol):
 
 
 class StatefulIterator(chain[Any]):
-    """Iterator with a state, as torchdata's StatefulDataLoader expects. Its `next` does not run any Python code.
+    """Iterator with a state, as torchdata's StatefulDataLoader expects. Calling `next` does not run any Python code.
 
     The iterator's state is the state that the sampler would have if all samples yielded so far were committed.
     """

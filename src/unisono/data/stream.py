@@ -74,7 +74,7 @@ class StreamPartition(IterableDataset[T_co]):
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
         self.epoch: int = 0
-        # Positions that were committed before the number of ranks changed: all below `_edge`, except those in `_holes`.
+        # Positions that were committed before the number of ranks changed: all below `_edge`, except `_holes`.
         self._edge = 0
         self._taken = 0
         self._holes: list[int] = []
@@ -104,8 +104,8 @@ class StreamPartition(IterableDataset[T_co]):
         """Commit this rank's next `count` samples. The next iteration resumes after them.
 
         Args:
-            count: Number of samples trained on since the last call. It is not checked against the stream's length,
-                which is unknown.
+            count: Number of samples trained on since the last call. This number is not checked against the stream's
+                length, which is unknown.
 
         Raises:
             ValueError: `count` is negative.

@@ -57,7 +57,7 @@ class WorkerEpochCheck:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """For a second pass, return an iterator whose `next` raises: workers forward only errors raised there."""
+        """Return an iterator whose `next` raises for a second pass: workers forward only errors raised by `next`."""
         if get_worker_info() is None or not resumed:
             return None
         again = self._begun

@@ -1,8 +1,8 @@
 """Log of a rank's last events, in a file that survives any kind of crash, and the log's reader.
 
-The file contains a 64-byte header and a ring buffer of 256-byte records. It is memory-mapped, so the kernel writes it
-out even if the process is killed. A record's sequence number is written last, so that a partial record is detected. The
-header also contains the start time of the process, because a later process may reuse its pid.
+The file contains a 64-byte header and a ring buffer of 256-byte records. The file is memory-mapped, so the kernel
+writes it out even if the process is killed. A record's sequence number is written last, so that a partial record is
+detected. The header also contains the start time of the process, because a later process may reuse its pid.
 """
 
 from __future__ import annotations

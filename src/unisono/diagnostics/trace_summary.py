@@ -191,9 +191,9 @@ def find_straggler(
     """Return the rank, if any, that is late at one place in the program more often than chance explains.
 
     A place is a bucket or a source line; places with fewer than 5 calls are ignored. On average, a straggler arrives
-    after at least three quarters of the other ranks. Its average position is also 4.5 standard deviations later than in
-    a random order, or, if there are too few calls for that, last in every call. Its median lateness is at least 2 % of
-    the time between calls.
+    after at least three quarters of the other ranks. The straggler's average position is also 4.5 standard deviations
+    later than in a random order, or, if there are too few calls for that, the last one in every call. The straggler's
+    median lateness is at least 2 % of the time between calls.
 
     With few calls, or with only two ranks, the order alone proves too little. The median lateness must then be at least
     8 % of the time between calls, and in four of five calls the lateness must be at least half the median. The total

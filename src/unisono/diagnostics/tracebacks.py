@@ -196,9 +196,9 @@ class _ErrorDisplay:
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show an error in a single write, so that ranks' output does not interleave, or leave it to torchrun's report.
 
-        This rank shows only one line if another rank shows the error in full. That applies to the loss of a peer; to a
-        mismatch, which all ranks raise, on all ranks but rank 0; and under torchrun to any error after this host's
-        first one.
+        This rank shows only one line if another rank shows the error in full. Such errors are the loss of a peer; a
+        mismatch, which all ranks raise, on all ranks but rank 0; and under torchrun, any error after this host's first
+        one.
         """
         # A forked child inherits this hook, but must not write to its parent's report file.
         file = self._report if self._process == os.getpid() else None
@@ -237,7 +237,7 @@ class _ErrorDisplay:
         return "" if elsewhere else brief_error(error, self._rank, self._size, hint)
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:
-        """Show an error in a cell. This is IPython's handler for custom exceptions."""
+        """Show an error in a notebook cell, as IPython's handler for custom exceptions."""
         if not self._concerns(error):
             return shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         lines = _name_cells(format_error(error, self._rank, self._size), shell).splitlines()
@@ -287,8 +287,8 @@ class TorchrunReport:
     """Access to the error file of this process, from which torchrun builds its report.
 
     Attributes:
-        prints: Whether torchrun prints the recorded error. It does so only in its last attempt, after which it doesn't
-            restart the ranks.
+        prints: Whether torchrun prints the recorded error. Torchrun does so only in its last attempt, after which it
+            doesn't restart the ranks.
     """
 
     def __init__(self) -> None:
@@ -335,7 +335,7 @@ class TorchrunReport:
         return None
 
     def record(self, message: str, text: str, follows: bool) -> None:
-        """Write the file that torchrun's report reads.
+        """Write the error file from which torchrun builds its report.
 
         Args:
             message: The error as one line.

@@ -143,7 +143,8 @@ def init(
         deterministic: Whether floating-point sums and products are reduced in one fixed order: a balanced binary tree
             over the ranks, in which the first half is the larger one if the halves differ, and each result is rounded
             to the tensor's dtype. Algorithms that follow this order give bitwise identical results with all chunk sizes
-            and transports; other algorithms are refused. This disables the native core and other native collectives.
+            and transports; other algorithms are refused. Fixed-order reduction disables the native core and other
+            native collectives.
         chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
         wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
         interface: Network interface, such as "eth0", through which ranks on other hosts reach this one. If None, the
@@ -204,7 +205,7 @@ def communicator_at(
     hosts: Hosts | None = None,
     heartbeat_s: float | None = None,
 ) -> Communicator:
-    """Return a communicator of the ranks at a rendezvous. Its `close`, or a failure here, also closes the rendezvous.
+    """Return a communicator of the ranks at a rendezvous. `close`, or a failure here, also closes the rendezvous.
 
     Args:
         place: The rendezvous.
@@ -288,9 +289,9 @@ def launch(
             and are then killed; `launch` raises the first error with that rank's traceback. With "continue", `launch`
             returns the survivors' results, and a failed rank's entry is its error. "replace" is like "end", except that
             a rank whose process or host is lost is started again. The new process calls `fn` with a communicator of
-            only this rank. It joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while they are in
-            `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a rank are lost
-            before they have joined. "replace" works with processes on this host, Ray and Dask.
+            only this rank. The new rank joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while
+            they are in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a
+            rank are lost before they have joined. "replace" works with processes on this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Number of torch threads per rank; if None, OMP_NUM_THREADS, or else an equal share of the cores.
         hosts: Groups of ranks to treat as if each were on a separate host, such as `[[0, 1], [2, 3]]`, to test

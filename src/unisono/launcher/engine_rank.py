@@ -90,7 +90,7 @@ def run_rank(
         attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
         payload: The pickled `Program`.
         address, secret: Address and secret of the control plane, which runs in the process that called `launch`.
-        timeout_s: The program's timeout. It is passed separately, because unpickling the payload may fail here.
+        timeout_s: The program's timeout, which is passed separately because unpickling the payload may fail here.
         owned: Whether the process was started for this launch, and must exit if the caller exits, whatever the program
             is doing.
     """
@@ -164,7 +164,7 @@ def _address_here(address: tuple[str, int]) -> str:
     """Return the address that this host uses to reach the server.
 
     Raises:
-        AbortedError: The server has shut down. That happens if an executor reruns a task after `launch` has ended.
+        AbortedError: The server has shut down, which happens if an executor reruns a task after `launch` has ended.
     """
     try:
         with socket.create_connection(address, _REACH_WITHIN_S) as connection:
@@ -193,7 +193,7 @@ def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> Non
 
 
 def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
-    """Report that the engine has the outcome. It may still lose the outcome: a retired Dask worker delivers nothing."""
+    """Report that the engine has the outcome. The engine may still lose it: a retired Dask worker delivers nothing."""
     with suppress(CommError):
         watch.identify(f"{rank}/{attempt}/1")
     watch.close()

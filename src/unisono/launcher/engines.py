@@ -1,4 +1,4 @@
-"""Ranks on the workers of a `concurrent.futures` executor. They rendezvous at the caller's control server."""
+"""Ranks on the workers of a `concurrent.futures` executor. Ranks rendezvous at the caller's control server."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class _LentRanks(Closing):
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
         # Deadlines of ranks, each with a check function. The function takes the rank and whether the deadline has
-        # passed. It returns the rank's outcome, or None if the rank may still report.
+        # passed. The function returns the rank's outcome, or None if the rank may still report.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)

@@ -20,8 +20,8 @@ LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
 def own_link() -> Connection[Any, Any]:
     """Return this rank's connection, for a program that receives commands from the process that started it.
 
-    This is a function rather than a global, because a program may be pickled by value together with its module's
-    globals.
+    Programs call this function instead of using `LINK`, because a program may be pickled by value, with everything that
+    its module refers to.
     """
     return LINK.get()
 

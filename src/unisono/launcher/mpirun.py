@@ -1,4 +1,4 @@
-"""Ranks that mpirun starts on this host, for backends that need MPI. They report to the process that ran mpirun.
+"""Ranks that mpirun starts on this host, for backends that need MPI. Ranks report to the process that ran mpirun.
 
 mpirun runs `python -m unisono.launcher.mpirun FOLDER` for each rank.
 """

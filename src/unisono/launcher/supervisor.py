@@ -78,11 +78,11 @@ def joined(rank: int, attempt: int) -> str:
 class Supervisor:
     """Supervisor of a job's ranks, from their start to their end.
 
-    A lost rank is replaced, unless two of its replacements in a row were lost before they joined, or no rank is left
+    A lost rank is replaced, unless two consecutive replacements of it were lost before they joined, or no rank is left
     that could admit a replacement. If a rank fails with an error, the job ends, and no rank is replaced any more.
 
     Args:
-        start: Function that starts a rank. Its arguments are the rank and the number of the rank's earlier starts.
+        start: Function that starts a rank, given the rank and the number of the rank's earlier starts.
         ends: Function that waits for outcomes, for at most the given number of seconds (None for no limit), and returns
             them.
         ranks: The ranks' numbers.

@@ -1,7 +1,7 @@
 """Template process, from which a script's ranks are forked: it only imports torch.
 
-It does not start threads, draw random numbers or initialize CUDA: threads and CUDA contexts do not survive a fork, and
-all ranks would inherit the same random state.
+The process does not start threads, draw random numbers or initialize CUDA: threads and CUDA contexts do not survive a
+fork, and all ranks would inherit the same random state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
 
     Args:
         link: Connection to the launcher. The launcher sends each rank's environment `variables` and the file
-            descriptors `stdout`, `stderr` and `report`. It receives a frame with the process ID when a rank starts, and
-            a frame with the exit status when a rank ends.
+            descriptors `stdout`, `stderr` and `report`. The launcher receives a frame with the process ID when a rank
+            starts, and a frame with the exit status when a rank ends.
         alive: File descriptor of a pipe that closes when the launcher ends.
         command: A file, or "-m" and a module, followed by the script's arguments.
 

@@ -23,9 +23,9 @@ class Randomk(SteppedCodec):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Each call draws new elements, and sends them in the bucket's dtype. All other elements count as zero, and the ones
-    sent are not scaled up to compensate, so use `error_feedback(randomk())`. A NaN or an infinity anywhere makes the
-    whole result NaN on every rank; otherwise it would go undetected unless it was drawn.
+    Each call draws new elements, and sends them in the bucket's dtype. All other elements count as zero, and the sent
+    elements are not scaled up to compensate, so use `error_feedback(randomk())`. A NaN or an infinity anywhere makes
+    the whole result NaN on every rank; otherwise it would go undetected unless it was drawn.
 
     Cost: one all_reduce of the kept elements.
 

@@ -32,7 +32,8 @@ class Sampled(Strided):
     other source raises an error. A sample that occurs twice in the sequence is assigned twice.
 
     Args:
-        sampler: Any object that can be iterated over repeatedly. It defines the order, so `shuffle` must be False.
+        sampler: Any object that can be iterated over repeatedly. The sampler defines the order, so `shuffle` must be
+            False.
 
     Balance: less than one entry of the sequence away from the share. Cost: every rank draws the whole sequence.
 

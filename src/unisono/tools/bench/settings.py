@@ -33,7 +33,7 @@ class Settings:
         ranks: Number of ranks, all on this host.
         sizes: Message sizes in bytes, counted as in nccl-tests (see `Result.nbytes`).
         dtype, op: Names of the dtype, as in torch, and of the reduction, as in `ReduceOp`.
-        algorithm: As for the collective; None lets it choose.
+        algorithm: The algorithm, as passed to the collective; if None, the collective chooses.
         registered: Whether unisono's tensors are allocated with `Communicator.empty`; peers always use ordinary
             tensors.
         cold: Whether each call uses memory that is not in the processor's caches.

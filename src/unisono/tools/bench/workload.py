@@ -182,7 +182,7 @@ class Pattern:
         return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
 
     def _stretches(self, tensor: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pieces as long as a period. This avoids a copy of the message's size, and keeps values in cache."""
+        """Yield pieces as long as a period, to avoid a copy of the message's size and to keep values in cache."""
         for low in range(0, tensor.numel(), PERIOD):
             part = tensor[low : low + PERIOD]
             offset = (start + low) % PERIOD
@@ -198,7 +198,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
         above = 3
         scale = 1
     else:
-        # For AVG, use multiples of the number of ranks, so that averages are integers as well.
+        # For AVG, use multiples of the number of ranks, so that averages are integers.
         scale = ranks if op is ReduceOp.AVG else 1
         above = max(3, 127 // (ranks * scale))
     chance = torch.Generator().manual_seed(rank)

@@ -32,7 +32,7 @@ class Command(Protocol):
 
 
 class UsageError(Exception):
-    """Error for arguments that cannot be satisfied. Its text is a sentence that names alternatives; exit status 2."""
+    """Error for arguments that cannot be satisfied. The text is a sentence that names alternatives. Exit status 2."""
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Batches:
 
 
 def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build a network for these pictures' colours and classes, on the CPU. Its weights depend only on the seed.
+    """Build a network for these pictures' colours and classes, on the CPU, with weights that depend only on the seed.
 
     The global random generator is neither read nor changed, because ranks that are threads share it.
     """

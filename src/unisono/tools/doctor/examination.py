@@ -89,7 +89,7 @@ class Target:
         ranks: Number of ranks to run on this host; if None, the number in the launcher's environment.
         hosts: Names or addresses of the cooperating hosts, including this one.
         rank: Index of this host in `hosts`; if None, it is detected from this host's addresses.
-        port: Port on the first host. It must be free, and the other hosts must be able to connect to it.
+        port: Port on the first host, which must be free, and to which the other hosts must be able to connect.
         limit_s: Maximum duration of the examination, in seconds.
     """
 
@@ -197,7 +197,7 @@ def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> li
 
 
 def facts() -> dict[str, str]:
-    """Return facts about this host that help a maintainer to understand a bug report. They contain no secrets."""
+    """Return facts about this host that help a maintainer to understand a bug report. The facts contain no secrets."""
     known = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

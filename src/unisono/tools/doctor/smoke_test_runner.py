@@ -39,7 +39,7 @@ def tried(
         before: Prefix of the command, such as mpiexec and its options.
         environment: Environment of the ranks; if None, this process's environment without its launcher's variables.
     """
-    # Pass the deadline as wall-clock time, so that the time to start Python and import torch counts as well.
+    # Pass the deadline as wall-clock time, so that it includes the time to start Python and import torch.
     deadline = str(time.time() + limit_s - _LAST_WORDS_S)
     command = [
         *before,

@@ -29,7 +29,8 @@ class Peer(ABC):
     def obstacle(cls, workload: Workload) -> str | None:
         """Return a sentence that says why this peer cannot run the workload, and what to do; None if it can run.
 
-        This is called before ranks are started. Raises `UnavailableError` if something has to be installed first.
+        This method is called before ranks are started. Raises `UnavailableError` if something has to be installed
+        first.
         """
         return None
 
@@ -42,7 +43,7 @@ class Peer(ABC):
         """Return a function that runs the collective on this memory, with everything reusable already prepared."""
 
     def close(self) -> None:
-        """Release all resources. This is called when no collective is running."""
+        """Release all resources. Called when no collective is running."""
 
 
 PEERS: Registry[type[Peer]] = Registry("peer", "unisono.tools.bench.peers", "PEER")

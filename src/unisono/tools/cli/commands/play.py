@@ -1,6 +1,6 @@
 """Write an HTML page that animates an algorithm, or a run that un.trace recorded.
 
-The page is a single file that works offline. It shows at most 32 ranks.
+The page is a single file that works offline. The page shows at most 32 ranks.
 
   unisono play all_reduce ring --ranks 8 -o ring.html
   unisono play --trace run.json -o run.html

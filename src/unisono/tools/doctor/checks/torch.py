@@ -69,8 +69,8 @@ def _nvidia_device() -> str | None:
     """Return the PCI address of an NVIDIA GPU, whether or not it has a driver; None if the host has none."""
     for device in sorted(_PCI_DEVICES.glob("*")):
         try:
-            # Class 0x03 contains display and 3D controllers. Check it, because NVIDIA's network cards have the same
-            # vendor ID.
+            # Class 0x03 contains display and 3D controllers. Check the class, because NVIDIA's network cards have the
+            # same vendor ID.
             if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith("0x03"):
                 return device.name
         except OSError:

@@ -221,7 +221,7 @@ class Codec(ABC):
         return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy serves another bucket or another process, so the ranks must compare their codecs again.
+        # A copy is used for another bucket or in another process, where the ranks must compare their codecs again.
         return {key: value for key, value in self.__dict__.items() if key != "_agreed"}
 
 

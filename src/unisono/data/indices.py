@@ -127,7 +127,7 @@ class Listed(Indices):
 
 
 class Selected(Indices):
-    """Selected positions of another sequence. Create it with `select`, which flattens nested selections."""
+    """Selection of positions in another sequence. Create selections with `select`, which flattens nested ones."""
 
     def __init__(self, base: Indices, places: Places) -> None:
         self.base = base

@@ -30,7 +30,7 @@ def gather_metrics(
     Collective over `comm`; ranks may have different numbers of samples, including none.
 
     Args:
-        comm: A communicator; None for a world of one.
+        comm: A communicator; None if there is only one rank.
         metrics: Metrics by name. Each is a one-dimensional tensor or sequence with one number per sample of this rank,
             or a single number: the sum over this rank's `count` samples.
         count: This rank's number of samples, needed if any metric is a sum.
@@ -68,7 +68,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     Collective over `comm`; ranks may have different numbers of samples, including none.
 
     Args:
-        comm: A communicator; None for a world of one.
+        comm: A communicator; None if there is only one rank.
         outputs: A tensor with this rank's samples along the first dimension, or a list of plain values.
         indices: The dataset index of each output: a list or a one-dimensional tensor.
         count: Number of samples in the dataset; if set, a missing sample is an error.

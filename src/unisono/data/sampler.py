@@ -39,8 +39,8 @@ class PartitionSampler(DistributedSampler[Any]):
         dataset: Anything with a length.
         comm: Any object with a `rank` and a `size`, which are read once. At most a weak reference to the object is
             kept.
-        num_replicas, rank: Alternative to `comm`. If all three are None, torch's default process group is used if it is
-            initialized; otherwise, there is a single rank.
+        num_replicas, rank: Alternative to `comm`. If `comm`, `num_replicas` and `rank` are all None, torch's default
+            process group is used if it is initialized; otherwise, there is a single rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
         shuffle: Whether each epoch has a different order; if None, the partitioner's default.
         seed: Seed of the order; the same on all ranks.

@@ -79,8 +79,8 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
     Args:
         comm: Any object with a `rank` and a `size`, as values or methods, such as a `Communicator`, an mpi4py
             communicator or a torch process group.
-        num_replicas, rank: Alternative to `comm`. If all three are None, torch's default process group is used if it is
-            initialized; otherwise, there is a single rank.
+        num_replicas, rank: Alternative to `comm`. If `comm`, `num_replicas` and `rank` are all None, torch's default
+            process group is used if it is initialized; otherwise, there is a single rank.
 
     Raises:
         TypeError: `comm` has no rank and size, or `rank` or `num_replicas` is not an integer.

@@ -59,7 +59,7 @@ def summarize(document: _Json) -> _Json:
 
 
 def _core_waits(events: Iterable[_Json]) -> dict[int, float]:
-    """Return how long each rank waited for a core, where known."""
+    """Return how long each rank waited for a core, for ranks whose wait is known."""
     named = [event for event in events if event["ph"] == "M" and isinstance(event.get("args"), dict)]
     waits = [(event.get("pid"), event["args"].get("core_wait_us")) for event in named]
     return {rank: us / 1e6 for rank, us in waits if isinstance(rank, int) and isinstance(us, (int, float))}
@@ -82,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return, by name and source line, when each rank started each collective or bucket that several ranks recorded."""
+    """Return, by name and source line, the times at which ranks started collectives and buckets that they share."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
@@ -202,7 +202,7 @@ def find_straggler(
 
     Args:
         places: For each place's name, a list of calls; each call maps ranks to their arrival times in microseconds.
-        core_waits: Seconds that each rank waited for a core, where known.
+        core_waits: Seconds that each rank waited for a core, if known.
 
     Returns:
         The straggler with the greatest total lateness, or None: "rank", "where" (the place), "last" (number of calls in

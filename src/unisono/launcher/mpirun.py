@@ -152,7 +152,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_rank(folder: Path) -> None:
-    """Run one rank started by mpirun: run the job stored in the folder, and report over the socket in it."""
+    """Run one rank started by mpirun: run the job stored in the folder, and report over the folder's socket."""
     found = launched()
     assert found is not None
     assert found.rank is not None

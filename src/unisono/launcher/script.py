@@ -217,7 +217,7 @@ class _Attempt:
         self.first, status = min(self._failures, key=order)
         if not self._continues:
             self._print_failure(self.first, status, reports.pop(self.first))
-            # For a rank that died without reporting, show where another rank noticed it.
+            # If the rank was killed and could not report, show a report of another rank that noticed the loss.
             heard = [report for report in reports.values() if report and report["kind"] != "HostLostError"]
             witness = next(iter(heard), None)
             if status < 0 and witness:

@@ -162,7 +162,7 @@ def _faulty(
 
 
 def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: float = 0.0) -> Simulated:
-    """Run a job on `size` ranks that take turns, and return the result."""
+    """Run a job on `size` simulated ranks, and return the result."""
     refuse_green_threads()
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []

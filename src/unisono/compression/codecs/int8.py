@@ -54,8 +54,8 @@ class Int8(TwoStage):
         high = pieces.amax(-1, keepdim=True)
         low = pieces.amin(-1, keepdim=True)
         scales = torch.maximum(high, low.neg_()).div_(self.steps).float()
-        # Where the scale has underflowed to 0, encode zeros. Divide instead of multiplying by 1 / scale, which could
-        # overflow.
+        # If a scale has underflowed to 0, encode its block as zeros. Divide instead of multiplying by 1 / scale, which
+        # could overflow.
         steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-self.steps, self.steps)
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)
         coded[:, : 4 * blocks] = scales.view(count, blocks).view(torch.uint8)

@@ -86,7 +86,7 @@ class Balanced(AssignmentPartitioner):
 
 
 def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Cut the samples into runs where the cumulative cost is nearest to the cumulative share."""
+    """Cut the samples into runs, at the points where the cumulative cost is closest to the cumulative share."""
     # If all costs are zero, balance the number of samples.
     weights = costs if bool(costs.any()) else torch.ones_like(costs)
     sums = torch.cat([weights.new_zeros(1), weights.cumsum(0)])

@@ -44,7 +44,7 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
     """Run checks; yield each check's name and findings, in the order of the report, as soon as they are available.
 
     Args:
-        target: What the caller wants to run, and where.
+        target: What the caller wants to run, and on which hosts.
         names: Names of the checks; all if None.
 
     Raises:

@@ -1,6 +1,7 @@
 """Report each rank's last call and source line from the files in $UNISONO_EVENTS, and which rank stopped first.
 
-Killed ranks (whose process is gone, without an error), failed ranks and ranks that are still running are distinguished.
+The report distinguishes killed ranks (whose process is gone, without an error), failed ranks and ranks that are still
+running.
 
   UNISONO_EVENTS=/tmp/events torchrun --nproc-per-node 4 train.py
   unisono autopsy /tmp/events

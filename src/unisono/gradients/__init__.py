@@ -1,4 +1,4 @@
-"""Average gradients and share parameters, in flat buckets: in hooks, in one call, or every few steps."""
+"""Gradient averaging and parameter sharing in flat buckets: with hooks, in one function call, or every few steps."""
 
 from __future__ import annotations
 

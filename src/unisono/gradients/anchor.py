@@ -1,4 +1,4 @@
-"""The anchor that ranks share, and the outer optimizer that steps it with the mean of their changes."""
+"""The anchor (a common copy of the parameters) and the outer optimizer that updates it with the ranks' mean change."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from unisono.compression.codec import Spec
 __all__ = ["Anchor", "Outer", "OuterUpdate"]
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-"""Factory of an outer optimizer, from the anchor's tensors."""
+"""Function that takes the anchor's tensors and returns the outer optimizer."""
 
 
 @dataclass(frozen=True)
 class OuterUpdate:
-    """Option of `PeriodicAverager`: ranks average their changes from an anchor, which an outer optimizer steps.
+    """Option of `PeriodicAverager`: an outer optimizer updates a common anchor with the ranks' mean change.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         optimizer: Function that takes the anchor's tensors and returns the outer optimizer.
         anchor_dtype: Dtype of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
-        compression: A codec from `un.compression`, which computes the mean change. Complex parameters are sent
-            uncompressed.
+        compression: A codec from `un.compression` for averaging the changes. Complex parameters are sent uncompressed.
 
     Raises:
-        ValueError: `anchor_dtype` is not a dtype of real numbers.
+        ValueError: `anchor_dtype` is not a real floating-point dtype.
 
     Example:
         >>> def sgd(anchor):
@@ -51,14 +50,14 @@ class OuterUpdate:
 
 
 class Anchor:
-    """Copies of the parameters from when all ranks were last equal, and the optimizer that steps them.
+    """Copies of the parameters as they were when all ranks were last equal, and the optimizer that updates the copies.
 
     Args:
         parameters: The parameters.
-        update: How the anchor is stepped.
+        update: The option that configures the outer optimizer.
 
     Attributes:
-        tensors: One for each parameter.
+        tensors: The anchor's tensors, one for each parameter.
         outer: The outer optimizer.
     """
 
@@ -77,7 +76,7 @@ class Anchor:
         return [float(group["lr"]) for group in self.outer.param_groups if "lr" in group]
 
     def step(self, part: list[torch.Tensor], changes: list[torch.Tensor], rates: Sequence[float] = ()) -> None:
-        """Step part of the anchor, using these changes as its gradient, and these learning rates if given."""
+        """Update part of the anchor, with `changes` as its gradient and with these learning rates, if given."""
         for group, rate in zip(self.outer.param_groups, rates, strict=False):
             group["lr"] = rate
         for there, change in zip(part, changes, strict=True):
@@ -88,9 +87,9 @@ class Anchor:
     def look_ahead(
         self, part: list[torch.Tensor], here: list[torch.Tensor], changes: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Move a rank to the result predicted from its own contribution, and return the prediction.
+        """Set this rank's parameters to the result predicted from its own contribution, and return the prediction.
 
-        The anchor and its optimizer remain unchanged: the step runs on copies that temporarily replace them.
+        The anchor and the outer optimizer remain unchanged: the prediction steps temporary copies of their tensors.
         """
         settings = [dict(group) for group in self.outer.param_groups]
         places = [there.data for there in part]
@@ -99,7 +98,7 @@ class Anchor:
             there.data = there.clone()
             self.outer.state[there] = copy.deepcopy(state or {})
         self.step(part, changes)
-        # An optimizer may count its steps, or change its learning rate, in its groups.
+        # Restore the parameter groups: some optimizers store a step count or a changed learning rate in them.
         for group, values in zip(self.outer.param_groups, settings, strict=True):
             group.clear()
             group.update(values)
@@ -112,12 +111,12 @@ class Anchor:
         return expected
 
     def load(self, index: int, value: torch.Tensor) -> bool:
-        """Replace the anchor's value of a parameter; return False if it is already equal."""
+        """Replace the anchor's copy of a parameter with a new value; return False if both are already equal."""
         value = value.to(self.tensors[index])
         if torch.equal(self.tensors[index], value):
             return False
         self.tensors[index].copy_(value)
-        # Momentum from the old weights would move the loaded ones.
+        # Drop the outer momentum: it was computed from the old weights, and would move the loaded weights.
         self.outer.state.pop(self.tensors[index], None)
         return True
 

@@ -24,7 +24,7 @@ from unisono.utils.parameters import (
 __all__ = ["average_gradients", "broadcast_parameters"]
 
 _compared: WeakKeyDictionary[Communicator, dict[object, int]] = WeakKeyDictionary()
-"""For each communicator, the models that its ranks have compared, numbered the same on all ranks."""
+"""For each communicator, the parameter lists that its ranks have compared, with numbers that agree on all ranks."""
 
 
 def average_gradients(
@@ -32,13 +32,13 @@ def average_gradients(
 ) -> None:
     """Replace each gradient with its mean over all ranks. Call it between `backward()` and `step()`.
 
-    Collective. In place on `p.grad`. A parameter without a gradient contributes zeros, so ranks that skipped a branch
-    stay consistent with those that did not. If no rank has a gradient, `p.grad` remains None, and the optimizer leaves
-    the parameter unchanged.
+    Collective. Works in place on `p.grad`. A parameter without a gradient contributes zeros, so ranks that skipped a
+    branch stay consistent with ranks that took it. If no rank has a gradient, `p.grad` remains None, and the optimizer
+    leaves the parameter unchanged.
 
     Args:
         model: A module, or its parameters.
-        comm: The ranks that average; the model has the same parameters on all of them.
+        comm: Communicator of the ranks that average; all of them need the same parameters.
         bucket_cap_mb: Maximum message size in MiB; gradients are packed into messages.
 
     Raises:
@@ -46,9 +46,9 @@ def average_gradients(
         TypeError: `model` is a single tensor, or contains something other than tensors.
         ValueError: `model` is an exhausted iterator, or `bucket_cap_mb` is less than one byte.
 
-    Cost: one all_reduce of the gradients, in few messages, two copies, and one all_gather of 16 bytes. The first call
-    for these parameters compares their names and shapes in one all_gather. If ranks have gradients for different
-    parameters, one more all_reduce, of a byte per parameter.
+    Cost: one all_reduce of the gradients, split into a few messages; two copies of the gradients; and one all_gather of
+    16 bytes. The first call for a set of parameters also compares their names and shapes in one all_gather. If ranks
+    have gradients for different parameters, there is one more all_reduce, of one byte per parameter.
 
     Example:
         >>> def program(comm):
@@ -80,16 +80,17 @@ def broadcast_parameters(
 ) -> None:
     """Make every rank's parameters and buffers equal to rank `src`'s. Call it once, before training.
 
-    Collective. In place; includes a module's buffers. Different parameters may be frozen on different ranks.
+    Collective. Works in place, and includes a module's buffers. Different parameters may be frozen on different ranks.
 
     Args:
         model, comm, bucket_cap_mb: As in `average_gradients`.
         src: The rank whose values all ranks receive.
 
     Raises:
-        MismatchError, TypeError, ValueError: As `average_gradients`.
+        MismatchError, TypeError, ValueError: As for `average_gradients`.
 
-    Cost: one broadcast of the parameters, in few messages, two copies, and one all_gather of 16 bytes.
+    Cost: one broadcast of the parameters, split into a few messages; two copies of the parameters; and one all_gather
+    of 16 bytes.
 
     Example:
         >>> def program(comm):
@@ -108,9 +109,9 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Compare these tensors with the other ranks': by name once per communicator, and then by a digest.
+    """Compare these tensors between ranks: in detail once per communicator, and after that by their number.
 
-    Return whether the digest is the same on all ranks.
+    Return whether `digest` is the same on all ranks.
     """
     known = _compared.setdefault(comm, {})
     kind = (frozen, *((name, t.shape, t.dtype, t.device, frozen and t.requires_grad) for name, t in named))

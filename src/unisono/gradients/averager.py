@@ -25,56 +25,58 @@ __all__ = ["GradientAverager"]
 class GradientAverager:
     """Hooks that average the gradients of a plain model over all ranks while `backward()` computes them.
 
-    Needs one line before the training loop; the loop, the model and the optimizer remain unchanged. When `backward()`
-    returns, each `p.grad` is the mean over all ranks, bitwise identical on all of them. The hooks keep the averager
-    alive, so you need not keep a reference. Torch hides such hooks from the garbage collector: an unused model is freed
-    only after `remove()`.
+    An averager needs one line before the training loop; the loop, the model and the optimizer remain unchanged. When
+    `backward()` returns, each `p.grad` is the mean over all ranks, bitwise identical on all of them. The hooks keep the
+    averager alive, so you need not keep a reference. The garbage collector can't see these hooks, so an unused model is
+    freed only after `remove()`.
 
-    Collective: every rank creates one for the same model, and calls `backward()` the same number of times. Gradients
-    are views of the averager's memory: clone a gradient to keep it past the next `backward()`.
+    Collective: every rank creates an averager for the same model, and calls `backward()` the same number of times.
+    Gradients are views of the averager's memory: clone a gradient to keep it past the next `backward()`.
 
     Args:
         model: A module, or its parameters.
-        comm: The ranks that average. The averager derives three dedicated communicators from it.
-        bucket_cap_mb: Maximum message size in MiB, a trade-off between latency and overlap. By default 25 if messages
-            are sent while others fill (`comm.overlaps`) or are compressed, and otherwise unlimited.
-        first_bucket_mb: Maximum size of the first message: by default 1 if each rank has a core that can reduce it
-            while others fill.
+        comm: Communicator of the ranks that average. The averager derives three dedicated communicators from it.
+        bucket_cap_mb: Maximum message size in MiB, a trade-off between latency and overlap. The default is 25 if
+            messages are compressed or sent during the backward pass (`comm.overlaps`), and otherwise unlimited.
+        first_bucket_mb: Maximum size of the first message in MiB. The default is 1 if each rank has a spare CPU core
+            that can reduce this message during the backward pass.
         compression: A codec from `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are already divided by the global batch size. A sum includes
-            everything in `p.grad`, so zero the gradients of earlier steps first.
-        find_unused_parameters: Whether ranks may lack a gradient that others have: they contribute zeros. Pass the
-            module, not its parameters, if a rank may have no gradients at all.
+            everything in `p.grad`, so zero the gradients before each step.
+        find_unused_parameters: Whether a rank may lack a gradient that other ranks have; it then contributes zeros.
+            Pass the module, not its parameters, if a rank may have no gradients at all.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
-        deterministic: Whether gradients are summed in a fixed order that does not depend on backend, algorithms and
-            bucket sizes; see `unisono.init`. For results that do not depend on the number of ranks, see
+        deterministic: Whether gradients are summed in a fixed order that does not depend on the backend, the algorithm
+            or bucket sizes; see `unisono.init`. For results that do not depend on the number of ranks, see
             `un.gradients.LogicalShards`.
 
     Raises:
         ValueError: Another averager is attached to the model or part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings. From `backward()`, on every rank: a rank lacks a
-            gradient that others have, without `find_unused_parameters`.
-        AbortedError: From `backward()`: another rank's pass failed half-way, or its model changed; or ranks ran the
-            passes of several averagers in different orders (detected within a second).
-        RuntimeError: From the forward pass, `backward()` or `check()`: a parameter was replaced, swapped or added.
-        CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; the error names the parameters.
+            gradient that other ranks have, and `find_unused_parameters` is False.
+        AbortedError: From `backward()`: another rank's backward pass failed half-way, or that rank's model changed; or
+            ranks ran the backward passes of several averagers in different orders (detected within a second).
+        RuntimeError: From the forward pass, `backward()` or `check()`: a parameter was replaced, swapped or added after
+            construction.
+        CommTimeoutError, PeerLostError: From `backward()`: a rank did not take part in a reduction; the error names the
+            parameters concerned.
 
-    A backward pass that raises is undone on its rank: p.grad and the settings of `no_sync` and `weight` are restored.
-    If part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are matched by
-    number: if a rank skips a batch, for example after an exception in forward, its next pass belongs to the other
-    ranks' current step. It must also skip that optimizer step; this is not checked, but `un.checkpoint.assert_in_sync`
-    compares models.
+    If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If the rank had
+    already sent some gradients, all ranks drop the pass; the next pass is correct. Ranks match their backward passes by
+    count: if a rank skips a batch, for example after an exception in forward, its next pass joins the other ranks'
+    current step. That rank must also skip the optimizer step of the skipped batch. This is not checked, but you can
+    compare models with `un.checkpoint.assert_in_sync`.
 
-    If several models each have an averager, all ranks must run the models' passes in the same order, or in one
-    `backward()` of a common loss. That finishes the passes in the order in which the averagers were created, after
-    sharded models.
+    If several models each have an averager, all ranks must run the models' backward passes in the same order, or in one
+    `backward()` of a common loss. With a common loss, sharded models finish their passes first, and then the averagers
+    in the order of their creation.
 
-    Cost per step: one all_reduce per bucket, with two extra elements per parameter and two per bucket, and one copy of
-    each gradient; 1.5 us per parameter for a hook that runs before its gradient is added; a check of all parameters
-    before the forward and after the backward pass (0.1 us each). Memory: the buckets, which hold the gradients
-    themselves once backward has ended. Source of the buckets: Li et al., "PyTorch Distributed", VLDB 2020.
+    Cost per step: one all_reduce per bucket, with two extra elements per parameter and three per bucket; one copy of
+    each gradient; one hook call per parameter (1.5 us), before its gradient is accumulated; and a check of each
+    parameter (0.1 us) before the forward and after the backward pass. Memory: the buckets, in which the gradients
+    themselves are stored after the backward pass. Source of the bucketing: Li et al., "PyTorch Distributed", VLDB 2020.
 
     Example:
         >>> def program(comm):
@@ -127,7 +129,7 @@ class GradientAverager:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes only add to `p.grad`; the next pass outside averages the total.
+        """Return a context in which backward passes only add to `p.grad`; the next pass outside it averages the total.
 
         Example:
             >>> def program(comm):
@@ -145,14 +147,14 @@ class GradientAverager:
         try:
             yield
         finally:
-            # Restore it on the current object, because `move_to` may have replaced it.
+            # Read `self._averaging` again, because `move_to` may have replaced the object.
             self._averaging.syncing = before
 
     def weight(self, n_samples: float) -> None:
-        """Set the weight of this rank's next gradient. Every rank sets one, before `backward()`.
+        """Set the weight of this rank's next gradient. Every rank must set a weight before `backward()`.
 
         The mean becomes sum(weight * gradient) / sum(weight). A gradient accumulated over several passes in `no_sync`
-        has a single weight: call this once per step.
+        has a single weight: call this method once per step.
 
         Args:
             n_samples: The weight, such as the number of samples; finite and non-negative.
@@ -160,9 +162,9 @@ class GradientAverager:
         Raises:
             ValueError: `n_samples` is negative or not finite, or the averager has average="sum"; from `backward()`,
                 the weights of all ranks are 0.
-            RuntimeError: A pass in `no_sync` has run since the last call in this step.
+            RuntimeError: A weight was already set in this step, and a backward pass in `no_sync` has run since.
 
-        Cost: an additional all_gather of 16 bytes in that step.
+        Cost: an additional all_gather of 16 bytes in each weighted step.
 
         Example:
             >>> def program(comm):
@@ -186,13 +188,13 @@ class GradientAverager:
     def join(self) -> Iterator[None]:
         """Return a context for a loop with uneven numbers of steps: `with averager.join():`.
 
-        A rank that has finished keeps taking part, contributing nothing, until all ranks have finished; means are over
-        the ranks that still have data. At the end, all ranks have the parameters of a rank that was among the last to
-        finish. Collective.
+        Collective. A rank that leaves the loop keeps taking part in the averaging, without contributing, until all
+        ranks have left it; means are taken over the ranks that still have data. At the end, all ranks receive the
+        parameters of one of the ranks that made the most steps.
 
         Cost: an additional all_gather of 16 bytes per step.
 
-        Method: that of torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
+        Method: as in torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
 
         Example:
             >>> def program(comm):
@@ -223,7 +225,7 @@ class GradientAverager:
             by_rank = [steps for steps, *_ in counts]
             boundaries.catch_up([count for _, *count in counts])
             tensors = [p for _, p in self._named]
-            # Collected only now, because a forward pass may have assigned buffers.
+            # Collect the buffers only now, because a forward pass may have replaced some.
             tensors += [] if self._model is None else self._model.buffers()
             broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
         finally:
@@ -232,17 +234,17 @@ class GradientAverager:
             weights.forget()
 
     def check(self) -> None:
-        """Raise if a parameter was replaced, swapped or added after the averager was created: it is not averaged.
+        """Raise if a parameter was replaced, swapped or added after construction, because it would not be averaged.
 
-        The averager checks this before each forward and after each backward pass; call it where neither runs.
+        The averager does this itself before each forward pass and after each backward pass; elsewhere, call `check`.
 
         Raises:
-            RuntimeError: Names the parameter. The other ranks get an `AbortedError` from their next `backward()`.
+            RuntimeError: Names the parameter. On the other ranks, the next `backward()` raises `AbortedError`.
         """
         self._averaging.check()
 
     def abort(self, reason: str) -> None:
-        """Abort all running and later calls on all ranks, for example after an error that other ranks don't know about.
+        """Abort current and later averaging on all ranks, for example after an error that other ranks don't know about.
 
         Args:
             reason: Text for the other ranks' `AbortedError`.
@@ -287,19 +289,19 @@ class GradientAverager:
         return list(map(buckets.names_of, buckets.ordered))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps made, and the state of the codecs. Differs from rank to rank."""
+        """Return the number of steps made and the state of the codecs, which differs between ranks."""
         codecs = self._codecs()
         states = [codec.state_dict() for _, codec in codecs]
         return {"steps": self._averaging.steps, "buckets": [names for names, _ in codecs], "codecs": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state of the same rank.
+        """Resume from a state that was saved on the same rank.
 
         Args:
             state: Result of `state_dict` of an averager with the same model and arguments.
 
         Raises:
-            ValueError: The state belongs to another model, or has codec state for other bucket sizes.
+            ValueError: The state belongs to another model, or its codec state is for other bucket sizes.
         """
         codecs = self._codecs()
         names = [names for names, _ in codecs]
@@ -317,7 +319,7 @@ class GradientAverager:
         self._averaging.steps = state["steps"]
 
     def _codecs(self) -> list[tuple[list[str], Codec]]:
-        """Codecs that have state, each with the names of its parameters."""
+        """Return each bucket's codec, if it has one, with the names of the bucket's parameters."""
         buckets = self._averaging.buckets
         made = map(buckets.codec_of, buckets.ordered)
         return [(names, codec) for names, codec in zip(self.buckets, made, strict=True) if codec is not None]
@@ -325,10 +327,10 @@ class GradientAverager:
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over it; new ranks create their own averager in the meantime. An aborted step is
-        discarded. Parameters stay unchanged: make them equal on all ranks (`un.elastic` does).
+        Collective over the new communicator: ranks that join create their averager at the same time. An aborted step is
+        discarded. Parameters are not changed: make them equal on all ranks yourself, or use `un.elastic`.
 
-        Codec state is dropped, because it may come from a step that other ranks never made.
+        Codec state is dropped, because it may come from a step that other ranks did not complete.
 
         Args:
             comm: The new communicator.

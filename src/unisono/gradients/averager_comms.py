@@ -14,17 +14,17 @@ __all__ = ["AveragerComms"]
 
 
 class AveragerComms(ReplaceableComms):
-    """Communicators of an averager, replaced after a pass that failed when part of it had been sent.
+    """Communicators of an averager, which are replaced if a backward pass fails after some gradients were sent.
 
-    Calls on `data` are not compared between ranks, so after such a pass a message could match another bucket's.
-    When the averager becomes unusable, the communicator that these were derived from is also aborted.
+    Collectives on `data` are not checked across ranks, so after such a failure a message could be matched with that of
+    a different bucket. When the averager becomes unusable, the communicator that it was created from is also aborted.
 
     Args:
-        comm: The ranks that average. Collective.
-        deterministic: Whether sums are reduced in a fixed order; if not, as on `comm`.
+        comm: Communicator of the ranks that average. Construction is collective.
+        deterministic: Whether sums are reduced in a fixed order. If False, the setting of `comm` applies.
 
     Attributes:
-        control: Communicator for everything but the buckets.
+        control: Communicator for everything except reducing the buckets.
     """
 
     def __init__(self, comm: Communicator, *, deterministic: bool = False) -> None:
@@ -33,29 +33,30 @@ class AveragerComms(ReplaceableComms):
         self._aborting: Thread | None = None
 
     def ready(self) -> None:
-        """Create `control`. Collective, so no rank's earlier operations are cut off when another rank aborts."""
+        """Create `control`. Collective: all ranks finish their earlier operations before any rank can abort."""
         self.control = self.dup()
 
     def in_use(self) -> tuple[Communicator, ...]:
         return self.control, self.data
 
     def replace(self) -> None:
-        """Replace communicators that a failed pass has aborted. Collective."""
+        """Replace the communicators after a failed backward pass has aborted them. Collective."""
         self.control.close()
         super().replace()
         self.control = self.dup()
 
     def abort_pass(self, reason: str, first: Work | None) -> None:
-        """Abort the running pass on all ranks.
+        """Abort the current backward pass on all ranks.
 
         Args:
-            reason: For the other ranks' errors.
-            first: Reduction of the pass's first bucket, if in progress. Until it ends, other ranks may still be in the
-                previous pass, which has succeeded here and must not be aborted there.
+            reason: Text for the other ranks' errors.
+            first: Reduction of the pass's first bucket, if it is in flight. Until this reduction completes, other ranks
+                may still be in the previous pass. That pass has succeeded on this rank, so it must not be aborted on
+                other ranks.
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
-            # A rank was lost or did not join, so more is broken than one pass.
+            # A rank was lost or did not take part, so later passes would fail as well.
             self.abort_all(f"averaging has failed there: {error}")
         elif first is None:
             self.abort(reason)
@@ -69,7 +70,7 @@ class AveragerComms(ReplaceableComms):
         self.abort(reason)
 
     def settle(self) -> None:
-        """Wait until all ranks have reached their first bucket and begun to abort the last pass."""
+        """Wait until the abort of the last pass has been issued, if `abort_pass` had to delay it."""
         if self._aborting is not None:
             self._aborting.join()
             self._aborting = None

@@ -1,4 +1,4 @@
-"""Averages a model's gradients over the ranks of one communicator: the hooks, and the phases of a pass."""
+"""Averaging of a model's gradients over one communicator: the hooks, and the phases of a backward pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["TRANSITIONS", "AveragerSettings", "Averaging", "Phase"]
 
 
 class Phase(Enum):
-    """Where an averager is in a backward pass."""
+    """Phase of an averager in a backward pass."""
 
     IDLE = "no pass runs"
     OPEN = "gradients arrive, and full buckets are sent"
@@ -56,19 +56,19 @@ TRANSITIONS: dict[str, dict[Phase, Phase]] = {
     "fail": {phase: Phase.FAILED for phase in Phase if phase is not Phase.UNSENT},
     "fail unsent": dict.fromkeys(Phase, Phase.UNSENT) | {Phase.AVERAGED: Phase.FAILED, Phase.FAILED: Phase.FAILED},
 }
-"""Next phase by event and phase; see `Averaging`."""
+"""For each event, the next phase by current phase; see `Averaging`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragerSettings:
-    """Arguments of a `GradientAverager`, the same on all ranks.
+    """Arguments of a `GradientAverager`; all ranks must pass the same values.
 
     Attributes:
         sizes: Maximum bytes in a bucket, and in the first one; None for defaults.
-        compression: As passed.
-        total: Whether gradients are summed.
-        find_unused: Whether ranks may lack a gradient that others have.
-        sync_buffers: Whether to broadcast rank 0's buffers after each pass.
+        compression: The averager's argument, unchanged.
+        total: Whether gradients are summed instead of averaged.
+        find_unused: Whether a rank may lack a gradient that other ranks have.
+        sync_buffers: Whether to broadcast rank 0's buffers after each backward pass.
         deterministic: Whether gradients are summed in a fixed order.
     """
 
@@ -80,7 +80,7 @@ class AveragerSettings:
     deterministic: bool
 
     def described(self, codec: Codec | None) -> dict[str, Any]:
-        """Return the values that ranks compare."""
+        """Return the settings by name, for comparison between ranks."""
         return {
             "bucket sizes": self.sizes,
             "average": self.total,
@@ -108,34 +108,35 @@ class Averaging(PassOwner):
     UNSENT    OPEN   HELD                                                  UNSENT
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
-    begin: The first gradient of the outermost call of autograd is about to be added. begin held: Likewise, if the
-    calling thread would have to reduce, or passes of other models are open. hold: A full bucket could not be sent,
-    because another rank's pass has failed. The pass decides at its end what to do: if this pass fails first, there is
-    nothing to repeat. reduce: The outermost call has succeeded outside `no_sync`. If another rank fails in this phase,
-    the reduction is repeated with that rank's next pass, provided that this rank still has everything it sent. average:
-    All buckets are reduced. Late gradients are added, and errors that all ranks see are raised now. finish: The pass
-    has ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced. fail: The pass has raised after
-    sending a bucket. Before AVERAGED, all ranks drop the pass. fail unsent: The pass has raised before sending
-    anything. Other ranks may be in their pass, and abort it later, so this rank's next attempt keeps copies of what it
-    sends. An autograd call that never reaches a parameter causes this event in IDLE.
+    begin: The outermost autograd call is about to accumulate its first gradient. begin held: The same, but the calling
+    thread would have to reduce buckets itself, or backward passes of other models are open. hold: A full bucket could
+    not be sent, because another rank's pass has failed. This rank reacts at the end of its pass: if its own pass fails
+    before that, there is nothing to repeat. reduce: The outermost autograd call has succeeded outside `no_sync`. If
+    another rank fails in this phase, the reduction is repeated with that rank's next pass, provided that this rank has
+    copies of the buckets it sent. average: All buckets are reduced. In this phase, late gradients are added, and errors
+    that all ranks detect are raised. finish: The pass has ended, and p.grad is ready for the caller. In `no_sync`,
+    nothing was reduced. fail: The pass has raised after this rank sent a bucket. Before AVERAGED, all ranks drop the
+    pass. fail unsent: The pass has raised before this rank sent a bucket. Other ranks may abort their current pass
+    later, so this rank copies the buckets that it sends in its next pass. In IDLE, an autograd call that never reaches
+    a parameter also causes this event.
 
-    Two objects hold shorter-lived state: `SavedGradients` for one pass, and `Reduction` for one step. Passes in
-    `no_sync` belong to the step of the next pass outside.
+    Two objects hold shorter-lived state: `SavedGradients` for one pass, and `Reduction` for one step. Backward passes
+    in `no_sync` belong to the step of the next pass outside it.
 
     Args:
-        model: The module; None for parameters without one.
+        model: The module; None if only parameters were passed.
         named: All parameters, with their names.
-        comm: The ranks that average. Collective.
+        comm: Communicator of the ranks that average. Construction is collective.
         settings: Arguments of the averager.
-        weights: Weights of the steps.
+        weights: The ranks' weights in each step.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         owner: The averager.
 
     Attributes:
         phase: Phase of the backward pass.
         steps: Number of steps made.
-        syncing: Whether passes average; False in `no_sync`.
-        registry, comms, buckets: Its components.
+        syncing: Whether backward passes average; False in `no_sync`.
+        registry, comms, buckets: The averager's parameters, communicators and buckets.
         boundaries: Step boundaries of `comm`.
     """
 
@@ -152,7 +153,7 @@ class Averaging(PassOwner):
         init_sync: bool,
         owner: object = None,
     ) -> None:
-        # Hooks keep this object, and so the averager, alive: the caller needs no reference to it.
+        # The hooks keep this object alive, and this reference keeps the averager alive even if the caller drops it.
         self._owner = owner
         self.phase: Phase = Phase.IDLE
         self.steps: int = 0
@@ -163,10 +164,10 @@ class Averaging(PassOwner):
         self._parameters = [p for _, p in named]
         self._settings = settings
         self._weights = weights
-        # Weak, so that a communicator that the program drops can leave its group.
+        # A weak reference, so that a communicator that the program no longer uses is freed and leaves its group.
         self._origin = ref(comm)
-        # First, because it rejects a model that already has an averager, perhaps on this rank alone, before anything is
-        # sent.
+        # Create the registry before sending anything: it raises if the model already has an averager, perhaps on this
+        # rank only.
         self.registry: ParameterRegistry = ParameterRegistry(model, named)
         codec = codec_for(settings.compression)
         buffers = list(model.named_buffers()) if model is not None and init_sync else []
@@ -188,19 +189,19 @@ class Averaging(PassOwner):
         self.buckets: Buckets = Buckets(named, self.comms, codec, sizes)
         self._watch = PassWatch("GradientAverager", self.comms)
         self._tracker = BackwardTracker(self, self._parameters, self._watch)
-        # Gradients that passes in no_sync have accumulated, and that no pass has averaged yet.
+        # Indices of the parameters whose gradients were accumulated in no_sync and have not been averaged yet.
         self._accumulated: set[int] = set()
-        # If buckets are sent while others fill, the first step records the order in which gradients arrive.
+        # If buckets are sent during the backward pass, the first step records the order in which gradients arrive.
         self._seen: list[torch.Tensor] | None = [] if self.buckets.background else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
         self._saved: SavedGradients | None = None
         try:
             if comm.size > 1:
                 self._install()
-            # Last, once the hooks exist: from here on, a failed pass aborts the communicator.
+            # Call this last, once the hooks exist: from here on, a failed pass aborts the communicators.
             self.comms.ready()
         except BaseException:
-            # Otherwise its hooks would keep the averager alive and its parameters claimed.
+            # Otherwise the hooks would keep the averager alive, and its parameters would remain claimed.
             self.remove()
             raise
         self._reduction = self._new_reduction()
@@ -209,13 +210,14 @@ class Averaging(PassOwner):
 
     def _install(self) -> None:
         self.registry.watch_gradients(self._tracker.arrive)
-        # Watching the output detects a pass that fails before it reaches a parameter, or that reaches none.
+        # Watch the outputs, to detect a backward pass that fails before it reaches a parameter or that reaches no
+        # parameter.
         self.registry.watch_forward(self.check, self._watch_outputs, traced=self._settings.find_unused)
         # Gradients arrive roughly in reverse order of the parameters.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def remove(self) -> None:
-        """Remove the hooks, and release the communicators. Raises `RuntimeError` in a pass."""
+        """Remove the hooks, and release the communicators. Raises `RuntimeError` during a backward pass."""
         if self._tracker.is_open:
             raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
         self.registry.remove()
@@ -226,7 +228,7 @@ class Averaging(PassOwner):
         self.comms.close()
 
     def check(self) -> None:
-        """Raise on all ranks if a parameter was replaced, swapped, added or converted here."""
+        """Raise on all ranks if a parameter of this rank was replaced, swapped, added or converted."""
         problem = self.registry.problem()
         if problem is not None:
             self.comms.abort_all(problem)
@@ -242,18 +244,18 @@ class Averaging(PassOwner):
 
     # -- hooks ----------------------------------------------------------------------------------
     def _add_parameters(self, indices: Sequence[int]) -> None:
-        """Average these parameters as well from now on."""
+        """Start averaging these parameters."""
         self.buckets.add([i for i in indices if i not in self._spread])
         self._sparse += [i for i in indices if i in self._spread]
         self._hook_chunks()
 
     def _hook_chunks(self) -> None:
-        """Copy gradients in when a chunk is complete; those of the last chunk are copied at the end of the pass."""
+        """Register hooks that copy each chunk's gradients once complete; the last chunk is copied after the pass."""
         self._hooks.clear()
         chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
         for number, slots in chunks[:-1]:
             bucket = self.buckets.ordered[number]
-            # Torch accepts no hook on a frozen parameter.
+            # Torch rejects hooks on frozen parameters.
             trained = [slot for slot in slots if bucket.parameters[slot].requires_grad]
             free = [slot for slot in trained if bucket.indices[slot] not in self._hooks.stays]
             if free:
@@ -265,14 +267,14 @@ class Averaging(PassOwner):
                 self._hooks.add(index, self._seen.append)
 
     def _on_chunk_ready(self, number: int, slots: Sequence[int], _parameter: torch.Tensor) -> None:
-        """Hook on the last parameter of a chunk: its gradient has been added to `p.grad`."""
+        """Hook on the last parameter of a chunk; runs after its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Outside a pass (for example, after a pass that two threads ran) p.grad belongs to the caller.
+        # Outside a backward pass (for example, after one that two threads ran), p.grad belongs to the caller.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
-            # A gradient with a graph remains in p.grad if the pass does not add to it.
+            # Skip slots whose p.grad is still the tensor from before the pass: the pass has not added a gradient yet.
             bucket = contents.bucket
             slots = [i for i in slots if bucket.parameters[i].grad is not saved.staying.get(bucket.indices[i])]
         contents.take(slots)
@@ -283,7 +285,7 @@ class Averaging(PassOwner):
                 self._change("hold")
 
     def _watch_outputs(self, returned: Any) -> None:
-        # If ranks may lack gradients, a rank joins the averaging even when its pass reaches no parameter.
+        # If ranks may lack gradients, a rank takes part in averaging even if its backward pass reaches no parameter.
         find_unused = self._settings.find_unused
         watch_outputs(returned, self._on_output_gradient if find_unused else self._tracker.follow)
 
@@ -294,30 +296,31 @@ class Averaging(PassOwner):
 
     # -- a pass ---------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Set p.grad aside, and prepare for gradients. Collective after a failed pass."""
+        """Set p.grad aside, and prepare for the pass's gradients. Collective after a failed pass."""
         failed = self.phase is not Phase.IDLE
         if failed:
-            # Before the memory is reused: reductions of the failed pass may write to it until they are aborted.
+            # Do this before reusing the buckets: reductions of the failed pass may write to them until they are
+            # aborted.
             self.comms.settle()
             self._reduction.give_up()
-        # After a failed pass, the aborted communicator's memory would be reduced more slowly. It is replaced only now,
-        # because it held the last step's p.grad until that was used.
+        # After a failed pass, buckets in the aborted communicator's memory would be reduced more slowly. They are
+        # replaced only now, because they stored the last step's p.grad until the optimizer had used it.
         stale = self.buckets.comm is not self.comms.data
         if stale:
             self.buckets.recreate(list(self.buckets.where))
         if failed or stale:
             self._reduction = self._new_reduction()
-        # If the caller has added a hook, it runs after the averager's until these are registered again.
+        # A hook that the caller has added must run before the averager's hooks, so register the latter again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
         held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
-        # With several models, nothing is sent before the end of the pass, where all ranks follow the same order. If a
-        # rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait for it to be
-        # repeated, although an earlier model's pass has already finished.
+        # With several models, send nothing before the end of the pass, where all ranks use the same order of models. If
+        # a rank failed while a later model's bucket was in flight, other ranks would repeat the pass, or wait for its
+        # repetition, although an earlier model's pass had already finished.
         early = len(self._watch.peers) == 1
-        # Last: if anything above raises, the pass has not begun.
+        # Change the phase last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
 
     @torch.no_grad()
@@ -335,7 +338,7 @@ class Averaging(PassOwner):
             used = self._hooks.used([i for i in unchanged if self._parameters[i].grad is None])
             problem = used_gradients([self._names[i] for i in used]) if used else None
         arrived |= taken.union(unchanged)
-        # An inner pass may have been in no_sync(), but the outermost one counts.
+        # A nested backward pass may have run in no_sync(), but the outermost pass decides whether to average.
         if self.syncing:
             self._average(saved, arrived, problem)
         elif problem:
@@ -356,11 +359,11 @@ class Averaging(PassOwner):
         self._change("reduce")
         while True:
             try:
-                # Only this rank knows that a hook took a gradient; a request makes all ranks raise the error together.
+                # Only this rank knows that a hook took a gradient; the request makes all ranks raise an error together.
                 reduction.reduce_all(saved, arrived, requests=(bool(thawed), bool(problem)))
                 break
             except AbortedError as aborted:
-                # No mean has been used yet, so another rank's failed pass may be repeated.
+                # No mean has been used yet, so the reduction can be repeated with the failed rank's next pass.
                 if not reduction.can_rewind():
                     raise
                 reduction.rewind()
@@ -368,7 +371,7 @@ class Averaging(PassOwner):
         self._change("average")
         reduction.conclude()
         asks_thawed, asks_used = reduction.asked
-        # Without a bucket there is no message to carry the requests.
+        # Requests are sent in a bucket's header. If there are no buckets, look at this rank's own requests.
         if asks_used or (problem and not self.buckets.where):
             self._refuse_used(problem)
         if reduction.uneven and not self._settings.find_unused:
@@ -385,11 +388,11 @@ class Averaging(PassOwner):
         self._end_step(averaged)
 
     def _reconnect(self, aborted: AbortedError) -> None:
-        """Replace communicators that a failed pass has aborted. Collective."""
+        """Replace the communicators after a failed pass has aborted them. Collective."""
         try:
             self.comms.replace()
         except AbortedError as error:
-            # The data communicator is gone for good, and its own error tells the caller why.
+            # The communicators can't be replaced. Raise the data communicator's own error, which contains the cause.
             raise aborted from error
         self._weights.attach(self.comms.control)
 
@@ -397,9 +400,9 @@ class Averaging(PassOwner):
         """Prepare for the next step.
 
         Args:
-            averaged: The parameters with sparse gradients that were averaged.
+            averaged: Indices of the parameters whose sparse gradients were averaged.
         """
-        # First, because p.grad holds the means, which an error below must not discard.
+        # Clear this first: p.grad contains the means now, and an error below must not restore the old gradients.
         self._saved = None
         if self._accumulated:
             # Gradients accumulated before a parameter was frozen are averaged once it is unfrozen.
@@ -415,7 +418,7 @@ class Averaging(PassOwner):
                 warn_of_uneven_batches(origin, total=False)
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
-        # Last, because learning the order replaces the buckets.
+        # Do this last, because learning the order replaces the buckets.
         self._reduction = self._new_reduction()
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
@@ -427,7 +430,7 @@ class Averaging(PassOwner):
         self._hook_chunks()
 
     def fail(self) -> None:
-        """Undo a pass that raised: restore p.grad and weights. Makes ranks that have received part of it fail."""
+        """Undo a backward pass that raised: restore p.grad, and abort the pass on ranks that received part of it."""
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
@@ -442,7 +445,7 @@ class Averaging(PassOwner):
             )
 
     def shadow(self) -> None:
-        """Join a step of the ranks that still have data: contribute nothing, and leave p.grad as it is. Collective."""
+        """Take part in a step of ranks that still have data, without contributing or changing p.grad. Collective."""
         self._accumulated.clear()
         self._watch.start()
         try:
@@ -457,7 +460,7 @@ class Averaging(PassOwner):
     # -- the end of a step ----------------------------------------------------------------------
     def _average_sparse(self, arrived: set[int]) -> set[int]:
         """Average the sparse gradients, and return the parameters that have one. Collective."""
-        # Accumulated gradients may have been set to None since.
+        # The caller may have set accumulated gradients to None.
         has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
         absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]
@@ -467,7 +470,7 @@ class Averaging(PassOwner):
         return {self._sparse[place] for place in averaged}
 
     def _refuse_used(self, problem: str | None) -> None:
-        """Raise on all ranks, because hooks removed gradients before they were averaged. Collective."""
+        """Raise on all ranks, because a rank's hooks used gradients before they were averaged. Collective."""
         by_rank = self.comms.control.all_gather_object(problem)
         if problem is not None:
             raise RuntimeError(problem)
@@ -480,9 +483,9 @@ class Averaging(PassOwner):
         )
 
     def _look_at(self, first: int) -> None:
-        """Raise `MismatchError` on all ranks if some lack a gradient, in this bucket or later, that others have."""
+        """Raise `MismatchError` on all ranks if only some have a gradient, for any parameter from bucket `first` on."""
         looked = self._reduction.contents[first:]
-        # Decide based on flags that all ranks have read, so that either all of them gather or none.
+        # Decide from flags that are equal on all ranks, so that either all ranks gather or none does.
         if not any(had and lacked for contents in looked for had, lacked in contents.found):
             return
         lacking = [
@@ -495,7 +498,7 @@ class Averaging(PassOwner):
         check_skipped(self._names, by_rank, self._weights.active, self.comms.control)
 
     def _on_unfrozen(self, saved: SavedGradients, thawed: list[int], arrived: set[int]) -> None:
-        """Average parameters that were unfrozen: the gradients that they have now, and those of later passes."""
+        """Average the gradients of unfrozen parameters, in this step and from now on."""
         names = [self._names[i] for i in thawed]
         with ErrorContext(f"comparing frozen parameters; no longer frozen on rank {self.comms.rank}: {names}"):
             agree_on_parameters(self._named, self.comms.control)
@@ -503,7 +506,7 @@ class Averaging(PassOwner):
         known = len(self.buckets.ordered)
         self._add_parameters(thawed)
         self._reduction.extend()
-        # Not repeated if another rank fails, because that rank may already have used means from the other buckets.
+        # Don't repeat this if another rank fails: that rank may already have used means from the other buckets.
         self._reduction.reduce_all(saved, arrived, known)
         self._reduction.conclude(known)
         if self._reduction.uneven and not self._settings.find_unused:

@@ -1,4 +1,4 @@
-"""One message: gradients of some parameters in contiguous memory, and a header that says which ones this rank has."""
+"""One message: gradients of several parameters in contiguous memory, and a header that marks those this rank has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BucketContents", "GradientBucket"]
 _dtype = attrgetter("dtype")
 
 _REQUESTS = 3
-"""Header elements for a rank's requests: late gradients, unfrozen parameters, used gradients."""
+"""Number of header elements for a rank's requests (late gradients, unfrozen parameters, used gradients)."""
 _CHUNK_BYTES = 512 << 10
 """Chunks of this size are still in the cache when copied; copying each gradient separately would take longer."""
 
@@ -26,22 +26,22 @@ _CHUNK_BYTES = 512 << 10
 class GradientBucket:
     """Memory of one message: the gradients of some parameters. After the reduction, each `p.grad` is a view of it.
 
-    Persists from step to step; the state of one step is a `BucketContents`.
+    A bucket persists from step to step; its state in one step is a `BucketContents`.
 
     Args:
-        indices: Indices of its parameters in the model.
+        indices: Indices of the bucket's parameters in the model. A parameter's position in this sequence is its slot.
         parameters: These parameters, of one dtype and device.
-        memory: One-dimensional memory of `length(parameters)` elements, of that dtype and device.
+        memory: One-dimensional tensor of `length(parameters)` elements, with that dtype and device.
         scale: Factor applied to each contribution when it is copied in.
-        name: Names of its first and last parameter, for error messages.
+        name: Names of the bucket's first and last parameter, for error messages.
 
     Attributes:
         memory: The whole message: the gradients, two header elements per gradient, and some for requests.
-        flat: The gradients.
-        header: The header elements, sent separately if the gradients are sent compressed.
+        flat: The part of `memory` that contains the gradients.
+        header: The part of `memory` that contains the header, sent separately if gradients are compressed.
         full_header: The header of a rank that has all gradients.
-        views: For each gradient, its view of the memory.
-        chunks: Runs of slots whose gradients are copied together. The last chunk contains all slots.
+        views: For each gradient, a view of its part of the memory.
+        chunks: Ranges of slots whose gradients are copied together. The last chunk contains all slots.
         complete: The result of `read_header` if every rank has all gradients.
         low, high: Address of the first gradient's first byte, and of the byte after the last gradient.
         addresses, lengths: For each gradient, the address and the number of bytes of its view.
@@ -72,7 +72,7 @@ class GradientBucket:
         ]
         self.complete: list[tuple[bool, bool]] = [(True, False)] * len(numels)
         self.shapes: list[torch.Size] = [p.shape for p in parameters]
-        # On an accelerator, each hook copies its gradient on its own stream.
+        # On an accelerator, copy each gradient by itself, on the stream that its hook runs on.
         self.chunks: list[Sequence[int]] = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
         self.low: int = self.flat.data_ptr()
         self.high: int = self.low + self.flat.nbytes
@@ -98,20 +98,20 @@ class GradientBucket:
 class BucketContents:
     """State of a bucket in one step, dropped at the end of the step.
 
-    `take` fills the bucket, and `finalize` completes it. It is then reduced; once its header has been read, it holds
-    the means. `rewind` undoes an aborted reduction, if there is a copy.
+    `take` copies gradients into the bucket, and `finalize` completes it. The bucket is then reduced; after
+    `read_header`, it contains the means. `rewind` undoes an aborted reduction if a copy was kept.
 
     Args:
-        bucket: Its memory.
+        bucket: The bucket.
 
     Attributes:
-        bucket: As passed.
+        bucket: The bucket.
         inside: For each slot, a byte that is 1 once its gradient has been copied in.
         arrived: For each slot, whether this rank has its gradient; valid once the bucket is full.
         started: Whether the bucket is being reduced, or has been.
         work: The reduction, while it is in flight.
-        found: The result of `read_header`; empty before that call.
-        asked: For each request, whether any rank makes it; set by `read_header`.
+        found: The result of `read_header`; empty before it is called.
+        asked: For each kind of request, whether any rank has made it; set by `read_header`.
         observed_s: Start time of a recorded reduction, from `time.perf_counter`.
     """
 
@@ -131,7 +131,7 @@ class BucketContents:
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
-        """Copy gradients in, or add them to those already inside, and clear p.grad."""
+        """Move gradients from p.grad into the bucket, where they are added to gradients copied earlier."""
         bucket = self.bucket
         new: list[int] = []
         grads: list[torch.Tensor] = []
@@ -145,7 +145,7 @@ class BucketContents:
             if grad.requires_grad or grad.layout != torch.strided:
                 grad = self._plain(slot, grad)
             source = grad.data_ptr()
-            # Copying one part of a bucket over another would silently mix the two.
+            # The gradient is stored in another slot: copying it within the bucket would silently mix two gradients.
             if bucket.low <= source < bucket.high and not _same(grad, bucket.views[slot]):
                 raise RuntimeError(
                     f"the gradient of parameter number {bucket.indices[slot]} is memory of the averager for other "
@@ -158,7 +158,7 @@ class BucketContents:
                 new.append(slot)
                 grads.append(grad)
                 sources.append(source)
-            # A later gradient arrives by itself, and is added.
+            # Clear p.grad, so that a later gradient of this parameter arrives separately and can be added.
             parameter.grad = None
         if not bucket.memory.is_cpu:
             self._streams.update(current_streams([bucket.memory.device]))
@@ -200,18 +200,19 @@ class BucketContents:
         flags: Sequence[bool] = (),
         backup: bool = False,
     ) -> None:
-        """Copy in all remaining gradients, zeros for missing ones; scale by this rank's weight; write the header.
+        """Copy the remaining gradients, or zeros for missing ones; multiply by this rank's weight; write the header.
 
         Args:
-            arrived: Indices of the parameters with a gradient that may not be in the bucket yet.
-            earlier: p.grad from before the pass, by index, to add.
+            arrived: Indices of the parameters that received a gradient, whether or not it is in the bucket yet.
+            earlier: By index, p.grad from before the pass, which is added to the new gradient.
             factor: This rank's weight.
-            here: Whether this rank has data: a rank without data neither has a gradient nor lacks it.
-            flags: This rank's requests to all ranks.
+            here: Whether this rank has data. A rank without data reports its gradients neither as present nor as
+                missing.
+            flags: For each kind of request, whether this rank makes it.
             backup: Whether to keep a copy, for `rewind`.
         """
         bucket = self.bucket
-        # After a rewind the copy includes all of this, and p.grad is None.
+        # After a rewind, the restored copy already includes these gradients, and p.grad is None.
         first = not self.arrived
         more = []
         for slot, (index, parameter, inside) in enumerate(
@@ -226,16 +227,16 @@ class BucketContents:
             if not (inside or has):
                 bucket.views[slot].zero_()
         self.take(range(len(bucket.parameters)))
-        # After `take`, which overwrites slots whose gradient had not been copied in.
+        # Add these after `take`, which overwrites slots that had no gradient yet.
         for slot, held in more:
             bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
-        # Before the factor is applied, because a retry may have a different weight.
+        # Make the copy before applying the factor, because a retry may use a different weight.
         self._backup = bucket.memory.clone() if backup else None
         self.started = True
         self._factor = factor
         if not factor:
-            # A gradient with weight 0 may be NaN, such as the mean over no samples.
+            # Don't multiply by 0: a gradient with weight 0 may be NaN, for example the mean over no samples.
             bucket.flat.zero_()
         elif factor != 1.0:
             bucket.flat.mul_(factor)
@@ -245,13 +246,13 @@ class BucketContents:
                 bucket.header[index - _REQUESTS] = bucket.scale
 
     def _partial_header(self, here: bool) -> torch.Tensor:
-        """This rank's header, if it lacks some gradients."""
+        """Return the header of a rank that lacks some gradients."""
         lacks = [here and not arrived for arrived in self.arrived]
         header = [*self.arrived, *lacks, *[False] * _REQUESTS]
         return torch.tensor(header, dtype=self.bucket.header.dtype).mul_(self.bucket.scale)
 
     def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient as plain numbers."""
+        """Return a gradient as a dense tensor without an autograd graph."""
         if grad.requires_grad:
             self._graphs[slot] = grad
             grad = grad.detach()
@@ -260,8 +261,8 @@ class BucketContents:
     def is_late(self) -> bool:
         """Return whether a gradient arrived during the reduction.
 
-        That is, between `take`, which clears `p.grad`, and `read_header`, which fills `found`. With synchronous
-        reductions this cannot happen: nothing is sent before the pass ends.
+        Such a gradient arrives after `take` has cleared `p.grad` and before `read_header` fills `found`. With
+        synchronous reductions this cannot happen, because nothing is sent before the pass ends.
         """
         return not self.found and any(p.grad is not None for p in self.bucket.parameters)
 
@@ -279,9 +280,9 @@ class BucketContents:
 
     # -- after the reduction --------------------------------------------------------------------
     def read_header(self) -> list[tuple[bool, bool]]:
-        """Return for each gradient whether any rank had it, and whether any lacked it.
+        """Return two flags for each gradient: whether any rank had it, and whether any rank lacked it.
 
-        Both are only compared with zero, because a count of many ranks is not exact in 16 bits.
+        Header elements are only compared with zero, because a 16-bit float can't count many ranks exactly.
         """
         header: list[float | complex] = self.bucket.header.tolist()
         count = len(self.inside)
@@ -311,7 +312,7 @@ class BucketContents:
             torch._foreach_copy_([grad for grad, _ in filled], [view for _, view in filled])
         for slot, graph in self._graphs.items():
             if self.found[slot][0]:
-                # The gradient takes the bucket's values, but keeps this rank's graph.
+                # Copy the mean into the gradient in place, so that the gradient keeps this rank's graph.
                 graph.detach().copy_(bucket.views[slot])
                 bucket.parameters[slot].grad = graph
 
@@ -324,12 +325,13 @@ class BucketContents:
                 if self._factor:
                     view.add_(self._plain(slot, grad), alpha=self._factor)
                 parameter.grad = None
-        # All ranks hold the same means, so averaging them again keeps them, and adds the mean of the late gradients.
+        # All ranks have the same means, so averaging again leaves them unchanged and adds the mean of the late
+        # gradients.
         bucket.memory.mul_(bucket.scale)
 
 
 def _chunks(lengths: Sequence[int], least: int) -> list[Sequence[int]]:
-    """Runs of slots, each of at least so many bytes, and finally all slots, since gradients may arrive in any order."""
+    """Return slot ranges of at least `least` bytes each, then one of all slots: gradients arrive in any order."""
     chunks: list[Sequence[int]] = []
     begin = nbytes = 0
     for slot, length in enumerate(lengths):
@@ -347,6 +349,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view with the parameter's shape, and its memory order if that has no gaps."""
+    """Return a view with the parameter's shape and, if the parameter's memory has no gaps, its strides."""
     strides = dense_strides(like)
     return part.view(like.shape) if strides is None else part.as_strided(like.shape, strides)

@@ -1,4 +1,4 @@
-"""The buckets of an averager: which parameters are in each, and the memory."""
+"""The buckets of an averager: how parameters are assigned to buckets, and the buckets' memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Buckets", "codec_for"]
 
 
 def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | None:
-    """Return the codec that a user's argument stands for."""
+    """Return the codec for a user's `compression` argument."""
     if compression is None:
         return None
     from unisono.compression.codec import resolve
@@ -37,15 +37,15 @@ class Buckets:
     Args:
         named: All parameters, with their names.
         comms: Communicators; `data` is used for reducing the buckets and nothing else.
-        codec: Cloned for each bucket of real numbers; None reduces the gradients uncompressed.
-        sizes: Maximum bytes in a bucket, and in the first one if that differs.
+        codec: Codec that is cloned for each bucket of real numbers; None to send gradients uncompressed.
+        sizes: Maximum bytes in a bucket, and in the first bucket if its limit differs.
 
     Attributes:
         ordered: The buckets.
         where: For each parameter that has a bucket, the bucket's number and the slot in it.
-        background: Whether a bucket is sent while others fill.
-        codec: As passed.
-        comm: The communicator for which the memory was allocated; after a failed pass a different one is in use.
+        background: Whether buckets are sent while other buckets fill.
+        codec: The codec that was passed.
+        comm: The communicator for which the memory was allocated. After a failed pass, `comms.data` may be a new one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Buckets:
             self.ordered.append(GradientBucket(indices, members, memory, self._scale(like.dtype), name))
 
     def rearrange(self, seen: Iterable[int]) -> None:
-        """Rearrange the parameters in the order in which gradients arrived, followed by those without one.
+        """Reorder the parameters by the arrival of their gradients, with parameters without a gradient at the end.
 
         Collective.
         """
@@ -96,13 +96,13 @@ class Buckets:
 
     def _scale(self, dtype: torch.dtype) -> float:
         """Factor applied to each contribution as it is copied into a bucket of this dtype."""
-        # Half-precision gradients are divided before they are summed. For a power of two that is exact, and cheaper
-        # during the copy.
+        # Half-precision gradients are divided before they are summed. If the divisor is a power of two, this is exact;
+        # doing it during the copy is cheaper.
         first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
         return 1 / self._comms.size if self.background or first else 1.0
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory that the backend reduces fastest. Collective."""
+        """Allocate the kind of memory that the backend reduces fastest. Collective."""
         if device.type == "cpu":
             # If a failed pass has aborted the communicator, use plain memory until the communicator is replaced.
             with suppress(AbortedError):
@@ -114,24 +114,24 @@ class Buckets:
         return [self._names[index] for index in bucket.indices]
 
     def codec_of(self, bucket: GradientBucket) -> Codec | None:
-        """The bucket's own codec, if it has one."""
+        """Return the bucket's own codec, if it has one."""
         if self.codec is None or not bucket.flat.is_floating_point():
             return None
-        # Keyed by parameters instead of stored in the bucket, because a codec's residual must survive rebuilding
-        # buckets.
+        # Codecs are stored by parameter indices and not in the bucket, because their residuals must survive a rebuild
+        # of the buckets.
         found = self._codecs.get(bucket.indices)
         if found is None:
             found = self._codecs[bucket.indices] = self.codec.clone()
         return found
 
     def within(self, held: Iterable[tuple[int, torch.Tensor]]) -> set[int]:
-        """Return which gradients are stored in the buckets' memory, each in its own place.
+        """Return the indices of the gradients that are stored in the buckets' memory, each in its own slot.
 
         Args:
             held: Index and p.grad of parameters.
 
         Raises:
-            RuntimeError: A gradient is in the place of another parameter, whose mean would overwrite it.
+            RuntimeError: A gradient is stored in the slot of another parameter, whose mean would overwrite it.
         """
         return {index for index, grad in held if self._is_within(index, grad)}
 

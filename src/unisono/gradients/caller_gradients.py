@@ -1,4 +1,4 @@
-"""The caller's side of a pass: what p.grad held before, and what the caller's hooks do to it."""
+"""The caller's state in a backward pass: p.grad from before the pass, and the effects of the caller's hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Effects:
 
     Attributes:
         versions: Version counters of the parameters when the pass began; None if the caller has no hooks.
-        taken: Indices of the parameters whose gradient was gone after the caller's hooks.
+        taken: Indices of the parameters whose p.grad was None after the caller's hooks ran.
     """
 
     versions: list[int] | None = None
@@ -33,9 +33,9 @@ class _Effects:
 class CallerHooks:
     """The hooks that run after a gradient is added to p.grad: the caller's, and one averager's.
 
-    The caller's hooks see what they would see without an averager: on parameters that have any, p.grad remains in
-    place. Torch calls hooks in registration order, so the averager registers its own again whenever the caller has
-    added one. They run last, and see what the caller's hooks have left.
+    The caller's hooks see the same p.grad as without an averager: on parameters with such hooks, p.grad remains in
+    place. Torch calls hooks in registration order, so whenever the caller adds a hook, the averager registers its own
+    hooks again. The averager's hooks then run last, and see p.grad as the caller's hooks left it.
 
     Args:
         parameters: All parameters of the averager.
@@ -49,7 +49,7 @@ class CallerHooks:
     def __init__(self, parameters: Sequence[torch.Tensor], spread: Set[int]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
-        # Number of the averager's hooks on each parameter; the rest of torch's table is the caller's.
+        # Number of the averager's hooks on each parameter; all other hooks in torch's table are the caller's.
         self._own = Counter[int]()
         self.count: int = 0
         self._watched: set[int] = set()
@@ -58,7 +58,7 @@ class CallerHooks:
         self.begin()
 
     def begin(self) -> bool:
-        """Begin a pass; return whether the caller has added or removed hooks since the last one."""
+        """Begin a backward pass; return whether the caller has added or removed hooks since the last pass."""
         tables = map(_post_accumulate_hooks, self._parameters)
         count = sum(map(len, filter(None, tables))) - len(self._handles)
         changed = count != self.count
@@ -66,9 +66,9 @@ class CallerHooks:
             self.count = count
             hooks = enumerate(map(_post_accumulate_hooks, self._parameters))
             self._watched = {index for index, table in hooks if table and len(table) > self._own[index]}
-            # Never shrinks: after its hook is removed, a parameter merely costs one more copy.
+            # Indices are never removed: a parameter whose hook was removed merely costs one extra copy.
             self.stays |= self._watched
-        # Version counters reveal a hook that runs the optimizer; p.grad does not.
+        # Save version counters: unlike p.grad, they reveal that a hook has run the optimizer.
         self._effects = _Effects(list(map(_version, self._parameters)) if count else None)
         return changed
 
@@ -84,17 +84,17 @@ class CallerHooks:
         self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(after))
 
     def watch(self, index: int) -> None:
-        """Record whether the caller's hooks on a parameter, if it has any, leave its gradient in p.grad."""
+        """If the caller has hooks on a parameter, record whether they leave its gradient in p.grad."""
         if index in self._watched:
             self.add(index, partial(self._look, index))
 
     def _look(self, index: int, parameter: torch.Tensor) -> None:
-        # Torch also calls it for a parameter frozen after its forward pass, and then adds nothing.
+        # Torch also calls this hook for a parameter that was frozen after its forward pass, but adds no gradient to it.
         if parameter.grad is None and parameter.requires_grad:
             self._effects.taken.add(index)
 
     def used(self, lost: Iterable[int]) -> list[int]:
-        """Return the parameters whose gradient one of the caller's hooks has used before it was averaged.
+        """Return the parameters whose gradients were used by the caller's hooks before they were averaged.
 
         Args:
             lost: Parameters whose gradient has arrived, but is neither in p.grad nor in a bucket.
@@ -108,22 +108,23 @@ class CallerHooks:
 
 
 class SavedGradients:
-    """Gradients from before the running pass, made at its start and dropped at its end.
+    """Gradients from before a backward pass; created at its start and dropped at its end.
 
-    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive by themselves and nothing is
-    copied. Copies are made only of memory that the pass writes to, and where p.grad remains for user hooks that read
-    it. Gradients that the pass does not reach, such as those of frozen parameters, are included and remain unchanged.
+    During the pass, these gradients are set aside and p.grad is None, so that new gradients arrive separately and
+    nothing is copied. A gradient is copied only if the pass writes to its memory, or if p.grad must remain in place for
+    the caller's hooks. Gradients of parameters that the pass does not reach, such as frozen ones, are also set aside,
+    and remain unchanged.
 
     Args:
         parameters: All parameters of the averager.
-        held: Index and p.grad of each that has one.
-        within: Indices of those whose p.grad is in a bucket's memory.
+        held: Index and p.grad of each parameter that has a gradient.
+        within: Indices of the parameters whose p.grad is in a bucket's memory.
         stays: Indices of the parameters that keep p.grad in place.
 
     Attributes:
-        aside: By index, the gradient to add to the one that the pass computes.
-        owned: By index, the caller's tensor that was p.grad. The result of the pass is written into it.
-        staying: By index, the tensor that is still in p.grad, unless the pass has put another one there.
+        aside: By index, the earlier gradient, to be added to the gradient that the pass computes.
+        owned: By index, the caller's tensor that was p.grad, into which the result is written.
+        staying: By index, the tensor that was left in p.grad. The pass may replace it.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class SavedGradients:
         self.staying: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] = {}
         for index, grad in held:
-            # Torch must add to gradients that have a graph or are sparse.
+            # If p.grad has a graph or is sparse, leave it in place: torch itself must add the new gradient to it.
             plain = not grad.requires_grad and grad.layout == torch.strided
             copied = index in stays or not plain
             with torch.enable_grad():
@@ -150,12 +151,12 @@ class SavedGradients:
                 self.staying[index] = grad
             else:
                 self.aside[index] = self._before[index]
-        # Last, so that a copy that runs out of memory leaves every p.grad unchanged.
+        # Clear p.grad last: if a copy above runs out of memory, every p.grad is still unchanged.
         for index in self.aside:
             parameters[index].grad = None
 
     def arrived(self) -> set[int]:
-        """Indices of the parameters whose p.grad is a different tensor than before, and has not been taken."""
+        """Return the indices of parameters whose p.grad is set and is a different tensor than before the pass."""
         return {
             index
             for index, parameter in enumerate(self._parameters)
@@ -177,6 +178,6 @@ class SavedGradients:
             before = self._before.get(index)
             owned = self.owned.get(index)
             if owned is not None and before is not None and owned is not before:
-                # The pass has added to the caller's tensor.
+                # The pass has written to the caller's tensor.
                 owned.copy_(before)
             self._parameters[index].grad = before if owned is None else owned

@@ -16,7 +16,7 @@ __all__ = ["TRANSITIONS", "Ahead", "Exchange", "Fragment", "Phase", "Share"]
 
 
 class Phase(Enum):
-    """What becomes of an exchange's result."""
+    """State of an exchange and its result."""
 
     UNDER_WAY = "ranks reduce it, or it is queued behind earlier exchanges"
     OUTDATED = "ranks reduce it, but this rank's model was loaded meanwhile"
@@ -32,17 +32,17 @@ TRANSITIONS: dict[str, dict[Phase, Phase]] = {
     "apply": {Phase.ARRIVED: Phase.APPLIED},
     "fail": {Phase.UNDER_WAY: Phase.FAILED, Phase.OUTDATED: Phase.FAILED},
 }
-"""By event and phase, the phase that follows; see `Exchange`."""
+"""For each event, the next phase by current phase; see `Exchange`."""
 
 
 @dataclass(eq=False)
 class Share:
-    """A rank's part in a turn: what it reports to the others, and what all ranks agree on.
+    """One rank's data in a timed exchange (a turn): the values it reports, and the values that all ranks agree on.
 
     Attributes:
-        samples: Weight of this rank's contribution; 0 if it is late.
+        samples: Weight of this rank's contribution; 0 if the rank is late.
         leaving: Whether this rank has nothing more to contribute.
-        behind_s: Time from the start of the turn until this rank took it.
+        behind_s: Seconds from the start of the turn until this rank took part.
         rates: Learning rates of the outer optimizer, one for each parameter group.
         of_all: Total weight of all ranks; if it is 0, there is no result.
     """
@@ -56,11 +56,11 @@ class Share:
 
 @dataclass(eq=False)
 class Ahead:
-    """Predicted result from which training continues; the change since then is added to the true result.
+    """Predicted result from which training continues; changes made since then are added to the true result.
 
     Attributes:
         expected: The predicted parameters.
-        own: With an outer optimizer: a copy of this rank's contributions, in case the exchange is repeated.
+        own: With an outer optimizer: copies of this rank's contributions, in case the exchange must be repeated.
     """
 
     expected: list[torch.Tensor]
@@ -69,7 +69,7 @@ class Ahead:
 
 @dataclass(eq=False)
 class Exchange:
-    """An exchange of one fragment: this rank's contributions, which become the result.
+    """An exchange of one fragment: its tensors are this rank's contributions, and later the result.
 
     Phases, and the events that lead from one to the next:
 
@@ -84,23 +84,24 @@ class Exchange:
     FAILED
     =========  =======  ========  =======  ======
 
-    arrive: The thread that owns the fragments finds that the exchange has ended.
-    load: The model has loaded other values for a parameter of the fragment. This does not affect a finished exchange.
-    apply: The result steps the anchor, or is about to be copied to the parameters.
-    fail: The thread that owns the fragments finds that the exchange has raised an error.
+    arrive: The thread that owns the fragments finds that the exchange has finished. load: The model has loaded new
+    values for a parameter of the fragment. This does not affect a finished exchange. apply: The result is about to step
+    the anchor or to be copied to the parameters. fail: The thread that owns the fragments finds that the exchange has
+    raised an error.
 
     Only the thread that owns the fragments (see `Turns`) changes the phase. The thread that reduces writes `tensors`
     and `share`, and then completes `done`.
 
     Attributes:
         due: The step in which the result is applied.
-        tensors: One for each parameter of the fragment.
+        tensors: The contributions and later the results, one tensor for each parameter of the fragment.
         done: Completed by the thread that reduces.
-        alpha: Share of this rank's own parameters when the result is applied, if any.
-        in_place: Whether the contributions are the parameters themselves, so that there is nothing to copy.
-        is_last: Whether the anchor moves by the mean change, without the outer optimizer.
+        alpha: Weight of this rank's own parameters when they are mixed with the result; None for no mixing.
+        in_place: Whether the contributions are the parameters themselves, so that the result need not be copied.
+        is_last: Whether this exchange is the final one, which moves the anchor by the mean change without the outer
+            optimizer.
         ahead: The predicted result, if training continues from one.
-        share: This rank's part in a turn; None if exchanges are scheduled by steps.
+        share: This rank's data in a timed exchange; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
         phase: The current phase.
     """
@@ -121,11 +122,11 @@ class Exchange:
         self.phase = TRANSITIONS[event][self.phase]
 
     def wait(self) -> None:
-        """Wait for the result; raise the error of an exchange that failed."""
+        """Wait for the result; if the exchange has failed, raise its error."""
         try:
             self.done.wait()
         except BaseException:
-            # An exchange may still finish after the wait for it was interrupted or timed out.
+            # Check for completion: if only the wait was interrupted or timed out, the exchange may still finish.
             if self.done.is_completed() and self.phase is not Phase.FAILED:
                 self.change("fail")
             raise
@@ -144,14 +145,15 @@ class Fragment:
     """Parameters that are exchanged together.
 
     Attributes:
-        members: Their indices among the floating-point parameters.
-        anchor: Their part of the anchor, if there is one.
-        codecs: One for each message; None for an uncompressed one. Empty without compression.
+        members: Indices of its parameters among the model's floating-point parameters.
+        anchor: The anchor's tensors for these parameters; empty without an anchor.
+        codecs: A codec for each message, or None for an uncompressed message. Empty without compression.
         rounds: Number of exchanges applied.
         missed: Number of exchanges that lacked this rank's contribution because it was late.
         samples: Number of samples that this rank has trained on since its last contribution.
         exchange: The exchange in flight.
-        is_loaded: Whether this rank has loaded the anchor since the last exchange; ranks then compare it.
+        is_loaded: Whether this rank has loaded the anchor since the last exchange; if so, the next exchange compares
+            it.
     """
 
     members: list[int]

@@ -26,10 +26,10 @@ from unisono.utils.flatten import buckets, flat_apply
 __all__ = ["ExchangeSettings", "Exchanges", "Reduction", "StepExchanges", "Tensors"]
 
 _CALLS = 4
-"""Largest number of collectives in the average of one message; each has the communicator's timeout."""
+"""Maximum number of collectives for averaging one message; the communicator's timeout applies to each of them."""
 
 Tensors = Callable[[Fragment], list[torch.Tensor]]
-"""Function of a fragment that returns its parameters as they are now."""
+"""Function that takes a fragment and returns its current parameters."""
 
 
 class Reduction(Protocol):
@@ -44,7 +44,7 @@ class ExchangeSettings:
 
     Attributes:
         lag: Number of steps for which training continues before it applies a result.
-        alpha: Share of this rank's own parameters when a result is applied, if any.
+        alpha: Weight of this rank's own parameters when they are mixed with a result; None for no mixing.
         reduce: The reduction.
         cap: Maximum message size in bytes.
     """
@@ -55,26 +55,26 @@ class ExchangeSettings:
     cap: int
 
     def messages(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the tensors of each message."""
+        """Group tensors into messages."""
         return list(buckets(tensors, self.cap))
 
 
 class Exchanges(ABC):
     """Exchanges of fragments over one communicator. A different communicator needs a new object.
 
-    Everything but the reduction runs in the thread that owns the fragments: the training thread, unless a subclass says
-    otherwise.
+    Everything except the reduction runs in the thread that owns the fragments. That is the training thread, unless a
+    subclass documents another rule.
 
     Args:
         owner: Name of the averager's class.
         comm: A dedicated communicator.
         fragments: The fragments.
         anchor: None if the parameters themselves are averaged.
-        settings: How they are exchanged.
-        grace_s: Seconds that an exchange may take beyond the timeouts of its calls.
+        settings: How fragments are exchanged.
+        grace_s: Seconds that an exchange may take beyond the timeouts of its collectives.
 
     Attributes:
-        error: Error of the first exchange that failed. No exchange begins after it.
+        error: Error of the first exchange that failed. After a failure, no new exchange begins.
     """
 
     def __init__(
@@ -92,18 +92,19 @@ class Exchanges(ABC):
         self._fragments = fragments
         self._anchor = anchor
         self._settings = settings
-        # Exchanges of all fragments may be queued ahead of one.
+        # An exchange may be queued behind the exchanges of all other fragments.
         self._limit_s = (_CALLS * engine_of(comm).options.timeout_s + grace_s) * len(fragments)
         self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
 
     def ender(self) -> Callable[[], None]:
-        """Return a function that ends the thread. It takes no lock, because a finalizer may call it."""
+        """Return a function that stops the worker thread. It acquires no lock, because a finalizer may call it."""
         return self._worker.end
 
     def joiner(self) -> Callable[[], None]:
-        """Return a function that ends the thread after its last exchange, and waits until it has ended.
+        """Return a function that stops the worker thread after its last exchange, and waits until it has exited.
 
-        The function has no reference to this object, which a communicator would keep alive until it closes.
+        The function has no reference to this object. Otherwise the communicator, which stores the function, would keep
+        the object alive until it closes.
         """
         return partial(_join, self.ender(), self._worker, self._limit_s)
 
@@ -119,14 +120,14 @@ class Exchanges(ABC):
 
     @abstractmethod
     def exchange_all(self, step: int, tensors: Tensors) -> None:
-        """Exchange all fragments now, and continue from the results alone, without this rank's share of parameters."""
+        """Exchange all fragments now, and replace the parameters with the results, without mixing (see `alpha`)."""
 
     @abstractmethod
     def finish(self, step: int, tensors: Tensors) -> None:
         """Wait for the exchanges in flight, apply their results, and average the changes made since."""
 
     def held(self) -> AbstractContextManager[object]:
-        """Context in which this thread owns the fragments."""
+        """Return a context in which the calling thread owns the fragments."""
         return nullcontext()
 
     def check_between(self) -> None:
@@ -136,7 +137,8 @@ class Exchanges(ABC):
     def _contribution(self, fragment: Fragment, here: list[torch.Tensor], *, in_place: bool) -> list[torch.Tensor]:
         if not fragment.anchor:
             return here if in_place else [p.clone() for p in here]
-        # Ranks started from the anchor rounded to the parameter's dtype; the rounding must not count as a change.
+        # Subtract from the anchor after rounding it to the parameter's dtype: training started from those rounded
+        # values, so the rounding must not count as a change.
         return [a.to(p.dtype).to(a.dtype) - p.to(a.dtype) for a, p in zip(fragment.anchor, here, strict=True)]
 
     def _begin(
@@ -150,7 +152,7 @@ class Exchanges(ABC):
         share: Share | None = None,
         is_last: bool = False,
     ) -> Exchange:
-        """Return a new exchange of a fragment with these parameters, for `_task` to send."""
+        """Return a new exchange of a fragment with these parameters; `_task` sends it."""
         self.check()
         if (failure := self._comm.exception()) is not None:
             raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
@@ -174,7 +176,7 @@ class Exchanges(ABC):
         Args:
             fragment: The fragment to exchange.
             exchange: The exchange.
-            step: The current step, if all ranks are at the same one.
+            step: The current step, if all ranks are at the same step.
             aside: Whether another thread will run the task.
         """
         streams = current_streams(t.device for t in exchange.tensors) if aside else []
@@ -204,7 +206,7 @@ class Exchanges(ABC):
         exchange.done.complete(error)
 
     def _compare(self, state: Mapping[str, object]) -> None:
-        """Make the reduction compare the values that ranks must have in common when they exchange."""
+        """Have the next collective check that all ranks pass the same values."""
         compare(self._comm, state, self._owner)
 
     def _reduce(self, fragment: Fragment, exchange: Exchange) -> None:
@@ -238,7 +240,7 @@ class Exchanges(ABC):
             else:
                 here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
         if ahead is None and not exchange.alpha:
-            # The parameters equal the anchor now, so there is no change to weight.
+            # The parameters equal the anchor now, so no samples belong to the next change yet.
             fragment.samples = 0
         return True
 
@@ -260,7 +262,7 @@ class Exchanges(ABC):
         self._anchor.step(fragment.anchor, exchange.tensors, share.rates if share is not None else ())
 
     def _apply_due(self, step: int, tensors: Tensors) -> bool:
-        """Apply the results that are due after a step; return whether any was."""
+        """Apply the results that are due after a step; return whether there were any."""
         applied = False
         for fragment in self._fragments:
             if fragment.exchange is not None and fragment.exchange.due <= step:
@@ -269,13 +271,13 @@ class Exchanges(ABC):
 
 
 class StepExchanges(Exchanges):
-    """Exchanges at the steps that a schedule selects, so that ranks agree on their order without a message.
+    """Exchanges at steps that a schedule selects, so that all ranks use the same order without exchanging a message.
 
     If a result may lag, a worker thread runs the exchanges in that order; otherwise the training thread does.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.
-        schedules: For each fragment, a predicate: whether it is sent after a given step.
+        schedules: For each fragment, a predicate that takes a step and returns whether to send the fragment after it.
     """
 
     def __init__(
@@ -295,7 +297,7 @@ class StepExchanges(Exchanges):
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
         applied = False
         for fragment in self._due(step):
-            # First, because a fragment may be due again before its result is.
+            # Apply the previous result first: the fragment may be sent again before that result is due.
             applied |= self.apply(fragment, tensors)
             self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
         return self._apply_due(step, tensors) or applied
@@ -319,7 +321,7 @@ class StepExchanges(Exchanges):
             self._worker.run(task)
         else:
             task()
-        # Last, because `apply` must only wait for an exchange that was started.
+        # Set this last, because `apply` must not wait for an exchange that was never started.
         fragment.exchange = exchange
 
     def exchange_all(self, step: int, tensors: Tensors) -> None:

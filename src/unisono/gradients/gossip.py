@@ -1,4 +1,4 @@
-"""Gossip averaging: each rank averages with its neighbours only, and all converge to the same values."""
+"""Gossip averaging: each rank averages with its neighbours only, and all ranks converge to the same values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Gossip", "NeighbourMean"]
 
 
 class NeighbourMean:
-    """Reduction to the mean over a rank and its neighbours, with weights that keep the mean over all ranks.
+    """Reduction to the mean over a rank and its neighbours, with weights that preserve the mean over all ranks.
 
     Args:
         topology: Function that takes the number of ranks and the round, and returns the neighbours of each rank.
@@ -32,7 +32,7 @@ class NeighbourMean:
         self.topology = topology
 
     def __repr__(self) -> str:
-        # Ranks compare the topology's name, or, for a function, its first round.
+        # Ranks compare this text. They compare topologies separately: by name, or by a function's first round.
         return "NeighbourMean"
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> None:
@@ -48,7 +48,8 @@ class NeighbourMean:
         messages: list[Message] = [Recv(buffer, peer) for peer, buffer in received.items()]
         messages += [Send(flat, peer) for peer in receivers]
         comm.batch_isend_irecv(messages)[0].wait()
-        # Sum weighted differences instead of weighted values: if all are equal, the sum is zero and nothing is rounded.
+        # Sum weighted differences instead of weighted values: if all values are equal, the sum is zero and nothing is
+        # rounded.
         wide = torch.float32 if flat.is_floating_point() and flat.itemsize < 4 else flat.dtype
         mine = flat.to(wide)
         change = torch.zeros_like(mine)
@@ -58,11 +59,11 @@ class NeighbourMean:
 
 
 class _GossipExchanges(StepExchanges):
-    """Exchanges that each rank makes with its neighbours only."""
+    """Exchanges in which each rank communicates with its neighbours only."""
 
     def _compare(self, state: Mapping[str, Any]) -> None:
-        # Ranks exchange only with neighbours, so no collective compares these values. Mixing changes only what differs
-        # between neighbours.
+        # Ranks communicate only with neighbours, so no collective can compare these values. Mix them instead: a value
+        # changes only if it differs between neighbours.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._settings.reduce(mixed, self._comm, state["rounds"])
@@ -76,36 +77,37 @@ class _GossipExchanges(StepExchanges):
 
 
 class Gossip(PeriodicAverager):
-    """Gossip averaging: mix parameters with a few neighbours, with weights that keep the mean over all ranks.
+    """Gossip averaging: mix parameters with a few neighbours, with weights that preserve the mean over all ranks.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     No rank waits for all others. Each round moves ranks towards the mean, and preserves the mean itself (up to
     rounding). Finite parameters that are equal on all neighbours do not change, unless all ranks are neighbours (two or
-    three on a ring, for example): then an all_reduce may round. Method: Lian et al., Can decentralized algorithms
-    outperform centralized algorithms? (D-PSGD, 2017), with mixing after the optimizer's step; "exponential" is from
-    Assran et al., Stochastic gradient push (2019). Construction is collective over all ranks.
+    three ranks on a ring, for example): they then use an all_reduce, which may round. Method: Lian et al., Can
+    decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), with mixing after the optimizer's step.
+    The "exponential" topology is from Assran et al., Stochastic gradient push (2019). Construction is collective over
+    all ranks.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged.
-        comm: The ranks that take part.
+        comm: Communicator of the ranks that take part.
         topology: "ring", "exponential" (one peer per round, at varying distances), "grid", "complete"; or, for each
             rank, a list of the ranks that it receives from; or a function that takes the number of ranks and the round
             (from 0) and returns such lists, the same on every rank.
-        every: 1, or an `every(...)`, or a function of the step's number (from 1).
+        every: Number of steps between rounds, an `every(...)`, or a function of the step's number (from 1).
         overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. With `every=1` and `overlap_steps=1`, a rank
             adds the change of step n + 1 to the mix of the parameters after step n: D-PSGD as published.
 
     Raises:
         MismatchError: Ranks have different parameters or arguments. From a round: neighbours have taken different
             numbers of steps, or resumed from different steps.
-        ValueError: An unknown topology, or one that does not keep the mean or connect all ranks.
+        ValueError: The topology is unknown, does not preserve the mean, or does not connect all ranks.
 
     Attributes:
         rounds: Number of rounds so far.
 
     Cost: a round exchanges 16 bytes, and then the parameters, with each neighbour. If all ranks are neighbours, as with
-    "complete", it is an all_reduce.
+    "complete", a round is an all_reduce.
 
     Example:
         >>> from unisono.gradients.gossip import Gossip
@@ -151,7 +153,7 @@ class Gossip(PeriodicAverager):
         return {"topology": self._topology}
 
     def mix(self) -> None:
-        """Run a round now, regardless of the schedule. Every rank calls it.
+        """Run a round now, regardless of the schedule. Every rank must call this.
 
         Example:
             >>> def program(comm):

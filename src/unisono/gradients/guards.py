@@ -1,4 +1,4 @@
-"""Guards: NaN detection before averaging spreads it to all ranks, and a periodic check that ranks are equal."""
+"""Guards: detection of NaNs before averaging spreads them to all ranks, and a periodic check that ranks are equal."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ __all__ = ["DivergenceGuard", "NanGuard", "agree_step", "assert_finite"]
 
 _FIELDS = 2
 _FLUSH_EVERY = 100
-"""Number of steps after which pending values are compared if no collective has done so."""
+"""Number of steps after which pending values are compared if no collective has compared them."""
 
 
 class NanGuard:
-    """Detector of NaN or infinite gradients during backward, before any averaging.
+    """Detector of NaN or infinite gradients during the backward pass, before any averaging.
 
     Averaging spreads one rank's NaN to all ranks, which hides its origin. The guard inspects each gradient before it is
     added to `p.grad`, so it works together with `GradientAverager`'s hooks. Construction is collective, and so is
-    `check`, to be called after `backward()`.
+    `check`, which you call after `backward()`.
 
     Parameters of a module that are unfrozen, replaced or added later are hooked before the next forward. For a gradient
     that no hook has seen, `check` inspects `p.grad`.
 
     Args:
-        model: A module, its parameters, or its named parameters. With a list, only unfreezing is detected.
-        comm: The ranks to compare.
+        model: A module, its parameters, or its named parameters. In a list, unfrozen parameters are detected, but
+            replaced or added ones are not.
+        comm: Communicator of the ranks to compare.
 
     Raises:
         MismatchError: Ranks have different parameters.
@@ -62,7 +63,7 @@ class NanGuard:
         named = named_tensors(model)
         agree_on_parameters(named, comm, of="NanGuard", frozen=False)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
-        # By name, in order of arrival: size of the gradient, and the number of non-finite elements in the worst pass.
+        # By name, in order of arrival: size of the gradient, and its largest number of non-finite elements in any pass.
         self._seen: dict[str, tuple[int, torch.Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._follow()
@@ -78,7 +79,7 @@ class NanGuard:
             hook.remove()
         named = named_tensors(self._model)
         self._hooks = [hook_gradient(parameter, partial(self._look, name)) for name, parameter in named]
-        # Hooks belong to a tensor's implementation, which may be swapped.
+        # Identify parameters by their implementation: hooks belong to it, and it may be swapped.
         self._hooked = {parameter._cdata for _, parameter in named}
         self._members = ModelMembers(self._model, named)
 
@@ -89,13 +90,13 @@ class NanGuard:
             self._seen[name] = gradient.numel(), torch.maximum(before, count)
 
     def check(self) -> None:
-        """Raise on all ranks if any rank has seen a NaN or an infinity since the last call. Collective.
+        """Raise on all ranks if any rank has seen a NaN or an infinity since the last check. Collective.
 
         Raises:
-            NotFiniteError: On every rank; says which rank had the first (also the error's `peer`), and in which
-                parameter's gradient.
+            NotFiniteError: On every rank; names the first affected rank (also the error's `peer`), and the parameter
+                whose gradient was affected.
         """
-        # No hook has seen the gradient of a parameter that was added after the model's last forward, or to a submodule
+        # Inspect p.grad of parameters without a hook: they were added after the model's last forward, or to a submodule
         # that was called directly.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
@@ -114,15 +115,15 @@ class NanGuard:
 
 
 def assert_finite(model: Model, comm: Communicator, *, buffers: bool = False) -> None:
-    """Raise `NotFiniteError` on every rank if a parameter holds a NaN or an infinity anywhere. Collective.
+    """Raise `NotFiniteError` on every rank if a parameter contains a NaN or an infinity on any rank. Collective.
 
     Args:
         model: A module, or its parameters, or its named parameters.
-        comm: The ranks to compare.
+        comm: Communicator of the ranks to compare.
         buffers: Also check a module's buffers.
 
     Raises:
-        NotFiniteError: Names the first rank, and its first such parameter.
+        NotFiniteError: Names the first affected rank, and its first affected parameter.
         MismatchError: Ranks have different models.
 
     Example:
@@ -156,7 +157,7 @@ def _raise_if_any(comm: Communicator, found: Sequence[tuple[str, int, torch.Tens
     if not bad:
         return
     count, size = rows[bad[0]]
-    # As strings, because a rank may have parameters that others lack.
+    # Send the name, not an index, because a rank may have parameters that other ranks lack.
     name = comm.broadcast_object(name, bad[0])
     others = f"; so {'has rank' if len(bad) == 2 else 'have ranks'} {', '.join(map(str, bad[1:]))}" if bad[1:] else ""
     raise NotFiniteError(
@@ -169,7 +170,7 @@ def _raise_if_any(comm: Communicator, found: Sequence[tuple[str, int, torch.Tens
 
 
 class DivergenceGuard(PeriodicAction):
-    """Check, every n-th step, that all ranks hold the same parameters, bit for bit.
+    """Check every n-th step that all ranks have bitwise identical parameters.
 
     Averaged gradients and equal optimizers keep ranks equal; a forgotten broadcast, a different seed, a parameter that
     is not averaged, or faulty memory makes them diverge. NaNs with the same bits are equal; 0.0 and -0.0 are not.
@@ -177,17 +178,17 @@ class DivergenceGuard(PeriodicAction):
 
     Args:
         model: A module, or its parameters.
-        comm: The ranks that should be equal.
-        every: 100, or an `every(...)`, or a function of the step's number (from 1).
-        buffers: Also check a module's buffers. BatchNorm's buffers differ between ranks, unless it is a
+        comm: Communicator of the ranks to compare.
+        every: Number of steps between checks, an `every(...)`, or a function of the step's number (from 1).
+        buffers: Also check a module's buffers. BatchNorm's buffers differ between ranks, unless you use
             `SyncBatchNorm`.
 
     Raises:
         MismatchError: From `step` and `check`, on every rank; says which parameters differ, and on which ranks.
             Training may continue, for example after `un.broadcast_parameters`.
 
-    Cost: reads the parameters once (about 1 ns per 4 bytes on one core), and gathers 8 bytes per rank. A single
-    changed parameter element is always detected; changes of several cancel out with probability 2**-32.
+    Cost: reads the parameters once (about 1 ns per 4 bytes on one core), and gathers 8 bytes per rank. A single changed
+    parameter element is always detected; changes of several elements cancel out with probability 2**-32.
 
     Example:
         >>> from unisono.gradients.guards import DivergenceGuard
@@ -224,22 +225,23 @@ def agree_step(
 ) -> RemovableHandle:
     """Compare the model, optimizer state and options of all ranks after every n-th optimizer step.
 
-    Uses `Communicator.agree`: the values are compared in the next collective of the thread that makes the steps,
-    without an extra message. Every 100 steps it compares what is still pending, for example because an averager
-    communicates in its own thread. Call it on every rank before the same step.
+    Uses `Communicator.agree`: the values are compared in the next collective of the thread that runs the optimizer,
+    without an extra message. Every 100 steps, it also compares values that no collective has compared yet, for example
+    because an averager communicates in its own thread. Call `agree_step` on every rank before the same step.
 
     Args:
-        model: Parameters and buffers, which should be the same on all ranks; not a sharded one.
-        optimizer: Its state and its options, such as the learning rate; not a sharded one.
-        comm: The ranks to compare.
+        model: Module whose parameters and buffers should be the same on all ranks. It must not be sharded.
+        optimizer: Optimizer whose state and options, such as the learning rate, should be the same on all ranks. It
+            must not be sharded.
+        comm: Communicator of the ranks to compare.
         every: A number of steps, an `every(...)`, or a function of the step's number, which counts from 1.
 
     Returns: A handle; its `remove()` ends the comparison.
 
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
-        MismatchError: From the collective that compares, on every rank; names the first part that differs and the ranks
-            on each side, or a rank that has made a different number of steps.
+        MismatchError: From the collective that compares, on every rank; names the first value that differs, with the
+            ranks that have each variant, or a rank that has made a different number of steps.
 
     Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and
     a round trip to the control plane.
@@ -265,7 +267,7 @@ def agree_step(
     def hook(*_: object) -> None:
         step = next(steps)
         if schedule(step):
-            # First, because different options make parameters differ, but not vice versa.
+            # Compare the optimizer first: different options make parameters differ, but not vice versa.
             comm.agree(optimizer, f"the optimizer after step {step}")
             comm.agree(model, f"the model after step {step}")
         if step % _FLUSH_EVERY == 0:

@@ -23,14 +23,14 @@ class LocalSGD(PeriodicAverager):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Method: Stich, Local SGD converges fast and communicates little (2019). After averaging, all ranks hold the same
-    bits. Construction is collective, and so is each `step` that averages.
+    Method: Stich, Local SGD converges fast and communicates little (2019). After averaging, all ranks are bitwise
+    identical. Construction is collective, and so is each `step` that averages.
 
     Args:
-        model: A module, or its parameters; frozen ones are averaged as well, so leave them out if there are many.
-            Integer ones remain unchanged.
-        comm: The ranks that average.
-        every: 8, or `every(8, warmup=100)`, or a function of the step's number (from 1).
+        model: A module, or its parameters; frozen parameters are averaged as well, so leave them out if there are many.
+            Integer parameters remain unchanged.
+        comm: Communicator of the ranks that average.
+        every: Number of steps between averages, `every(8, warmup=100)`, or a function of the step's number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
         average_state: Also average the optimizer state that has the parameter's shape (momentum, Adam's moments).
             Requires `attach`.
@@ -86,7 +86,8 @@ class LocalSGD(PeriodicAverager):
         tensors = super()._tensors(fragment)
         if self._average_state:
             state = self._state()
-            # Optimizers create state at a parameter's first gradient, which may arrive on only some ranks.
+            # Compare the state's names and shapes: optimizers create state at a parameter's first gradient, which may
+            # arrive on only some ranks.
             agree_on_parameters(state, self._comm, of="the optimizer's state", frozen=False)
             tensors += [tensor for _, tensor in state]
         return tensors
@@ -104,21 +105,22 @@ class LocalSGD(PeriodicAverager):
 
 
 class DiLoCo(PeriodicAverager):
-    """Local training with an outer optimizer whose gradient is the ranks' mean parameter change, every n-th step.
+    """Local training; every n-th step, an outer optimizer uses the ranks' mean parameter change as its gradient.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Ranks start from a common anchor, train independently for n steps, and average anchor - parameters. The outer
-    optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from the anchor.
-    Method: Douillard et al., DiLoCo, distributed low-communication training of language models (2023). After each outer
-    step, all ranks hold the same bits. The inner optimizer and its state are local to each rank. Construction is
-    collective, and so is each `step` that runs the outer optimizer.
+    Ranks start from a common anchor, train independently for n steps, and average the difference `anchor - parameters`.
+    The outer optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from the
+    new anchor. Method: Douillard et al., DiLoCo, distributed low-communication training of language models (2023).
+    After each outer step, all ranks are bitwise identical. The inner optimizer and its state are local to each rank.
+    Construction is collective, and so is each `step` that runs the outer optimizer.
 
     Args:
         model: A module, or its parameters, equal on all ranks. Integer parameters remain unchanged.
-        comm: The ranks that train.
-        every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks that run
-            at different speeds, or an `every(timedelta(...), max_lag=...)` (see `PeriodicAverager`).
+        comm: Communicator of the ranks that train.
+        every: Number of steps between outer steps, an `every(...)`, or a function of the step's number (from 1). For
+            ranks that run at different speeds: a `timedelta`, or `every(timedelta(...), max_lag=...)` (see
+            `PeriodicAverager`).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
         outer: Function that takes the anchor's tensors and returns another outer optimizer; overrides the three
             settings above.
@@ -132,7 +134,7 @@ class DiLoCo(PeriodicAverager):
         ValueError: `every` is less than 1, or `PeriodicAverager` or the outer optimizer rejects an option.
 
     Attributes:
-        anchor: For each parameter, its value when all ranks were last equal: float32, or wider.
+        anchor: The value of each parameter when all ranks were last equal, in float32 or a wider dtype.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
 
     Cost: every n-th step one all_reduce of the anchor. Memory: two more copies of the parameters (anchor and momentum),
@@ -176,7 +178,8 @@ class DiLoCo(PeriodicAverager):
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.
 
-        Momentum is applied as after a whole interval, so a call soon after another outer step moves the anchor too far.
+        Momentum is applied as if a whole interval had passed, so a call soon after another outer step moves the anchor
+        too far.
 
         Example:
             >>> def program(comm):
@@ -196,7 +199,7 @@ class SlowMo(torch.optim.Optimizer):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    With a constant inner learning rate, it equals `DiLoCo`'s SGD without Nesterov momentum. Method: Wang, Tantia,
+    With a constant inner learning rate, SlowMo equals `DiLoCo`'s SGD without Nesterov momentum. Method: Wang, Tantia,
     Ballas, Rabbat: SlowMo, improving communication-efficient distributed SGD with slow momentum (2020).
 
     Args:

@@ -1,4 +1,4 @@
-"""Gradients of a step by logical shard, summed in the same balanced binary tree on any number of ranks."""
+"""Gradients by logical shard of the data, summed in the same balanced binary tree on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["LogicalShards"]
 _CAP_BYTES = 25 * MIB
 
 _Node = tuple[int, int]
-"""A subtree: its first shard, and the one after its last."""
+"""A subtree, as a half-open range of shard numbers."""
 
 _Gradients = list[torch.Tensor | None]
 
 
 @dataclass(slots=True)
 class _Step:
-    """This rank's part of a step: created with its first shard, and dropped when the step is averaged.
+    """This rank's state in one step: created with its first shard, and dropped when the step is averaged.
 
     Attributes:
         before: p.grad of each parameter when the step began.
@@ -46,8 +46,8 @@ class _Shard:
     """The shard whose context is open.
 
     Attributes:
-        number: Its number.
-        arrived: Indices of the parameters that have received a gradient in it.
+        number: The shard's number.
+        arrived: Indices of the parameters that have received a gradient in this shard.
     """
 
     number: int
@@ -55,24 +55,25 @@ class _Shard:
 
 
 class LogicalShards:
-    """Averages gradients over logical shards of the data, with the same bits on any number of ranks.
+    """Averages of gradients over logical shards of the data, bitwise identical for any number of ranks.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Each step's data is cut into `count` shards, assigned to the ranks in consecutive runs of equal length. Each rank
-    runs the backward passes of its shards in `shard`, each once per step, in any order. When its last one ends, each
-    `p.grad` is the mean over all shards. They are summed in a balanced binary tree over the shards, in which the first
-    half is the longer one, and each addition is rounded in the parameter's dtype. So the bits depend neither on the
-    number of ranks nor on the backend, provided that each shard's computation does not: that depends on torch's
-    version, kernels and number of threads, and on the batch shape.
+    Each step's data is divided into `count` shards, and each rank gets the same number of consecutive shards. A rank
+    runs the backward pass of each of its shards in a `shard` context, once per step and in any order. When a rank's
+    last shard ends, each `p.grad` is the mean over all shards. Gradients are summed in a balanced binary tree over the
+    shards; if a subtree has an odd number of shards, its first half is the longer one. Each addition is rounded in the
+    parameter's dtype. So the result depends neither on the number of ranks nor on the backend, provided that each
+    shard's own gradient is reproducible: a shard's gradient depends on torch's version, kernels and number of threads,
+    and on the batch shape.
 
-    Collective: every rank creates one for the same model. Torch hides hooks from the garbage collector: an unused
-    model is freed only after `remove()`.
+    Collective: every rank creates this object for the same model. The garbage collector can't see the hooks, so an
+    unused model is freed only after `remove()`.
 
     Args:
         model: A module, or its parameters.
-        comm: The ranks that average. The sums travel over a dedicated communicator derived from it.
-        count: Number of shards in all, a multiple of the number of ranks.
+        comm: Communicator of the ranks that average. Sums are sent over a dedicated communicator derived from it.
+        count: Total number of shards, a multiple of the number of ranks.
         average: "mean", or "sum" for losses that are already divided by the global batch size.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each step.
@@ -85,11 +86,12 @@ class LogicalShards:
         ValueError: Another averager is attached to the model or part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings.
-        RuntimeError: From `backward()`: it runs outside a shard.
+        RuntimeError: From `backward()`: it ran outside a `shard` context.
 
-    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards per rank, since sums
-    are formed as soon as both halves of a subtree exist. One all_reduce of the gradients if the number of ranks is a
-    power of two or equals the number of shards; otherwise an all_gather of up to 2 log2(s) gradients from each rank.
+    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards per rank, because a
+    sum is formed as soon as both halves of a subtree are complete. One all_reduce of the gradients if the number of
+    ranks is a power of two or equals the number of shards; otherwise an all_gather of up to 2 log2(s) gradients from
+    each rank.
 
     Example:
         >>> def program(comm):
@@ -137,8 +139,8 @@ class LogicalShards:
         each = count // comm.size
         self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
         runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
-        # If each rank's shards form one subtree, ranks all-reduce its sum; otherwise (three ranks with two shards each,
-        # say) every rank gathers all partial sums.
+        # If each rank's shards form one subtree, ranks all-reduce the subtrees' sums. Otherwise (for example, with
+        # three ranks of two shards each), every rank gathers all partial sums.
         self._covers = [_cover(0, count, *run) for run in runs]
         # The step in progress, and its open shard.
         self._step: _Step | None = None
@@ -161,10 +163,11 @@ class LogicalShards:
     def shard(self, number: int) -> Iterator[None]:
         """Return a context for the backward passes of one shard: `with shards.shard(number):`.
 
-        A rank's last shard in a step is collective, because it averages. A shard that raises may be repeated.
+        A rank's last shard in a step is collective, because gradients are averaged at its end. A shard that raises may
+        be repeated.
 
         Args:
-            number: One of `local`. The same data must have the same number on any number of ranks.
+            number: A shard number from `local`. The same data must have the same shard number for any number of ranks.
 
         Raises:
             ValueError: The shard belongs to another rank, or was already run in this step.
@@ -189,8 +192,8 @@ class LogicalShards:
                 raise RuntimeError(used_gradients(lost))
         except BaseException:
             self._clear()
-            # The first shard of a step is undone together with the step; after a later one, p.grad is meaningless until
-            # the end.
+            # If the first shard of a step raises, the whole step is undone. After a later shard, p.grad has no meaning
+            # until the step ends.
             if not step.done:
                 for parameter, before in zip(self._parameters, step.before, strict=True):
                     parameter.grad = before
@@ -201,17 +204,17 @@ class LogicalShards:
         self._add(step, number, [parameter.grad for parameter in self._parameters])
         self._clear()
         if len(step.done) == len(self.local):
-            # First, so that a step whose average raises is dropped, and its shards may be run again.
+            # Clear the step first: if averaging raises, the step is dropped, and its shards may be run again.
             self._step = None
             self._finish(step)
 
     def check(self) -> None:
-        """Raise if a parameter was replaced, swapped or added after construction: it would not be averaged.
+        """Raise if a parameter was replaced, swapped or added after construction, because it would not be averaged.
 
         Each shard also checks this at its end.
 
         Raises:
-            RuntimeError: Names the parameter. The other ranks get an `AbortedError` when they average.
+            RuntimeError: Names the parameter. The other ranks raise `AbortedError` when they average.
         """
         problem = self._registry.problem()
         if problem is not None:
@@ -219,7 +222,7 @@ class LogicalShards:
             raise RuntimeError(problem)
 
     def abort(self, reason: str) -> None:
-        """Abort all running and later averaging on all ranks, for example after an error that others don't know about.
+        """Abort current and later averaging on all ranks, for example after an error that other ranks don't know about.
 
         Args:
             reason: Text for the `AbortedError` of the other ranks.
@@ -232,9 +235,10 @@ class LogicalShards:
         self._comm.close()
 
     def move_to(self, comm: Communicator) -> None:
-        """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`. Collective over it.
+        """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        An incomplete step is discarded. Parameters stay unchanged: make them equal on all ranks.
+        Collective over the new communicator. An incomplete step is discarded. Parameters are not changed: make them
+        equal on all ranks yourself.
 
         Args:
             comm: The new communicator; `count` is a multiple of its number of ranks.
@@ -251,7 +255,7 @@ class LogicalShards:
         return {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of any rank.
+        """Resume from a state that was saved on any rank.
 
         Args:
             state: Result of `state_dict`.
@@ -263,7 +267,7 @@ class LogicalShards:
         return f"<LogicalShards {mine}, rank {self.rank} of {self.size}>"
 
     def _arrive(self, index: int, _gradient: torch.Tensor) -> None:
-        """Hook on every gradient: raise outside a shard, because the gradient would belong to none."""
+        """Hook on every gradient: raise outside a shard, because the gradient would belong to no shard."""
         if self._open is None:
             raise RuntimeError(
                 "backward() ran outside of a logical shard; put each backward pass into `with shards.shard(number):`"
@@ -276,9 +280,9 @@ class LogicalShards:
 
     @torch.no_grad()
     def _add(self, step: _Step, number: int, gradients: _Gradients) -> None:
-        """Add the gradient of a shard, and all sums that are complete with it."""
+        """Add a shard's gradient, and form the sums of all subtrees that it completes."""
         if not self._total:
-            # Sums of half precision may overflow; their means do not.
+            # Divide half-precision gradients first: their sum may overflow, but their mean does not.
             gradients = [g / self._count if g is not None and g.dtype in HALVES else g for g in gradients]
         step.done.add(number)
         sums = step.sums
@@ -353,7 +357,7 @@ class LogicalShards:
 
 
 def _middle(low: int, high: int) -> int:
-    """Return where the second half begins; the first half is the longer one."""
+    """Return where the second half begins; with an odd number of shards, the first half is longer."""
     return low + (high - low + 1) // 2
 
 

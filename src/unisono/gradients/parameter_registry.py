@@ -38,15 +38,15 @@ class ParameterRegistry:
 
     Args:
         model: The module; None for parameters without a module.
-        named: Its parameters, with their names.
-        owner: Class of the object that averages.
+        named: The parameters, with their names.
+        owner: Class name of the averager.
 
     Raises:
         ValueError: A parameter accepts no hooks, is already averaged or sharded, or has gradients of another dtype.
 
     Attributes:
         names, parameters, ids: Names, tensors and Python `id`s of the parameters, in order.
-        hooked: Whether there are any hooks.
+        hooked: Whether hooks are registered.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
@@ -83,7 +83,7 @@ class ParameterRegistry:
         """Return text that names a parameter that was replaced, swapped, added or converted, and so is not averaged."""
         problem = self._members.problem()
         if problem is None:
-            # Compare tensors by address, because a swap keeps the model's Python object.
+            # Compare the addresses of the C++ tensors, because a swap keeps the Python objects in the model.
             same = list(map(_implementation, self.parameters)) == self._implementations
             if same and list(map(_dtype, self.parameters)) == self._dtypes:
                 return None
@@ -103,14 +103,14 @@ class ParameterRegistry:
     def watch_gradients(self, before: Callable[[int, torch.Tensor], None]) -> None:
         """Call `before` with the parameter's index and the gradient, before the gradient is added to p.grad.
 
-        Includes frozen parameters, which may be unfrozen later: until then, torch accepts no hook on them.
+        Frozen parameters are hooked as well, because they may be unfrozen later.
         """
         self.hooked = True
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
     def watch_forward(self, check: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
-        """Call `check` before each forward of the model or its modules; for a compiled forward, when it is traced.
+        """Call `check` before each forward of the model or a submodule; for a compiled forward, when it is traced.
 
         Args:
             check: Function that raises if there is a problem.
@@ -122,7 +122,7 @@ class ParameterRegistry:
             return
 
         def start(*_: Any) -> None:
-            # Hooks on all modules would take longer than this check.
+            # Pause the submodules' hooks: running all of them would take longer than this single check.
             for table, number, _hook in self._paused:
                 table.pop(number, None)
             check()
@@ -132,7 +132,7 @@ class ParameterRegistry:
             if not compiled:
                 for table, number, hook in self._paused:
                     table[number] = hook
-            # None if the forward pass has raised.
+            # `returned` is None if the forward pass has raised.
             if returned is not None and (not traced or compiled or not in_functional_call()):
                 after(returned)
 
@@ -150,7 +150,7 @@ class ParameterRegistry:
                 self._paused.append((table, handle.id, hook))
 
     def _watch_writes(self, model: torch.nn.Module) -> None:
-        """Warn about parameters that a forward writes to, until a forward in training mode has ended."""
+        """Warn if a forward writes to parameters; stop watching after the first forward in training mode."""
         versions: list[int] = []
 
         def start(*_: Any) -> None:
@@ -201,11 +201,11 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
     """Call a hook with each gradient of a parameter, even if it is frozen now and unfrozen later."""
     frozen = not parameter.requires_grad
     if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
-        # It can never have a gradient.
+        # Such a parameter can never have a gradient.
         return RemovableHandle(OrderedDict())
-    # Torch accepts no hook on a frozen parameter.
+    # Unfreeze the parameter temporarily, because torch rejects hooks on frozen parameters.
     parameter.requires_grad_(True)
-    # A swapped tensor keeps hook tables that torch no longer reads, unless they are set again.
+    # After a swap, torch no longer reads the tensor's hook tables until they are assigned again.
     parameter._backward_hooks = parameter._backward_hooks
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     handle: RemovableHandle = parameter.register_hook(hook)
@@ -214,9 +214,9 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
 
 
 def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
-    """Call a hook before each forward of a model; not for its copies, and not in a compiled forward.
+    """Call a hook before each forward of a model, but not for copies of the model or in a compiled forward.
 
-    Does nothing unless the model is a module that is not scripted.
+    Does nothing if the model is scripted or is not a module.
     """
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return RemovableHandle(OrderedDict())
@@ -224,12 +224,12 @@ def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
 
 
 class _ModuleHook:
-    """A hook that does nothing on copies of the model, including pickled ones: they are not averaged.
+    """A hook that does nothing on copies of the model, including pickled ones, because copies are not averaged.
 
     Args:
         call: The hook; None for nothing.
         traced: Whether to call the hook when Dynamo traces the forward.
-        constant: Function to call instead while tracing.
+        constant: Function to call instead of the hook while Dynamo traces.
     """
 
     def __init__(
@@ -256,15 +256,15 @@ class _ModuleHook:
 
 
 def _constant(check: Callable[[], None]) -> Callable[[], int]:
-    """Return a check for a forward that Dynamo traces, and re-traces after the model changes.
+    """Return a check that Dynamo calls when it traces a forward, and again when it re-traces after a model change.
 
-    Dynamo calls it while tracing, and treats the result as a constant.
+    Dynamo treats the result as a constant.
     """
 
     def constant() -> int:
         check()
         return 0
 
-    # Set what torch.compiler.assume_constant_result sets, without importing Dynamo, which takes seconds.
+    # Set the attribute that torch.compiler.assume_constant_result sets, because importing Dynamo would take seconds.
     constant.__dict__["_dynamo_marked_constant"] = True
     return constant

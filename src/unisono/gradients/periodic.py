@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Schedule = Callable[[int], bool]
-"""Predicate: whether ranks act after this step, the same on all ranks. Steps count from 1."""
+"""Predicate: whether ranks act after a given step. The result is the same on all ranks, and steps count from 1."""
 
 
 def whole_number(name: str, value: object, least: int, of: str = "step") -> None:
@@ -42,7 +42,7 @@ def whole_number(name: str, value: object, least: int, of: str = "step") -> None
 
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """Schedule that `every` returns: true for the first `warmup` steps, then each n-th one, `offset` steps later."""
+    """Schedule that `every` returns: the first `warmup` steps, and then each n-th step, delayed by `offset` steps."""
 
     n: int
     warmup: int = 0
@@ -58,7 +58,7 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """Schedule that `every` returns for a time: ranks at different speeds exchange at the same time, whatever the step.
+    """Schedule that `every` returns for a `timedelta`: ranks exchange at the same time, at whatever step each one is.
 
     Attributes:
         interval: Time from one exchange of all parameters to the next.
@@ -79,18 +79,18 @@ def every(n: int, *, warmup: int = 0) -> PeriodicSchedule: ...
 @overload
 def every(n: timedelta, *, max_lag: Timeout | None = None) -> TimedSchedule: ...
 def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None) -> PeriodicSchedule | TimedSchedule:
-    """Return a schedule: each of the first `warmup` steps, and then each n-th step; or a time interval.
+    """Return a schedule: each of the first `warmup` steps and then each n-th step, or a fixed time interval.
 
-    Synchronizing at each step at first, and less often later, is known as post-local SGD (Lin, Stich, Patel, Jaggi:
-    Don't use large mini-batches, use local SGD, 2020).
+    The method that synchronizes at each step at first, and less often later, is known as post-local SGD (Lin, Stich,
+    Patel, Jaggi: Don't use large mini-batches, use local SGD, 2020).
 
     Args:
         n: Number of steps from one action to the next, 1 or more. Or a `timedelta`, which `PeriodicAverager` and
             `DiLoCo` accept for ranks that run at different speeds.
-        warmup: Number of initial steps that each run the action, 0 or more; n is counted from the last of them.
-        max_lag: With a `timedelta`: seconds, or a timedelta, that an exchange waits for a late rank. After that it
-            proceeds without the late rank's contribution, and that rank continues from the anchor after its next step.
-            None: the time between exchanges.
+        warmup: Number of initial steps that all run the action, 0 or more. Counting to n starts after these steps.
+        max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. The
+            exchange then proceeds without the late rank's contribution, and that rank continues from the anchor after
+            its next step. None: the time between exchanges.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
@@ -114,12 +114,12 @@ def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None
 
 
 def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None:
-    """Make this thread's next collective compare the values that ranks must have in common when they act.
+    """Make this thread's next collective check that all ranks have the same state when they act.
 
     Args:
-        comm: The ranks.
-        state: These values, by name.
-        owner: Name of the acting class, for the error.
+        comm: Communicator of the ranks.
+        state: Values that must be equal on all ranks, by name.
+        owner: Class name for the error message.
     """
     if engine_of(comm).checked:
         comm.agree(state, f"an action of {owner}")
@@ -128,17 +128,17 @@ def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None
 class PeriodicAction(ABC):
     """Step counter that runs an action on the parameters on a schedule. Construction is collective.
 
-    Sends messages over its own communicator (`dup`), so that they never match the caller's.
+    Messages are sent over a dedicated communicator (`dup`), so that they never match the caller's messages.
 
     Args:
         model: A module, or its parameters, with or without names.
-        comm: The ranks that take part; all have the same parameters, perhaps with different values.
+        comm: Communicator of the ranks that take part. All ranks need the same parameters, but values may differ.
         every: A number of steps, an `every(...)`, or a function of the step's number.
         buffers: Whether to include a module's buffers.
         settings: Other values that must be the same on all ranks, by name.
 
     Raises:
-        MismatchError: Names, shapes, dtypes or arguments differ between ranks; on every rank.
+        MismatchError: On every rank: names, shapes, dtypes or arguments differ between ranks.
 
     Attributes:
         steps: Number of steps counted so far.
@@ -177,12 +177,12 @@ class PeriodicAction(ABC):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors alone."""
+        """The current tensors, without names."""
         return [tensor for _, tensor in self.named]
 
     @abstractmethod
     def _act(self) -> None:
-        """Run the action for a due step. Collective, under `no_grad`."""
+        """Run the action for a due step. Collective; called under `no_grad`."""
 
     def step(self) -> bool:
         """Count a step, and run the action if it is due. Call it after each `optimizer.step()`.
@@ -201,9 +201,9 @@ class PeriodicAction(ABC):
         return due
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Have `step` called after each step of an optimizer.
+        """Call `step` automatically after each step of an optimizer.
 
-        Don't use it if a single rank may skip a step, as with `GradScaler`: call `step` yourself instead.
+        Don't use this if a single rank may skip a step, as with `GradScaler`: call `step` yourself instead.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
@@ -224,11 +224,11 @@ class PeriodicAction(ABC):
         return self._hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which to resume. As in a module's state, tensors are not copied."""
+        """Return the state to resume from. As in a module's state dict, tensors are not copied."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where a job stopped. Every rank loads the same state.
+        """Resume from a saved state. Every rank loads the same state.
 
         Args:
             state: Result of `state_dict` on any rank.
@@ -238,7 +238,7 @@ class PeriodicAction(ABC):
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over the new communicator; new ranks create their own object in the meantime.
+        Collective over the new communicator: ranks that join create their object at the same time.
 
         Args:
             comm: The new communicator.
@@ -250,12 +250,12 @@ class PeriodicAction(ABC):
         self._connect(comm)
 
     def _disconnect(self) -> None:
-        """Abort all calls on the old communicator, some of whose ranks may be lost."""
+        """Abort all collectives on the old communicator, because some of its ranks may be lost."""
         self._comm.abort(f"{type(self).__name__} moves to other ranks")
         self._comm.close()
 
     def close(self) -> None:
-        """Release the communicator and the optimizer. Every rank calls it. Idempotent."""
+        """Release the communicator, and detach the optimizer. Every rank must call this. Idempotent."""
         self._detach()
         self._comm.close()
 

@@ -36,7 +36,7 @@ __all__ = ["ExchangeOptions", "PeriodicAverager", "floating", "mean"]
 
 
 class ExchangeOptions(TypedDict, total=False):
-    """Arguments of `PeriodicAverager` that `DiLoCo` and others pass on."""
+    """Arguments of `PeriodicAverager` that `DiLoCo` and other subclasses pass through."""
 
     fragments: int | Sequence[Sequence[str]]
     reduce: str | Reduction
@@ -59,47 +59,48 @@ _REDUCTIONS: dict[str, Reduction] = {
 
 
 class PeriodicAverager(PeriodicAction):
-    """Engine of periodic averaging; `LocalSGD`, `DiLoCo` and `Gossip` are configurations of it.
+    """Base class of periodic averaging; `LocalSGD`, `DiLoCo` and `Gossip` are configurations of this class.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Ranks train independently. When a fragment of the parameters is due, this rank's contribution is sent and reduced,
-    and the result is applied `overlap_steps` steps later. Without `outer`, the parameters themselves are averaged. With
-    `outer`, the contribution is the change from a common anchor; the outer optimizer steps the anchor with the mean
-    change as its gradient, and ranks continue from there. Construction is collective, and so is each `step` in which a
-    fragment is due or applied.
+    Ranks train independently. When a fragment (a subset of the parameters) is due, the ranks' contributions are
+    reduced, and the result is applied `overlap_steps` steps later. Without `outer`, the parameters themselves are
+    averaged. With `outer`, the contribution is the change from a common anchor. The outer optimizer steps the anchor
+    with the mean change as its gradient, and ranks continue from the new anchor. Construction is collective, and so is
+    each `step` in which a fragment is sent or applied.
 
-    A module may load other weights at any time, on all ranks: with `load_state_dict` (also of a submodule, or with
-    `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become the anchor, momentum
-    is reset, and results in flight are dropped. All other changes of values count as training. Names and shapes of
-    parameters must not change, nor, with `outer`, the parameter objects.
+    You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
+    submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become
+    the anchor, momentum is reset, and results in flight are dropped. All other changes of values count as training.
+    Names and shapes of parameters must not change. With `outer`, the parameter objects must not change either.
 
     Args:
-        model: A module, or its parameters. Integer ones remain unchanged. Weights loaded into a list or a ScriptModule
-            are not detected.
-        comm: The ranks that take part.
+        model: A module, or its parameters. Integer parameters remain unchanged. If you pass a list or a ScriptModule,
+            the averager does not detect that weights are loaded.
+        comm: Communicator of the ranks that take part.
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
-            ranks that run at different speeds: each takes as many steps as it can in that time, and its contribution is
-            weighted by its number of samples; `every(timedelta(...), max_lag=...)` limits the wait for a late rank.
-            Requires `outer` and `reduce="mean"`.
+            ranks that run at different speeds: each rank takes as many steps as it can in that time, and its
+            contribution is weighted by its number of samples. To limit the wait for a late rank, pass
+            `every(timedelta(...), max_lag=...)`. A time requires `outer` and `reduce="mean"`.
         buffers: Also average a module's floating-point buffers.
-        outer: An `OuterUpdate`. Ranks must then start from equal parameters.
-        fragments: Number of parts of about equal size, in parameter order; or for each part a list of names of
-            parameters, or of modules that hold them ("layers.3"). Part k of p is sent k / p of an interval after part 0
-            (Douillard et al., Streaming DiLoCo, 2025). With more than one, `every` must be a number of steps.
+        outer: An `OuterUpdate`, or None. With `outer`, ranks must start from equal parameters.
+        fragments: Number of fragments of about equal size, in parameter order; or, for each fragment, a list of names
+            of parameters or modules ("layers.3"). Fragment k of p is sent k / p of an interval after fragment 0
+            (Douillard et al., Streaming DiLoCo, 2025). With more than one fragment, `every` must not be a function.
         reduce: "mean", "trimmed_mean", "median", "clipped_mean" (see `TrimmedMean`, `ClippedMean`); or a function that
             takes a flat tensor to change in place, a communicator, and the number of the fragment's exchange (from 0).
             With `outer`, its result must be the same on all ranks.
         overlap_steps: Number of steps for which training continues before it applies a result, at most until the
             fragment is due again. 0: wait for each exchange.
-        alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo
-            uses 0.5. None: training continues from a predicted result, computed as if all ranks sent what this one
-            does, and the difference is added when the true result arrives (after Kale et al., Eager updates, 2025), so
-            that lag hurts the loss less. `outer` then steps twice, once for the prediction.
-        bucket_cap_mb: Size of a message in MiB.
+        alpha: Weight of this rank's own parameters when they are mixed with a result, from 0 to less than 1; Streaming
+            DiLoCo uses 0.5. None: training continues from a predicted result, computed as if all ranks sent this rank's
+            contribution. When the true result arrives, its difference from the prediction is added (after Kale et al.,
+            Eager updates, 2025), so that lag hurts the loss less. The outer optimizer then steps twice, once for the
+            prediction.
+        bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: ranks have taken
+        MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: ranks have made
             different numbers of steps (unless `every` is a time), resumed from different steps, or loaded different
             weights.
         RuntimeError: From an exchange: a parameter was added, removed, replaced or reshaped.
@@ -107,14 +108,15 @@ class PeriodicAverager(PeriodicAction):
         TypeError: A number of steps or of fragments is not an int.
 
     Attributes:
-        anchor: With `outer`, for each floating-point parameter its value when all ranks were last equal; else empty.
+        anchor: With `outer`, the value of each floating-point parameter when all ranks were last equal; otherwise
+            empty.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
         missed: With a time in `every`: number of exchanges that lacked this rank's contribution because it was late.
-            Each is logged as a warning on the logger "unisono".
+            Each miss is logged as a warning on the logger "unisono".
 
-    Cost: in each interval one averaging of the parameters, in the anchor's dtype if there is one; with a time in
-    `every`, also a gather of about 24 bytes per rank. Memory: with `outer` the anchor, the outer optimizer's state, and
-    a copy of the fragments in flight; with `overlap_steps` and without `alpha` two more copies of these.
+    Cost: in each interval, one average over the parameters, in the anchor's dtype with `outer`. With a time in `every`,
+    ranks also gather about 24 bytes per rank. Memory: with `outer`, the anchor, the outer optimizer's state, and a copy
+    of the fragments in flight; with `overlap_steps` and without `alpha`, two more copies of the fragments in flight.
 
     Example:
         >>> def program(comm):
@@ -132,7 +134,7 @@ class PeriodicAverager(PeriodicAction):
     """
 
     _by_steps: type[StepExchanges] = StepExchanges
-    """Class of exchanges that are scheduled by steps."""
+    """Class for exchanges that are scheduled by steps."""
 
     def __init__(
         self,
@@ -173,7 +175,8 @@ class PeriodicAverager(PeriodicAction):
         for fragment in self._fragments if codec is not None else ():
             messages = self._exchange_settings.messages(fragment.anchor)
             fragment.codecs = [codec and codec.clone() if m[0].is_floating_point() else None for m in messages]
-        # Whether the anchor was loaded from a state of this averager; loading the model next must not replace it.
+        # Whether `load_state_dict` has restored the anchor. If so, loading the model before the next step must not
+        # replace it.
         self._resumed = False
         settings = {
             "interval": str(self._timed and self._timed.interval),
@@ -200,7 +203,7 @@ class PeriodicAverager(PeriodicAction):
         follow_loads(model, self, self._on_load)
 
     def _more_settings(self) -> dict[str, object]:
-        """Arguments of a subclass that must be the same on all ranks, by name. Called before anything is sent."""
+        """Return a subclass's own arguments that must agree on all ranks, by name. Called before anything is sent."""
         return {}
 
     def _connect(self, comm: Communicator) -> None:
@@ -213,7 +216,7 @@ class PeriodicAverager(PeriodicAction):
         common = type(self).__name__, self._comm, self._fragments
         if self._timed is None:
             return self._by_steps(*common, self._anchor, self._exchange_settings, self._schedules)
-        # Only changes from an anchor are weighted.
+        # Timed exchanges weight the contributions, which only works for changes from an anchor.
         assert self._anchor is not None
         interval_s = positive_timeout(self._timed.interval, "every") / len(self._fragments)
         lag = self._timed.max_lag
@@ -223,7 +226,7 @@ class PeriodicAverager(PeriodicAction):
     # -- steps ---------------------------------------------------------------------------------
     @property
     def anchor(self) -> list[torch.Tensor]:
-        """With `outer`, for each floating-point parameter its value when all ranks were last equal; else empty."""
+        """With `outer`, the value of each floating-point parameter when all ranks were last equal; otherwise empty."""
         return [] if self._anchor is None else self._anchor.tensors
 
     @property
@@ -244,17 +247,17 @@ class PeriodicAverager(PeriodicAction):
     def step(self, samples: int | None = None) -> bool:
         """Count a step, and send the fragments and apply the results that are due. Call it after each optimizer step.
 
-        Collective when a fragment is due or applied. With a time in `every`, no rank waits for another rank's step;
-        ranks stop at the same number of `rounds`, or when they run out of samples, and then call `finish`.
+        Collective when a fragment is sent or applied. With a time in `every`, no rank waits for another rank's step.
+        Stop each rank at the same number of `rounds`, or when it runs out of samples, and then call `finish`.
 
         Args:
-            samples: With a time in `every` only: number of samples in this step, such as `len(batch)`. None is 1.
+            samples: With a time in `every` only: number of samples in this step, such as `len(batch)`. None means 1.
 
         Returns: Whether a result was applied.
 
         Raises:
-            CommError: An exchange failed, perhaps one in the background; the notes say which. Every later step raises
-                it again.
+            CommError: An exchange failed, perhaps in the background; the error's notes say which one. Every later step
+                raises the error again.
             TypeError: Samples were passed without a time in `every`.
         """
         if samples is not None and self._timed is None:
@@ -268,10 +271,10 @@ class PeriodicAverager(PeriodicAction):
     def finish(self) -> None:
         """Complete the exchanges in flight and apply their results, at the end of training. Collective.
 
-        With `outer`, ranks are equal afterwards. Their changes since they last sent a fragment are averaged in one more
-        exchange of all fragments, and the anchor moves by the mean, without the outer optimizer, whose momentum is for
-        a whole interval. With a time in `every`, ranks take part in exchanges until all have called this. The next step
-        begins another interval.
+        With `outer`, ranks are equal afterwards: one more exchange averages the changes in each fragment since it was
+        last sent. The anchor moves by that mean without the outer optimizer, whose momentum is meant for a whole
+        interval. With a time in `every`, ranks take part in exchanges until all ranks have called `finish`. The next
+        step begins a new interval.
 
         Raises:
             CommError: An exchange failed.
@@ -283,12 +286,12 @@ class PeriodicAverager(PeriodicAction):
         self._exchanges.exchange_all(self.steps, self._tensors)
 
     def _tensors(self, fragment: Fragment) -> list[torch.Tensor]:
-        """The tensors of a fragment."""
+        """Return the current tensors of a fragment; raise if the model's parameters have changed."""
         named = floating(self.named)
         names = dict(self._known).keys() ^ dict(named).keys()
         odd = [name for name, _ in (*self._known, *named) if name in names]
         for (name, tensor), (_, known), there in zip(named, self._known, self.anchor, strict=False):
-            # A forward pass may assign a buffer.
+            # Only parameters must remain the same objects, because a forward pass may replace a buffer.
             is_new = tensor is not known and isinstance(tensor, torch.nn.Parameter)
             if is_new or tensor.shape != there.shape or tensor.device != there.device:
                 odd.append(name)
@@ -300,12 +303,12 @@ class PeriodicAverager(PeriodicAction):
 
     @torch.no_grad()
     def _on_load(self, name: str, module: torch.nn.Module) -> None:
-        """Hook after a module has loaded: training and the anchor continue from the loaded values.
+        """Hook, called after a module has loaded weights: training and the anchor continue from the loaded values.
 
-        An exchange in flight has the old values, so its result is dropped. This is consistent if all ranks have loaded;
-        the next exchange compares the anchor.
+        An exchange in flight was started with the old values, so its result is dropped. All ranks must load the same
+        weights; the next exchange checks this by comparing the anchor.
         """
-        # For tied parameters only the first name is known.
+        # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
         own = chain(module.named_parameters(name, recurse=False), module.named_buffers(name, recurse=False))
         with self._exchanges.held():
@@ -325,12 +328,12 @@ class PeriodicAverager(PeriodicAction):
 
     # -- state and end -------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which to resume. Waits for the exchanges in flight; tensors are not copied.
+        """Wait for the exchanges in flight, and return the state to resume from. Tensors are not copied.
 
-        With a time in `every`, only after `finish`, when ranks are between intervals and equal.
+        With a time in `every`, call this only after `finish`, when ranks are between intervals and equal.
 
-        The same on all ranks, except with codecs, with `Gossip`, or with exchanges in flight and no `alpha`: in these
-        cases wrap it in `un.checkpoint.PerRank`.
+        The state is the same on all ranks, except with codecs, with `Gossip`, or with exchanges in flight and no
+        `alpha`. In these cases, wrap the state in `un.checkpoint.PerRank`.
         """
         self._exchanges.check_between()
         state = {**super().state_dict(), "rank": 0, "fragments": [], "rounds": [], "under_way": [], "codecs": []}
@@ -354,12 +357,13 @@ class PeriodicAverager(PeriodicAction):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where a job stopped; load the model's own parameters as usual. Every rank loads its own state.
+        """Resume from a saved state; load the model's own parameters as usual. Every rank loads its own state.
 
-        Load the two in either order: until the next step, loading the model does not change this state's anchor.
+        Load the averager and the model in either order: until the next step, loading the model does not change the
+        restored anchor.
 
-        If the ranks have changed, they may load any rank's state; the error that a codec has yet to feed back is loaded
-        only on its own rank, and is otherwise lost.
+        If the ranks have changed, they may load any rank's state. The codecs' error feedback is then loaded only on the
+        rank that saved it, and is otherwise lost.
 
         Args:
             state: Result of `state_dict` with the same fragments.
@@ -382,7 +386,7 @@ class PeriodicAverager(PeriodicAction):
         if state["fragments"] != names:
             raise ValueError(f"the state is of fragments {state['fragments']}, not {names}")
         if self.outer is not None:
-            # First, because the optimizer rejects a state that does not fit, before anything changes.
+            # Load the optimizer first: it rejects a state that does not fit, before anything has changed.
             self.outer.load_state_dict(state["outer"])
         super().load_state_dict(state)
         with torch.no_grad():
@@ -406,9 +410,10 @@ class PeriodicAverager(PeriodicAction):
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over the new communicator; new ranks create their own averager in the meantime. Results that have
-        arrived are applied, and other exchanges are repeated, so this rank's training is not lost. A rank with fewer
-        results than another, such as a new one, continues from the anchor. The codecs' error feedback is lost.
+        Collective over the new communicator: ranks that join create their averager at the same time. Results that have
+        arrived are applied, and unfinished exchanges are repeated, so this rank's training is not lost. A rank that has
+        applied fewer results than another rank, such as a new rank, continues from the anchor. The codecs' error
+        feedback is lost.
 
         Args:
             comm: The new communicator.
@@ -439,11 +444,11 @@ class PeriodicAverager(PeriodicAction):
                     for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
                         here.copy_(there)
         self.steps: int = progress[leader][1]
-        # The model may be loaded next, as `un.elastic.Recovery` does, and must not replace the leader's anchor.
+        # If the model is loaded next, as `un.elastic.Recovery` does, that must not replace the leader's anchor.
         self._resumed = True
 
     def _take_back(self, fragment: Fragment, exchange: Exchange) -> None:
-        """Return this rank's contribution to an exchange that failed, so that the next exchange repeats it."""
+        """Undo this rank's contribution to an exchange that failed, so that the next exchange includes it again."""
         fragment.exchange = None
         fragment.samples += exchange.share.samples if exchange.share is not None else 0
         ahead = exchange.ahead
@@ -454,7 +459,7 @@ class PeriodicAverager(PeriodicAction):
 
 
 def floating(named: Named) -> Named:
-    """Return the tensors that can be averaged."""
+    """Return the tensors that can be averaged: those with a floating-point or complex dtype."""
     return [(name, tensor) for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()]
 
 

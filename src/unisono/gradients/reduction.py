@@ -23,25 +23,26 @@ __all__ = ["Reduction"]
 
 
 class Reduction:
-    """One step of all buckets: each starts once it and all earlier ones are full, in the same order on all ranks.
+    """Reduction of all buckets in one step: a bucket starts once it and all earlier buckets are full.
 
-    The last bucket waits for the end of the pass, when the flags to send are known. If the calling thread would have to
-    do the reduction, all buckets wait, and the sum is divided, which is more accurate and touches less memory. If the
-    backend makes progress by itself, contributions are divided while they are copied into the bucket.
+    The last bucket starts at the end of the backward pass, when the flags to send are known. If reductions would block
+    the calling thread, all buckets start at the end of the pass, and the sum is divided, which is more accurate and
+    touches less memory. If the backend makes progress in the background, contributions are divided while they are
+    copied into the bucket.
 
-    Dropped when the step has ended, or when the pass after a failed one begins. Passes in `no_sync` belong to the step
-    of the next pass outside.
+    This object is dropped when the step has ended, or when the pass after a failed pass begins. Passes in `no_sync`
+    belong to the step of the next pass outside it.
 
     Args:
         buckets: The buckets.
-        comms: Communicators, of which `data` is used.
-        weights: Source of the factor of this rank's gradients, queried before the first bucket.
+        comms: Communicators; only `data` is used.
+        weights: Source of the factor for this rank's gradients, which is read before the first bucket starts.
         keeps_copies: Whether to keep a copy of sent buckets, so that they can be sent again.
 
     Attributes:
         contents: Contents of each bucket.
         sent: Number of buckets whose reduction has started, in order.
-        asked: For each request (about unfrozen parameters, and used gradients), whether any rank made it in this step.
+        asked: For each kind of request (unfrozen parameters, used gradients), whether any rank made it in this step.
         uneven: Whether any rank lacked a gradient in this step.
     """
 
@@ -77,7 +78,7 @@ class Reduction:
     # -- in a pass ------------------------------------------------------------------------------
     @torch.no_grad()
     def advance(self, saved: SavedGradients) -> None:
-        """Start the buckets that are due: full, but not the last. `AbortedError` if another rank's pass has failed."""
+        """Start the buckets that are full, except the last. Raises `AbortedError` if another rank's pass has failed."""
         while self.sent < len(self.contents) - 1 and 0 not in self.contents[self.sent].inside:
             self._start(saved)
 
@@ -88,15 +89,15 @@ class Reduction:
 
         Args:
             saved: p.grad from before the pass, to be added to the new gradients.
-            arrived: Indices of the parameters with a gradient that may be in no bucket yet.
+            arrived: Indices of the parameters that received a gradient, whether or not it is in a bucket yet.
             first: The first bucket to wait for.
-            requests: For each request to all ranks, except the one for late gradients, whether this rank makes it.
+            requests: For each kind of request except late gradients, whether this rank makes it.
         """
-        # Before any other bucket starts, because `finalize` empties p.grad.
+        # Look for late gradients before another bucket starts, because `finalize` clears p.grad.
         late = any(map(BucketContents.is_late, self.contents[: self.sent]))
         while self.sent < len(self.contents):
             self._start(saved, arrived, (late, *requests))
-        # Without a bucket, ranks still take part in the step: in join(), others wait for this rank's answer.
+        # Exchange the factors even if there are no buckets: in join(), other ranks wait for this rank's data.
         if self._factor is None:
             self._factor = self._weights.shared_factor()
         for contents in self.contents[first:]:
@@ -107,12 +108,13 @@ class Reduction:
                     self._wait(contents)
 
     def conclude(self, first: int = 0) -> None:
-        """Read all ranks' headers, and reduce again if a gradient was late on any rank; collective in that case."""
+        """Evaluate the reduced headers. If a gradient was late on any rank, reduce again, which is collective."""
         if self.contents:
             late, *self.asked = self.contents[-1].asked
             if late:
-                # With re-entrant checkpointing, parts of shared parameters may arrive after the rest was sent. All
-                # ranks reduce all buckets again, because none knows which buckets are affected on another rank.
+                # With re-entrant checkpointing, a part of a shared parameter's gradient may arrive after its bucket was
+                # sent. All ranks reduce all buckets again, because no rank knows which buckets are affected on other
+                # ranks.
                 for contents in self.contents:
                     contents.add_late()
                     self._reduce(contents)
@@ -124,16 +126,16 @@ class Reduction:
         """Assign the means to p.grad."""
         for contents in self.contents:
             contents.assign_grads(saved)
-        # Gradients that were set aside but belong to no bucket (those of frozen parameters, say) were not averaged.
+        # Restore the gradients that were set aside but belong to no bucket, such as those of frozen parameters.
         if saved.aside:
             saved.restore([index for index in saved.aside if index not in self._buckets.where])
 
     def _start(self, saved: SavedGradients, arrived: Set[int] = frozenset(), requests: Sequence[bool] = ()) -> None:
-        """Start the reduction of the next bucket, which owns its memory until `_wait`."""
+        """Start the reduction of the next bucket, whose memory must not be touched until `_wait`."""
         contents = self.contents[self.sent]
         last = self.sent == len(self.contents) - 1
         comm = self._comms.data
-        # Checked before p.grad is emptied, so that undoing the pass needs no rewind.
+        # Check for a failure before p.grad is cleared, so that undoing the pass needs no rewind.
         if (failure := comm.exception()) is not None:
             # Another rank's pass has failed.
             raise failure.locate(rank=comm.rank, size=comm.size, operation="all_reduce")
@@ -143,7 +145,7 @@ class Reduction:
             contents.follow_streams()
         flags = requests if last else ()
         contents.finalize(arrived, saved.aside, self._factor, self._weights.here, flags, self._keeps_copies)
-        # Counted first, because a reduction that fails on this rank alone may have reached the others.
+        # Count the bucket as sent first: a reduction that fails on this rank only may have reached other ranks.
         self.sent += 1
         with self._observed(contents) if observed_now() else nullcontext():
             self._reduce(contents)
@@ -160,7 +162,8 @@ class Reduction:
                 comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
                 contents.found = contents.read_header()
             else:
-                # First and uncompressed: a codec would distort the flags, and needs to know which gradients there are.
+                # Reduce the header first and uncompressed: a codec would distort the flags, and needs to know which
+                # gradients exist.
                 comm.all_reduce(bucket.header, "avg")
                 contents.found = contents.read_header()
                 used = [had for had, _ in contents.found]
@@ -173,7 +176,7 @@ class Reduction:
             raise
 
     def _wait(self, contents: BucketContents) -> None:
-        """Return when the bucket holds the means."""
+        """Wait for the reduction of a bucket, and read its header."""
         work = contents.work
         contents.work = None
         if work is not None:
@@ -201,13 +204,13 @@ class Reduction:
     def give_up(self) -> None:
         """Wait for pending reductions and ignore their results, so that the memory can be reused."""
         for contents in self.contents:
-            # The caller already gets an error.
+            # Ignore these errors, because the caller already gets one for the failed pass.
             with suppress(CommError):
                 self._wait(contents)
 
     @contextmanager
     def _observed(self, contents: BucketContents) -> Iterator[None]:
-        """Record the block as a bucket's start or wait; report the bucket once it is reduced."""
+        """Trace the `with` block as a bucket's start or wait; report the bucket once it is reduced."""
         group = engine_of(self._comms.data).group
         bucket = contents.bucket
         nbytes = bucket.memory.nbytes

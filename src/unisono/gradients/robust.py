@@ -34,9 +34,11 @@ class TrimmedMean:
     rank. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
 
     Args:
-        trim: Number of values dropped at each end, at least 1; None keeps only the middle one or two: the median.
+        trim: Number of values dropped at each end, at least 1; None keeps only the one or two middle values, which
+            gives the median.
 
-    Cost: as an all_reduce, one all_reduce of 8 bytes per rank, and sorting each coordinate. One more copy in memory.
+    Cost: communicates as much as an all_reduce of the tensor, plus an all_reduce of 8 bytes per rank; sorts each
+    coordinate. Memory: one more copy of the tensor.
 
     Example:
         >>> def program(comm):
@@ -57,9 +59,9 @@ class TrimmedMean:
         """Replace a flat tensor with the result. Collective.
 
         Args:
-            flat: One-dimensional and contiguous, of a real or complex dtype; real and imaginary parts are trimmed
+            flat: A one-dimensional, contiguous tensor of a real or complex dtype. Real and imaginary parts are trimmed
                 separately.
-            comm: The ranks.
+            comm: Communicator of the ranks that average.
             turn: Ignored.
 
         Raises:
@@ -78,7 +80,7 @@ class TrimmedMean:
 
 @dataclass(frozen=True)
 class ClippedMean:
-    """Mean of contributions that are scaled down to the median of their norms, message by message.
+    """Mean of contributions whose norms are clipped to the median norm, separately for each message.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -86,7 +88,8 @@ class ClippedMean:
     not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from history for Byzantine
     robust optimization (2021), with the median norm as the radius.
 
-    Cost: as an all_reduce, and one all_reduce of 8 bytes per rank. One more copy in memory.
+    Cost: communicates as much as an all_reduce of the tensor, plus an all_reduce of 8 bytes per rank. Memory: one more
+    copy of the tensor.
 
     Example:
         >>> def program(comm):
@@ -101,8 +104,8 @@ class ClippedMean:
         """Replace a flat tensor with the result. Collective.
 
         Args:
-            flat: One-dimensional and contiguous, of a real or complex dtype.
-            comm: The ranks.
+            flat: A one-dimensional, contiguous tensor of a real or complex dtype.
+            comm: Communicator of the ranks that average.
             turn: Ignored.
         """
         values, rows = _pieces(flat, comm)
@@ -118,7 +121,7 @@ class ClippedMean:
 
 
 def _pieces(flat: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's real numbers, and its piece of all ranks' numbers, of shape (ranks, elements)."""
+    """Return a real view of `flat`, and this rank's piece of all ranks' tensors, of shape (ranks, elements)."""
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     length = math.ceil(values.numel() / comm.size)
     given = functional.pad(values, (0, length * comm.size - values.numel()))
@@ -128,14 +131,14 @@ def _pieces(flat: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch
 
 
 def _gather(piece: torch.Tensor, values: torch.Tensor, comm: Communicator) -> None:
-    """Write all ranks' pieces of the result."""
+    """Gather all ranks' pieces of the result into `values`."""
     result = values.new_empty(piece.numel() * comm.size)
     comm.all_gather_single(result, piece.to(values.dtype))
     values.copy_(result[: values.numel()])
 
 
 def _norms(rows: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """Return the norm of each row over the pieces of all ranks, in float64 on the CPU."""
+    """Return the norm of each row across all ranks' pieces, in float64 on the CPU."""
     squares = rows.double().square().sum(1).to(comm.device)
     comm.all_reduce(squares)
     return squares.sqrt().cpu()

@@ -1,4 +1,4 @@
-"""Averages sparse gradients, such as those of embeddings: only the rows that were used are gathered."""
+"""Averaging of sparse gradients, such as those of embeddings: only the rows that were used are gathered."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["average_sparse", "sparse_parameters"]
 
 _NONE = -1
 _DENSE = -2
-"""In place of a number of rows: there is no gradient, or it is not sparse."""
+"""Codes sent instead of a row count: there is no gradient, or the gradient is dense."""
 
 
 def sparse_parameters(model: torch.nn.Module) -> set[int]:
-    """The `id` of each parameter that will have a sparse gradient."""
+    """Return the `id` of each parameter that will have a sparse gradient."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
@@ -32,25 +32,26 @@ def average_sparse(
 ) -> list[int]:
     """Replace each `p.grad` with the mean over all ranks; a rank without a gradient contributes no rows.
 
-    A gradient that is dense on some rank, because a dense layer shares the parameter, becomes dense on all ranks; a
-    gradient that has arrived on no rank remains unchanged. A rank without data contributes nothing, even if it has a
-    p.grad.
+    If a gradient is dense on some rank, because a dense layer shares the parameter, it becomes dense on all ranks. If
+    no rank has received a gradient for a parameter, its p.grad remains unchanged. A rank without data contributes
+    nothing, even if it has a p.grad.
 
     Args:
         named: The parameters, with their names.
-        comm: The ranks that average.
-        weights: Weights of this step.
-        arrived: For each parameter, whether a gradient has arrived here; None to check p.grad instead.
-        lacking: Names of parameters that received no gradient here; None if ranks may differ in that.
+        comm: Communicator of the ranks that average.
+        weights: The ranks' weights in this step.
+        arrived: For each parameter, whether this rank has received a gradient; None to check p.grad instead.
+        lacking: Names of the parameters for which this rank received no gradient; None if ranks may have gradients for
+            different parameters.
 
     Returns:
         The indices in `named` of the parameters that were averaged.
 
     Raises:
-        MismatchError: A rank lacks a gradient that others have.
+        MismatchError: A rank lacks a gradient that other ranks have.
 
-    Cost: one all_gather of the numbers of rows; for each sparse gradient, one all_gather of its rows and one of their
-    indices, in which each rank receives all ranks' rows; and one all_reduce for each dense gradient.
+    Cost: one all_gather of the row counts; for each sparse gradient, one all_gather of its rows and one of their
+    indices, so that each rank receives all ranks' rows; for each dense gradient, one all_reduce.
     """
     factor = weights.factor / comm.size
     parameters = [parameter for _, parameter in named]
@@ -75,7 +76,7 @@ def average_sparse(
 
 
 def _rows(grad: torch.Tensor | None) -> int:
-    """Number of rows to send, or a constant for a gradient without rows."""
+    """Return the number of rows to send, or a code if there is no sparse gradient."""
     if grad is None:
         return _NONE
     return int(grad.indices().shape[1]) if grad.is_sparse else _DENSE
@@ -84,7 +85,7 @@ def _rows(grad: torch.Tensor | None) -> int:
 def _dense_mean(parameter: torch.Tensor, grad: torch.Tensor | None, comm: Communicator, factor: float) -> torch.Tensor:
     mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
     comm.all_reduce(mean)
-    # Out of place, because the memory may belong to the caller.
+    # Copy the mean into the existing p.grad only now: its memory may be the caller's, so the reduction must not use it.
     return mean if grad is None or grad.layout != torch.strided else grad.copy_(mean)
 
 

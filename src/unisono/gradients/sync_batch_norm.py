@@ -14,23 +14,23 @@ __all__ = ["Normalise", "SyncBatchNorm", "batch_statistics", "convert_sync_batch
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm1d`, `2d` and `3d`, as if one rank had all batches. Construction is collective.
+    """`torch.nn.BatchNorm1d`, `2d` and `3d` with statistics over all ranks' batches. Construction is collective.
 
     Batches may differ in length, and some may be empty. In training mode, forward and backward are collective: each
-    rank that runs forward also runs backward. Gradients of weight and bias are local to each rank; gradient averaging
-    treats them like any others. In evaluation mode, it behaves like torch's layers.
+    rank that runs forward must also run backward. Gradients of weight and bias are local to each rank; gradient
+    averaging treats them like any other gradients. In evaluation mode, the layer behaves like torch's layers.
 
     Args:
-        num_features: Channels: input is (N, C) or (N, C, ...), of any floating-point dtype.
-        comm: The ranks that share statistics. The layer duplicates it for its own use.
+        num_features: Number of channels C. The input has shape (N, C) or (N, C, ...) and any floating-point dtype.
+        comm: Communicator of the ranks that share statistics. The layer duplicates it for its own use.
         eps, momentum, affine, track_running_stats, device, dtype: As in `torch.nn.BatchNorm1d`.
-        dup: False uses `comm` itself, which several layers may then share, but which must not be used for anything
-            else.
-        more: Other arguments of this version of torch's BatchNorm.
+        dup: Whether to duplicate `comm`. If False, several layers may share `comm`, but it must not be used for
+            anything else.
+        more: Other arguments of BatchNorm in the installed version of torch.
 
     Raises:
-        ValueError: The input has no channels, or the wrong number; or all ranks together have only one value per
-            channel, which has no variance.
+        ValueError: The input has no channels or the wrong number of channels; or all ranks together have only one value
+            per channel, so there is no variance.
         MismatchError: Ranks created layers of different kinds.
 
     Cost: in forward, one all_gather of 2C + 1 numbers of 8 bytes; in backward, one all_reduce of 2C numbers.
@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
         self._shared = _StatisticsComm(shared)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize a batch. Collective in training mode, and so is its backward.
+        """Normalize a batch. In training mode, both this and the backward pass are collective.
 
         Args:
             input: (N, C) or (N, C, ...), of a floating-point dtype; N may be 0 in training mode.
@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
-        """Release the communicator, which converted layers share. Closing the original communicator does so as well."""
+        """Release the communicator, which converted layers share. Closing the original one also releases it."""
         if self._shared.comm is not None:
             self._shared.comm.close()
 
@@ -124,19 +124,19 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     """Replace every BatchNorm layer of a module with a `SyncBatchNorm`, in place. Collective.
 
     The layers keep their parameters and buffers (the same tensors, so optimizers remain valid), hooks, mode and names;
-    the state dict remains the same. They share one communicator, made from `comm`. A `SyncBatchNorm` in an unpickled
-    model gets that communicator as well.
+    the state dict remains the same. All layers share one duplicate of `comm`. If `module` was unpickled, a
+    `SyncBatchNorm` in it also gets this communicator.
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.
-        comm: The ranks that share statistics. It is duplicated once, for all layers.
+        comm: Communicator of the ranks that share statistics. It is duplicated once for all layers.
 
     Returns:
-        The module; a new one only if `module` is a BatchNorm layer itself.
+        `module` itself, or a new layer if `module` is a BatchNorm layer.
 
     Raises:
-        ValueError: A lazy layer, which does not know its channels yet; or a layer of a custom class whose `forward`,
-            `train` or parametrizations would be lost.
+        ValueError: A layer is lazy, so its number of channels is not known yet; or a layer has a custom class whose
+            `forward`, `train` or parametrizations would be lost.
         MismatchError: Ranks have different layers.
 
     Example:
@@ -177,7 +177,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
 
 
 _BEHAVIOUR = ("__call__", "forward", "train")
-"""Methods that a custom class may override and a converted layer would lose: some never leave evaluation mode."""
+"""Methods that a custom class may override, for example to stay in evaluation mode, and that conversion would lose."""
 
 
 def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
@@ -186,13 +186,13 @@ def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
         layer._shared.comm = shared
         return layer
     made = SyncBatchNorm(layer.num_features, shared, dup=False)
-    # Share the tables of tensors and hooks, so that the caller's handles remove hooks from the new layer.
+    # Share the old layer's tables of tensors and hooks, so that the caller's hook handles also work on the new layer.
     vars(made).update(vars(layer))
     return made
 
 
 class _StatisticsComm:
-    """A communicator that copies of a layer (such as weight averages) share, and that pickled layers lack."""
+    """Holder of a communicator that copies of a layer (such as weight averages) share and that pickled layers lack."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm
@@ -219,11 +219,11 @@ def _dims(input: torch.Tensor) -> list[int]:
 
 
 def batch_statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Number of values per channel on all ranks, and each channel's mean and (biased) variance in float64.
+    """Return the number of values per channel on all ranks, and each channel's mean and biased variance in float64.
 
-    Combines means and sums of squared deviations, not sums and sums of squares, because the difference of the latter
-    loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so they agree
-    bit for bit.
+    Ranks combine means and sums of squared deviations. Sums and sums of squares would lose digits when they are
+    subtracted (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so their
+    results are bitwise identical.
     """
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0
@@ -282,7 +282,7 @@ class Normalise(torch.autograd.Function):
         if needs_input:
             both = torch.cat([sums, along]).double()
             ctx.comm.all_reduce(both)
-            # Gradients that the mean and variance of all ranks' inputs pass back to each input.
+            # Gradients that reach each input through the mean and the variance over all ranks' inputs.
             of_mean, of_variance = (both / max(ctx.total, 1)).chunk(2)
             for_input = gradient - _shaped(of_mean, standard) - standard * _shaped(of_variance, standard)
             for_input *= _shaped(scale if weight is None else scale * weight, standard)
@@ -298,5 +298,5 @@ def _standard(input: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def _shaped(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View of one number per channel, to broadcast with (N, C, ...)."""
+    """Return one number per channel as a view that broadcasts with (N, C, ...)."""
     return channels.to(like.dtype).view(-1, *[1] * (like.dim() - 2))

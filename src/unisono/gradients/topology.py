@@ -11,13 +11,13 @@ Neighbours = Sequence[Sequence[int]]
 """For each rank, the other ranks that it receives from."""
 
 Topology = Callable[[int, int], Neighbours]
-"""Neighbours from the number of ranks and the number of the round, which counts from 0."""
+"""Function that takes the number of ranks and the number of the round (from 0), and returns the neighbours."""
 
 _TOLERANCE = 1e-12
 
 
 def ring(size: int, round: int = 0) -> list[list[int]]:
-    """Each rank and the two adjacent ranks.
+    """Ring topology: the neighbours of each rank are the two adjacent ranks.
 
     Example:
         >>> ring(4), ring(2), ring(1)
@@ -27,9 +27,9 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 
 
 def exponential(size: int, round: int = 0) -> list[list[int]]:
-    """One peer per round: receive from 1, then 2, then 4 ranks before, and so on, and then from 1 again.
+    """One peer per round: receive from the rank 1 place before, then 2, then 4 and so on, and then from 1 again.
 
-    If the number of ranks is a power of two, one pass through the distances gives every rank the exact mean (Assran,
+    If the number of ranks is a power of two, one cycle through the distances gives every rank the exact mean (Assran,
     Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).
 
     Example:
@@ -43,7 +43,7 @@ def exponential(size: int, round: int = 0) -> list[list[int]]:
 
 
 def complete(size: int, round: int = 0) -> list[list[int]]:
-    """All-to-all topology: every rank is a neighbour of every other.
+    """All-to-all topology: every rank is a neighbour of every other rank.
 
     Example:
         >>> complete(3)
@@ -53,7 +53,7 @@ def complete(size: int, round: int = 0) -> list[list[int]]:
 
 
 def grid(size: int, round: int = 0) -> list[list[int]]:
-    """Rows and columns, as close to a square as the number of ranks allows; a line for a prime number.
+    """Grid topology, as close to a square as the number of ranks allows; a line if the number is prime.
 
     Example:
         >>> grid(6)
@@ -72,10 +72,10 @@ TOPOLOGIES: dict[str, Topology] = {"complete": complete, "exponential": exponent
 
 
 def topology(given: str | Neighbours | Topology, size: int) -> Topology:
-    """Return a topology from its name, a function, or one list of neighbours for each rank.
+    """Return the topology for a name, a function, or one list of neighbours for each rank.
 
     Raises:
-        ValueError: The name is unknown; or the lists do not connect all ranks, or allow no weights (see `mixing`).
+        ValueError: The name is unknown; or the lists do not connect all ranks, or have no valid weights (see `mixing`).
     """
     if isinstance(given, str):
         if given not in TOPOLOGIES:
@@ -95,15 +95,15 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 
 
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
-    """For each rank, the weight of each rank that it mixes in, including itself: a doubly stochastic matrix.
+    """Return, for each rank, the weights of the ranks that it mixes, itself included: a doubly stochastic matrix.
 
-    If neighbours receive from each other, the weights are Metropolis-Hastings: 1 / (1 + the larger number of neighbours
-    of the two). If not, each rank must send to as many ranks as it receives from, and all links have weight 1 / (1 +
-    the largest number of neighbours). A rank's own weight is the remainder.
+    If all neighbours receive from each other, the weights are those of Metropolis-Hastings: a link has weight 1 / (1 +
+    the larger of its two ranks' numbers of neighbours). Otherwise, each rank must send to as many ranks as it receives
+    from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight is the remainder.
 
     Raises:
-        ValueError: There is not one list per rank, a neighbour is not another rank, or the weights would not preserve
-            the mean.
+        ValueError: There is not one list per rank, a list contains something other than distinct other ranks, or the
+            weights would not preserve the mean.
 
     Example:
         >>> mixing([[1], [0, 2], [1]], 3)[0]
@@ -144,7 +144,7 @@ def _check(neighbours: Neighbours, size: int) -> None:
 
 
 def _reached(neighbours: Neighbours) -> set[int]:
-    """Ranks that rank 0's parameters reach eventually. In- and out-degrees are equal, so a path back exists as well."""
+    """Return the ranks that rank 0 reaches. In- and out-degrees are equal, so each of them also reaches rank 0."""
     reached: set[int] = {0}
     while True:
         more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached

@@ -1,4 +1,4 @@
-"""Exchanges between ranks that run at different speeds: turns begin at a set time, whichever step each rank is in."""
+"""Timed exchanges (turns) between ranks of different speeds: turns begin at set times, whatever step a rank is in."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _log = logging.getLogger("unisono")
 
 @dataclass(eq=False)
 class _Interval:
-    """Turns from the first step, or the first after `finish`, until all ranks have called `finish`.
+    """State of the turns from the first step (or the first after `finish`) until all ranks have called `finish`.
 
-    Only the worker writes the first three attributes, before it completes `last`. So once a thread has seen that `last`
-    is complete, they do not change before the next exchange.
+    Only the worker writes the first three attributes, and it does so before it completes `last`. So once a thread has
+    seen that `last` is complete, these attributes do not change before the next exchange.
 
     Attributes:
-        due_s: Start of the turn.
+        due_s: Time at which the current turn begins.
         left: Number of consecutive turns in which all ranks were leaving.
         is_over: Whether all ranks have left.
         last: The latest exchange.
@@ -45,36 +45,37 @@ class _Interval:
     step: int = 0
 
     def is_due(self) -> bool:
-        """Return whether the turn has begun and this rank has not taken it yet."""
+        """Return whether the turn has begun and this rank has not contributed to it yet."""
         return (self.last is None or self.last.done.is_completed()) and clock.now() >= self.due_s
 
 
 class Turns(Exchanges):
-    """Turns in which ranks that run at different speeds exchange one fragment after another.
+    """Exchanges at set times (turns) between ranks that run at different speeds, one fragment after another.
 
-    A turn begins one interval after the previous one. Its exchange tells all ranks how late the last rank took it, and
-    so when it began on all ranks; clocks are not compared. Training takes a turn at the end of a step. If it does not
-    do so within the lag, the worker takes part in its place, with zeros of zero weight, so that no rank waits for it.
+    A turn begins one interval after the previous turn. In its exchange, ranks share how late the last rank joined, and
+    derive from that when the turn began, so their clocks are not compared. The training thread contributes to a turn at
+    the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with zero weight in
+    its place, so that no rank has to wait.
 
     There are two threads, and no lock between them:
 
-    - Only the worker moves from one turn to the next. It waits for the training thread's contribution until the turn
-      has to take place, runs the exchange, and then schedules the next turn.
-    - The fragments, with the anchor and its optimizer, belong to the thread that holds the token. Training takes it
-      when it enters a method, and puts it back when it leaves. The worker takes it if training is late, while it steps
-      the anchor on training's behalf. The worker never waits for the token: if training holds it, training is about to
-      contribute. Nor does it wait for another rank while it holds it. So training waits for at most one step of the
-      anchor, and only if it was late.
+    - Only the worker advances from one turn to the next. It waits for the training thread's contribution until the turn
+      must proceed, runs the exchange, and then schedules the next turn.
+    - The fragments, the anchor and its optimizer belong to the thread that holds the token. The training thread
+      acquires the token when it enters a method, and releases it when it returns. The worker acquires the token only if
+      training is late, to step the anchor on training's behalf. The worker never waits for the token: if the training
+      thread holds it, that thread is about to contribute. While the worker holds the token, it waits for no other rank.
+      So the training thread waits for at most one step of the anchor, and only if it was late.
 
     What happens if a rank leaves during an exchange depends on how it leaves:
 
-    - A rank that has called `finish` contributes the rest of its samples, and then takes part in each turn until all
-      ranks have called `finish`, as each exchange reports. The other ranks are not affected.
-    - A rank that dies, or aborts, breaks the communicator. The exchange raises in the worker of every other rank, and
-      the worker ends. Training on those ranks gets the error, which names the lost rank, from its next `step` or
-      `finish`, and from all later ones. The anchor keeps the result of the previous exchange, and after `move_to`
-      another communicator the lost contribution is made again.
-    - A rank that is alive but stuck in a step has not left: its worker takes part for it.
+    - A rank that has called `finish` contributes its remaining samples, and then takes part in each turn until all
+      ranks have called `finish` (each exchange shares who has). The other ranks are not affected.
+    - If a rank dies or aborts, the communicator becomes unusable. The exchange raises in the worker of every other
+      rank, and that worker exits. On those ranks, the next `step` or `finish` raises the error, which names the lost
+      rank, and so do all later ones. The anchor keeps the result of the previous exchange. After `move_to`, the lost
+      contribution is sent again on the new communicator.
+    - A rank that is alive but stuck in a step has not left: its worker takes part in its place.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.
@@ -95,7 +96,7 @@ class Turns(Exchanges):
         super().__init__(owner, comm, fragments, anchor, settings, interval_s + max_lag_s)
         self._interval_s = interval_s
         self._max_lag_s = max_lag_s
-        # Number of the turn; only the worker changes it.
+        # Number of the current turn; only the worker changes it.
         self._number = 0
         self._interval: _Interval | None = None
         self._contributions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -131,12 +132,13 @@ class Turns(Exchanges):
         with self.held():
             interval = self._begun(step)
             if interval.last is not None:
-                # The next turn is unknown until this one is done.
+                # The next turn's fragment and time are unknown until the current exchange has completed.
                 interval.last.done.wait()
             while not interval.is_over:
                 fragment = self._in_turn
                 self.apply(fragment, tensors)
-                # Before the turn is due, because this rank has nothing else to do. Its worker waits for the others.
+                # Contribute before the turn is due, because this rank has nothing else to do. Its worker waits for the
+                # other ranks.
                 self._contribute(interval, fragment, 0, None, tensors, leaving=True)
                 self.apply(fragment, tensors)
             self._interval = None
@@ -159,7 +161,7 @@ class Turns(Exchanges):
 
     @property
     def _in_turn(self) -> Fragment:
-        """The fragment whose turn it is."""
+        """The fragment that is exchanged in the current turn."""
         return self._fragments[self._number % len(self._fragments)]
 
     @property
@@ -185,7 +187,7 @@ class Turns(Exchanges):
 
     def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
         """Assign an exchange to the fragment, and return its task."""
-        # Steps are not compared: ranks that run at different speeds are at different steps.
+        # Don't compare steps (None): ranks that run at different speeds are at different steps.
         task = self._task(fragment, exchange, None, aside=True)
         fragment.exchange = exchange
         interval.last = exchange
@@ -200,12 +202,13 @@ class Turns(Exchanges):
                 if task is None:
                     return
                 task()
-                # Otherwise its tensors would stay alive until the next turn.
+                # Drop the task, so that its tensors do not stay alive until the next turn.
                 del task
         except BaseException as raised:
-            # For example, the outer optimizer raised in a turn that training missed. The next training step raises it.
+            # For example, the outer optimizer raised in a turn that training missed. The next training step raises this
+            # error.
             self.error = raised
-            # The other ranks must not wait for this one to take part in the exchange.
+            # Abort, because other ranks must not wait for this rank to take part in the exchange.
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in a turn: {raised!r}")
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
@@ -216,16 +219,16 @@ class Turns(Exchanges):
                 return self._contributions.get(timeout=max(0.0, late_s - clock.now()))
             except queue.Empty:
                 if clock.now() < late_s:
-                    # The library's clock was stopped for a while.
+                    # The timeout has elapsed in real time, but the library's clock was stopped for a while.
                     continue
             try:
                 self._token.get_nowait()
             except queue.Empty:
-                # Training is in `step` or `finish`, about to contribute.
+                # The training thread is in `step` or `finish`, and about to contribute.
                 late_s = clock.now() + self._max_lag_s
                 continue
             try:
-                # It may have contributed between the end of the wait and this point. From here on it cannot.
+                # Training may have contributed since the wait timed out. While this thread holds the token, it cannot.
                 return self._contributions.get_nowait() if not self._contributions.empty() else self._miss(interval)
             finally:
                 self._token.put(None)
@@ -234,7 +237,7 @@ class Turns(Exchanges):
         """Take part without a contribution, because training did not finish a step in time."""
         fragment = self._in_turn
         if fragment.exchange is not None:
-            # Training has not even applied the previous turn's result. It will find that result in the anchor.
+            # Training has not applied this fragment's previous result yet, so step the anchor with that result now.
             self._step_anchor(fragment, fragment.exchange)
         fragment.missed += 1
         _log.warning(
@@ -246,7 +249,7 @@ class Turns(Exchanges):
         )
         share = Share(0, False, max(0.0, clock.now() - interval.due_s), self._rates)
         nothing = [torch.zeros_like(there) for there in fragment.anchor]
-        # Due immediately, so that training continues from the anchor after its next step.
+        # The result is due immediately, so that training continues from the anchor after its next step.
         exchange = Exchange(interval.step, nothing, self._completion(nothing), None, share=share)
         return self._started(interval, fragment, exchange)
 
@@ -256,32 +259,32 @@ class Turns(Exchanges):
         assert interval is not None
         assert share is not None
         behind_s = self._weigh(interval, exchange.tensors, share)
-        # Read the clock only now: the delays are measured when the last rank has arrived.
+        # Read the clock only now, when the last rank has just joined: `behind_s` is that rank's delay.
         began_s = clock.now() - behind_s
         if share.of_all:
             super()._reduce(fragment, exchange)
-        # Before the exchange completes, because training may then take the next turn.
+        # Update the turn before the exchange completes, because after that training may contribute to the next turn.
         self._number += 1
         interval.due_s = max(began_s + self._interval_s, clock.now())
-        # Every fragment has had a turn in which all ranks were leaving, so nothing is left to contribute.
+        # If every fragment has had a turn in which all ranks were leaving, there is nothing left to contribute.
         interval.is_over = interval.left >= len(self._fragments)
 
     def _weigh(self, interval: _Interval, tensors: Sequence[torch.Tensor], share: Share) -> float:
         """Scale the contribution by its share of all samples; agree on leaving ranks and on learning rates.
 
-        Returns: The largest delay of any rank in taking the turn, in seconds.
+        Returns: The largest delay with which any rank joined the turn, in seconds.
         """
         fields = [share.samples, share.leaving, share.behind_s, *share.rates]
         mine = torch.tensor(fields, dtype=torch.float64, device=self._comm.device)
         everyone = mine.new_empty(self._comm.size * mine.numel())
-        # A leaving rank takes the turn before it is due, and waits for the others here.
+        # Allow extra time: a leaving rank contributes before the turn is due, and waits for the other ranks here.
         limit_s = engine_of(self._comm).options.timeout_s + self._interval_s + self._max_lag_s
         self._comm.all_gather_single(everyone, mine, timeout=limit_s)
         rows: list[list[float]] = everyone.view(self._comm.size, -1).tolist()
         interval.left = interval.left + 1 if all(row[1] for row in rows) else 0
         share.of_all = sum(row[0] for row in rows)
-        # A late rank may be at another point of its schedule, so all ranks use the rates of the first rank that was on
-        # time.
+        # A late rank may be at a different point of its learning rate schedule, so all ranks use the learning rates of
+        # the first rank that was on time.
         share.rates = next((row[3:] for row in rows if row[0]), share.rates)
         for tensor in tensors if share.of_all else ():
             tensor.mul_(share.samples * self._comm.size / share.of_all)

@@ -26,15 +26,15 @@ class AllRanksDone(Exception):
 
 
 class Weights:
-    """Converts the ranks' weights for a step into factors of a mean or a sum.
+    """Conversion of the ranks' weights for a step into factors of a mean or a sum.
 
     Attributes:
-        comm: Communicator for the exchange.
-        joining: Whether ranks may have run out of data, so that each has to report whether it still has some.
-        uneven: Whether ranks have to agree on the factors for this step; if not, `factor` is valid.
+        comm: Communicator for exchanging the weights.
+        joining: Whether some ranks may have run out of data, so that each rank must report whether it still has data.
+        uneven: Whether ranks must exchange weights in this step; if not, `factor` is already valid.
         here: Whether this rank still has data.
         active: Number of ranks that take part in this step.
-        source: The first of the ranks that take part.
+        source: The lowest rank that takes part in this step.
         in_use: Whether a pass in `no_sync` has run since this rank's weight was set.
         factor: Factor of this rank's gradient, applied before the mean over all ranks.
     """
@@ -49,7 +49,7 @@ class Weights:
         self.forget()
 
     def attach(self, comm: Communicator) -> None:
-        """Use this communicator for the exchange from now on."""
+        """Use this communicator for exchanging weights from now on."""
         self.comm = comm
         self._size = comm.size
 
@@ -64,11 +64,11 @@ class Weights:
         self.in_use: bool = False
 
     def keep(self) -> None:
-        """Record that a pass in `no_sync` has run: this step's weight, if set, also applies to its gradient."""
+        """Record that a backward pass ran in `no_sync`: this step's weight, if set, also applies to its gradient."""
         self.in_use = self._mine is not None
 
     def shared_factor(self) -> float:
-        """Return this step's factor. Collective if ranks may differ; raises `AllRanksDone` if no rank has data."""
+        """Return this step's factor. Collective if weights may differ; raises `AllRanksDone` if no rank has data."""
         size = self._size
         mine = self._mine
         if not self.uneven:
@@ -92,7 +92,7 @@ class Weights:
         return self.factor
 
     def forget(self) -> None:
-        """Begin another step."""
+        """Reset all weights for the next step."""
         self._mine = None
         self.in_use = False
         self.uneven = self.joining
@@ -149,7 +149,7 @@ def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active
 
     Args:
         names: Names of the parameters, in order.
-        lacking: For each rank, the names of the parameters without a gradient on it.
+        lacking: For each rank, the names of the parameters without a gradient on that rank.
         active: Number of ranks that take part.
         comm: The communicator of these ranks.
     """

@@ -1,4 +1,4 @@
-"""Differentiable collectives. The gradient of each is computed with its adjoint, which is itself a collective."""
+"""Differentiable collectives. A collective's gradient is computed by its adjoint, which is also a collective."""
 
 from unisono.autograd.collectives import (
     all_gather,

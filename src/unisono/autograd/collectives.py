@@ -1,4 +1,4 @@
-"""Differentiable collectives, and messages between two ranks."""
+"""Differentiable collectives and point-to-point messages."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
 
     Raises:
         ValueError: The dtype has no gradient.
-        MismatchError: Ranks make different calls, in the forward or a backward pass.
+        MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
-    Cost: as `Communicator.all_gather`; in backward, as `reduce_scatter`.
+    Cost: that of `Communicator.all_gather`; in the backward pass, that of `reduce_scatter`.
 
     Example:
         >>> def program(comm):
@@ -69,7 +69,7 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
 
 
 def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of all ranks, whose first dimensions may differ. Otherwise as `all_gather`.
+    """Return the tensors of all ranks, whose first dimensions may differ. Otherwise like `all_gather`.
 
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
@@ -110,7 +110,7 @@ def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[tor
         New tensors, one from each rank.
 
     Raises:
-        ValueError, MismatchError: As `all_gather`.
+        ValueError, MismatchError: As for `all_gather`.
 
     Example:
         >>> def program(comm):
@@ -126,7 +126,7 @@ def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[tor
 
 
 def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return each rank's tensor for this rank; first dimensions may differ. Otherwise as `all_to_all`.
+    """Return each rank's tensor for this rank; first dimensions may differ. Otherwise like `all_to_all`.
 
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
@@ -138,7 +138,7 @@ def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[t
         New tensors, one from each rank.
 
     Raises:
-        ValueError, MismatchError: As `all_gather_v`.
+        ValueError, MismatchError: As for `all_gather_v`.
 
     Example:
         >>> def program(comm):
@@ -160,18 +160,19 @@ def all_to_all_single(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return the rows that all ranks send to this one; the first rows of `tensor` are for rank 0. Collective.
+    """Return the rows that all ranks send to this rank; the first rows of `tensor` are for rank 0. Collective.
 
     The gradients are exchanged in the same way, with the sizes transposed.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with at least one dimension.
         comm: The communicator.
-        output_split_sizes: Number of rows from each rank. If None, equal parts, with as many rows in total as `tensor`.
-        input_split_sizes: Number of rows for each rank; equal parts if None.
+        output_split_sizes: Number of rows to receive from each rank. If None, equal numbers that add up to the rows of
+            `tensor`.
+        input_split_sizes: Number of rows to send to each rank; equal numbers if None.
 
     Returns:
-        A new tensor, the rows from rank 0 first.
+        A new tensor, with the rows from rank 0 first.
 
     Raises:
         ValueError: The dtype has no gradient, or the sizes do not fit.
@@ -220,16 +221,16 @@ def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> tuple[torch.Tens
 def all_reduce(
     tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "sum", *, scale: float | None = None
 ) -> torch.Tensor:
-    """Return the sum (or `op`) of all ranks' tensors. Collective.
+    """Return the sum (or another reduction, `op`) of all ranks' tensors. Collective.
 
-    The gradient is the sum of all ranks' gradients of the result. For "avg" it is their mean; for "min" and "max" it is
-    shared evenly among the elements that equal the result; for "product" it is multiplied by the product of the other
-    ranks' elements.
+    The gradient is the sum of all ranks' gradients of the result. For "avg", it is the mean of these gradients. For
+    "min" and "max", the sum is shared evenly among the elements that equal the result. For "product", the sum is
+    multiplied by the product of the other ranks' elements.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank.
         comm: The communicator.
-        op: sum, avg, product, min, max.
+        op: One of sum, avg, product, min, max.
         scale: As for `Communicator.all_reduce`. The gradient is also scaled.
 
     Returns:
@@ -237,10 +238,10 @@ def all_reduce(
 
     Raises:
         ValueError: The dtype or `op` has no gradient, or the dtype cannot be scaled.
-        MismatchError: Ranks make different calls, in the forward or a backward pass.
+        MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
-    Cost: as `Communicator.all_reduce`, and the same again in backward: with twice the bytes for "min" and "max", and p
-    times the bytes for "product".
+    Cost: that of `Communicator.all_reduce`, in forward and again in backward. The backward pass sends twice the bytes
+    for "min" and "max", and p times the bytes for "product" on p ranks.
 
     Example:
         >>> def program(comm):
@@ -254,7 +255,7 @@ def all_reduce(
     _check_floating(tensor, "all_reduce")
     if scale is not None:
         check_scale(scale, parse_op(op), tensor.dtype)
-        # Queue the comparison: it runs together with the next collective, which is this call's own.
+        # Queue a comparison of the scale, which runs together with the next collective: the all_reduce below.
         comm.agree(scale, "scale")
         tensor = tensor * scale
     n = [tensor.numel()]
@@ -270,14 +271,14 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
 
     Args:
         tensor, comm: As for `all_reduce`.
-        op: sum, avg.
-        dst: Rank that gets the sum. It may precede `op`, as in `Communicator.reduce`.
+        op: One of sum, avg.
+        dst: Rank that gets the sum. This argument may precede `op`, as in `Communicator.reduce`.
 
     Returns:
         A new tensor of the same shape.
 
     Raises:
-        ValueError, MismatchError: As `all_reduce`.
+        ValueError, MismatchError: As for `all_reduce`.
 
     Example:
         >>> def program(comm):
@@ -304,13 +305,13 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str 
         tensors: One tensor per rank, of one floating-point or complex dtype. Shapes may differ within the list, but
             must be the same on all ranks.
         comm: The communicator.
-        op: sum, avg.
+        op: One of sum, avg.
 
     Returns:
         A new tensor of the shape of `tensors[comm.rank]`.
 
     Raises:
-        ValueError, MismatchError: As `all_reduce`.
+        ValueError, MismatchError: As for `all_reduce`.
 
     Example:
         >>> def program(comm):
@@ -328,7 +329,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str 
 
 
 def _check_op(op: str | ReduceOp, name: str, known: tuple[str, ...]) -> str:
-    """Return the name of a reduction that has a gradient; raise `ValueError` for others."""
+    """Return the name of a reduction that has a gradient; raise `ValueError` for other reductions."""
     found = parse_op(op).value
     if found in known:
         return found
@@ -340,7 +341,7 @@ def _check_op(op: str | ReduceOp, name: str, known: tuple[str, ...]) -> str:
 def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tensor:
     """Return rank `src`'s tensor. Collective.
 
-    The gradient on rank `src` is the sum of all ranks' gradients; it is zero on the other ranks.
+    The gradient on rank `src` is the sum of all ranks' gradients; on the other ranks, the gradient is zero.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank; only rank
@@ -353,7 +354,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
 
     Raises:
         ValueError: The dtype has no gradient.
-        MismatchError: Ranks make different calls, in the forward or a backward pass.
+        MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
     Cost: as `Communicator.broadcast`; in backward, as `reduce`.
 
@@ -386,7 +387,7 @@ def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Te
         New tensors, one for each rank.
 
     Raises:
-        ValueError, MismatchError: As `broadcast`.
+        ValueError, MismatchError: As for `broadcast`.
 
     Example:
         >>> def program(comm):
@@ -407,7 +408,7 @@ def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Te
 def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> torch.Tensor:
     """Return, on rank r, rank `src`'s `tensors[r]`. Collective.
 
-    The gradient of rank `src`'s `tensors[r]` is the gradient of rank r's result; it is zero on the other ranks.
+    On rank `src`, the gradient of `tensors[r]` is the gradient of rank r's result; on the other ranks, it is zero.
 
     Args:
         tensors: One tensor per rank, of one floating-point or complex dtype, with the same shape on all ranks. Only
@@ -419,7 +420,7 @@ def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> to
         A new tensor.
 
     Raises:
-        ValueError, MismatchError: As `broadcast`.
+        ValueError, MismatchError: As for `broadcast`.
 
     Example:
         >>> def program(comm):
@@ -436,15 +437,15 @@ def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> to
 
 
 def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> torch.Tensor:
-    """Send a tensor to rank `dst`, which calls `recv`; return an empty tensor that represents it in the graph.
+    """Send a tensor to rank `dst`, which calls `recv`; return a token that represents it in the graph.
 
-    The gradient is the gradient of rank `dst`'s result. The receiver's backward pass sends it, so this rank's backward
-    pass must include the token: add `token.sum()`, which is 0, to the loss.
+    The gradient of `tensor` is the gradient of rank `dst`'s result, sent back by the receiver's backward pass. So this
+    rank's backward pass must include the token: add `token.sum()`, which is 0, to the loss.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype.
         comm: The communicator.
-        dst: Another rank.
+        dst: The receiving rank, not this rank.
         tag: As for `Communicator.send`.
 
     Returns:
@@ -473,26 +474,26 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
 def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> torch.Tensor:
     """Return the tensor that rank `src` sends with `send`.
 
-    The backward pass sends the result's gradient back.
+    The backward pass sends the result's gradient back to rank `src`.
 
     Args:
         tensor: Tensor of the shape, dtype and device to receive. Its elements are not used, and its gradient is zero.
-            If it requires a gradient, that gradient is the token of the message in a second backward pass.
+            If the tensor requires a gradient, that gradient is the message's token in a second backward pass.
         comm: The communicator.
-        src: Another rank.
+        src: The sending rank, not this rank.
         tag: As for `Communicator.recv`.
 
     Returns:
         A new tensor.
 
     Raises:
-        ValueError, MismatchError: As `send`.
+        ValueError, MismatchError: As for `send`.
 
     Example: see `send`.
     """
     _check_floating(tensor, "recv")
     check_rank(src, "src", comm.size, other_than=comm.rank)
-    # No element is read; passing the tensor only places the call in the graph.
+    # The operator gets an empty slice of the tensor, only to connect it to the graph; no element is read.
     place = tensor.reshape(-1)[:0]
     n = tensor.numel()
     return apply(place, comm, "recv", [0], [n], root=src, tag=tag).view(tensor.shape)
@@ -511,9 +512,9 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
 def _flat_list(
     tensors: Sequence[torch.Tensor], comm: Communicator, name: str, *, alike: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return one tensor per rank as a single flat tensor, and their numbers of elements.
+    """Return one tensor per rank as a single flat tensor, and the number of elements of each.
 
-    With `alike`, all must have the same shape.
+    With `alike`, all tensors must have the same shape.
     """
     if not isinstance(tensors, Sequence) or len(tensors) != comm.size:
         raise ValueError(f"un.autograd.{name} takes a list of {comm.size} tensors, one for each rank")
@@ -533,7 +534,7 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
     """Return the shapes of the tensors that this rank receives. Collective.
 
     Args:
-        tensors: Tensors, as for the `Communicator` method.
+        tensors: Tensors, as for the `Communicator` method of this name.
         comm: The communicator.
         name: Name of the method, all_gather_v or all_to_all_v.
     """

@@ -16,12 +16,12 @@ from unisono.errors import ClosedError, MismatchError
 __all__ = ["ADJOINTS", "LINEAR", "REDUCTIONS", "apply", "apply_call", "gradient_of_linear", "gradient_of_reduction"]
 
 _MESSAGES: WeakKeyDictionary[Communicator, Counter[tuple[str, int, int]]] = WeakKeyDictionary()
-"""Number of differentiable messages in each direction, by peer and tag; equal at both ends."""
+"""Number of differentiable messages in each direction, by peer and tag; sender and receiver have equal counts."""
 
 _LINES: list[str] = []
-"""Lines of the user's program that make differentiable calls. A receipt holds an index into this list."""
+"""Lines of the user's program that call differentiable collectives. A receipt contains an index into this list."""
 
-# Every call writes to this tensor, so that a compiler neither drops nor reorders calls.
+# Every collective is declared to write to this tensor, so that a compiler neither drops nor reorders collectives.
 with torch.inference_mode(False):
     _ORDER = torch.zeros(0, device="cpu")
 
@@ -38,27 +38,27 @@ def _call(
     sends: list[int],
     receives: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's result of a collective or message, and the call's receipt.
+    """Return this rank's result of a collective or message, and a receipt that identifies the call.
 
     Args:
-        x: One-dimensional tensor; for a collective that scatters, the parts for all ranks in order.
+        x: One-dimensional tensor; for a collective that scatters, the chunks for all ranks in rank order.
         order: Tensor that compilers consider to be written to, so that they keep the order of calls.
-        receipt: In a backward pass, the receipt of the forward call; ranks compare these.
+        receipt: In a backward pass, the receipt of the forward call; ranks compare their receipts.
         name: Name of the collective, or "send" or "recv".
         handle: Handle of the communicator.
         op: Name of the reduction, if there is one.
-        root: The root, or the peer of a message; -1 if none.
+        root: The root of a collective, or the peer of a message; -1 if there is neither.
         tag: Tag of a message.
-        sends: Number of elements in each part of `x`.
-        receives: Number of elements in each part of the result.
+        sends: Number of elements in each chunk of `x`.
+        receives: Number of elements in each chunk of the result.
 
     Returns:
-        A new one-dimensional tensor, of zeros if the collective has no result for this rank; and the number and line of
-        this call.
+        A new one-dimensional tensor, of zeros if the collective has no result for this rank; and the receipt, with the
+            number and source line of this call.
 
     Raises:
         ClosedError: The communicator no longer exists.
-        MismatchError: The ranks' backward passes are at different calls.
+        MismatchError: The ranks' backward passes have reached different collectives.
     """
     comm = BY_HANDLE.get(handle)
     if comm is None:
@@ -100,7 +100,7 @@ def _collective(
 def _sides(
     what: Any, x: torch.Tensor, y: torch.Tensor, sends: list[int], receives: list[int], rank: int, root: int
 ) -> tuple[Any, Any]:
-    """Return the output and the input of a collective in the form that its method takes."""
+    """Return a collective's output and input in the form that the communicator's method takes."""
     if what.in_place:
         return y, None
     output: Any = y
@@ -120,7 +120,7 @@ def _message(
     tag: int,
     receives: list[int],
 ) -> tuple[torch.Tensor, int]:
-    """Send or receive; in a backward pass, first the message's number, for the receiver to compare."""
+    """Send or receive a message. In a backward pass, its number is sent first, for the receiver to check."""
     move = getattr(comm, name)
     y = x.new_empty(sum(receives))
     if origin is not None:
@@ -169,7 +169,7 @@ ADJOINTS = {
     "scatter": "gather",
     "send": "recv",
 }
-"""Name of the adjoint of each collective, which takes the numbers of elements in reverse."""
+"""Name of each collective's adjoint, which takes the element counts with `sends` and `receives` swapped."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
 """Reductions that have a gradient."""
@@ -201,9 +201,9 @@ def apply(
 
 
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
-    """Return the result of a collective, differentiable with its adjoint.
+    """Return the result of a collective, whose gradient its adjoint computes.
 
-    `call` is as for `_call`, with (rank, size).
+    `call` has the arguments of `_call` in order, with (rank, size) after the handle.
     """
     anchor = None if x.requires_grad else _ANCHOR
     result: torch.Tensor = _CollectiveFunction.apply(x, anchor, receipt, *call)[0]  # type: ignore[no-untyped-call]
@@ -211,7 +211,7 @@ def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> tor
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """A collective whose backward is the differentiable adjoint, for derivatives of any order."""
+    """A collective whose backward is its adjoint, which is also differentiable, for derivatives of any order."""
 
     @staticmethod
     def forward(
@@ -248,7 +248,7 @@ class _CollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        # Make the batch the innermost dimension, so that the parts remain contiguous.
+        # Make the batch the innermost dimension, so that each rank's chunk remains contiguous.
         x, anchor, receipt, *call, sends, receives = inputs
         size = info.batch_size
         batched = x.movedim(in_dims[0], -1).reshape(-1)
@@ -258,10 +258,10 @@ class _CollectiveFunction(torch.autograd.Function):
 
 
 def gradient_of_linear(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
-    """Return the gradient of a collective that moves or adds data: the adjoint collective of `grad`."""
+    """Return the gradient of a collective that moves or adds data: the adjoint collective, applied to `grad`."""
     name, handle, place, op, root, tag, sends, receives = call
     if op == "avg" and name != "all_reduce":
-        # The adjoint only moves data.
+        # Divide here, because the adjoint only moves data.
         grad = grad / place[1]
         op = "sum"
     return apply_call(grad, receipt, ADJOINTS[name], handle, place, op, root, tag, receives, sends)

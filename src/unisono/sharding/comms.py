@@ -17,21 +17,21 @@ NO_COPY = (
 )
 
 Mesh = tuple[Communicator, Communicator]
-"""Two communicators, (replicate, shard): of the ranks with the same part, and of those that together have one copy."""
+"""Two communicators: `replicate` of the ranks with the same part, `shard` of ranks that together have one copy."""
 
 
 class LiveComms:
-    """Communicators in use, which a failed pass aborts and which are then replaced.
+    """Communicators in use. A failed pass aborts them, and they are then replaced.
 
     Args:
-        pairs: The communicator of all ranks, and, on a mesh, those of replicas and of shards.
+        pairs: Replaceable communicators of all ranks and, on a mesh, of replicas and of shards.
 
     Attributes:
         data: The communicator of all ranks.
         shard: Communicator of the ranks with different parts; `data` without a mesh.
         replicate: Communicator of the ranks with the same part; None without a mesh.
         overlaps: `data.overlaps`.
-        reported: Whether this rank's caller knows about their failure, because it was raised here.
+        reported: Whether this rank's caller knows about the communicators' failure, because it was raised on this rank.
     """
 
     def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:
@@ -43,21 +43,22 @@ class LiveComms:
 
 
 class ShardComms:
-    """Communicators in use, and those from which they are recreated.
+    """A sharded model's communicators in use, and the base communicators from which they are recreated.
 
-    A rank that fails mid-step aborts those in use, so that no other rank waits for it. All ranks replace them at the
-    start of their next step. Another rank may still be in the previous optimizer step, or creating its optimizer. So
-    these two use `steps`, which no failed pass aborts.
+    A rank that fails mid-step aborts the communicators in use, so that no other rank waits for it. All ranks replace
+    these communicators at the start of their next step. At the time of the abort, another rank may still be in the
+    previous optimizer step, or creating its optimizer. These two operations therefore use `steps`, which a failed pass
+    does not abort.
 
     Args:
-        comm: The ranks that share the model. Construction is collective.
+        comm: Communicator of the ranks that share the model. Construction is collective.
         mesh: Communicators of replicas and of shards. None: all ranks have different parts.
 
     Attributes:
         live: The communicators in use.
         steps, shard_steps: Like `live.data` and `live.shard`, but never aborted by a failed pass.
-        rank, size: This rank's number in `shard_steps`, and the number of ranks in it.
-        replica: Rank among the ranks with the same part, or 0.
+        rank, size: Rank and size of `shard_steps`.
+        replica: This rank's number among the ranks with the same part; 0 without a mesh.
 
     Raises:
         ValueError, MismatchError: On every rank: the mesh does not consist of the ranks of `comm`.
@@ -74,7 +75,7 @@ class ShardComms:
         except BaseException:
             self.close()
             raise
-        # Replicas, then shards.
+        # `LiveComms` expects this order: replicas, then shards.
         self._pairs += map(ReplaceableComms, mesh or ())
         self.shard_steps: Communicator = self._pairs[-1].base
         self.replica: int = 0 if mesh is None else mesh[0].rank
@@ -87,22 +88,22 @@ class ShardComms:
         return tuple(pair.data for pair in self._pairs)
 
     def every(self) -> tuple[Communicator, ...]:
-        """Return these, and those from which they are recreated."""
+        """Return the communicators in use, and their base communicators."""
         return tuple(comm for pair in self._pairs for comm in pair.every())
 
     def abort(self, reason: str) -> None:
-        """Abort the running step on all ranks, because of an error raised on this one."""
+        """Abort the current step on all ranks, because of an error raised on this rank."""
         self.live.reported = True
         for pair in self._pairs:
             pair.abort(reason)
 
     def abort_all(self, reason: str) -> None:
-        """Abort the running step and all later ones on all ranks."""
+        """Abort the current step and all later steps on all ranks."""
         for pair in self._pairs:
             pair.abort_all(reason)
 
     def fail_step(self, error: BaseException) -> None:
-        """Abort everything on all ranks, because an optimizer raised here after others may have updated their parts."""
+        """Abort everything on all ranks: an optimizer raised on this rank, and other ranks may have updated parts."""
         self.abort_all(
             f"optimizer.step() failed there: {type(error).__name__}: {error}. Ranks may have made different steps: "
             "load a checkpoint into new objects"
@@ -111,8 +112,8 @@ class ShardComms:
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of a function that uses the current communicators.
 
-        On a mesh, an error in one group breaks all groups, because ranks of other groups would wait for this one. The
-        first cause is raised with rank numbers of `data` instead of the group's.
+        On a mesh, an error in one group aborts all groups, because ranks of other groups would wait for this rank. The
+        first cause is raised, with rank numbers of `data` instead of the group's.
         """
         try:
             return call(*args, **kwargs)
@@ -120,7 +121,8 @@ class ShardComms:
             live = self.live
             if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
-            # After the abort, which makes the group's failure the first cause of `data` if that has none.
+            # Read the cause after the abort: if `data` had no failure yet, the abort has made the group's failure its
+            # cause.
             cause = live.data.exception()
             live.reported = cause is not None
             if live.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:
@@ -131,11 +133,11 @@ class ShardComms:
         """Replace the failed communicators in use. Collective."""
         for pair in self._pairs:
             pair.replace()
-        # Last: if creating them fails, the broken ones stay, and the next step tries again.
+        # Assign this last: if a replacement fails, the failed communicators remain, and the next step tries again.
         self.live = LiveComms(self._pairs)
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
-        """Continue with the ranks of another communicator. Collective over it."""
+        """Continue with the ranks of another communicator. Collective over the new communicator."""
         self.close()
         self._attach(comm, mesh)
 
@@ -146,7 +148,7 @@ class ShardComms:
 
 
 _Place = tuple[str, int, int]
-"""Name of a group, this rank's number in it, and its size."""
+"""Name of a group, this rank's number in the group, and the group's size."""
 
 
 def _check_mesh(comm: Communicator, mesh: object) -> None:
@@ -168,7 +170,7 @@ def _check_mesh(comm: Communicator, mesh: object) -> None:
 
 
 def _places_of(mesh: object) -> tuple[_Place, _Place] | str | None:
-    """Return this rank's positions in the groups of a mesh, or text that says what is wrong with the mesh."""
+    """Return this rank's positions in the groups of a mesh, or text that describes an invalid mesh."""
     if mesh is None:
         return None
     if isinstance(mesh, tuple | list) and len(mesh) == 2 and all(isinstance(comm, Communicator) for comm in mesh):
@@ -179,7 +181,7 @@ def _places_of(mesh: object) -> tuple[_Place, _Place] | str | None:
 
 
 def _mesh_problem(gathered: list[tuple[_Place, _Place] | str | None]) -> str | None:
-    """Return the reason why the ranks' positions do not form a grid."""
+    """Return the reason why the ranks' positions do not form a grid; None if they do."""
     places: dict[object, int] = {}
     groups: dict[object, tuple[str, int]] = {}
     for rank, each in enumerate(gathered):

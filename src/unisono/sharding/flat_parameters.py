@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class ParameterPiece:
-    """Slice of one parameter that this rank updates. Each rank has one for each parameter, perhaps empty.
+    """Slice of one parameter that this rank updates. Each rank has a piece of each parameter, perhaps an empty one.
 
     Attributes:
         name: Name of the parameter.
@@ -57,10 +57,10 @@ class ParameterPiece:
         return self.start + len(self.tensor)
 
     def move(self, start: int, elements: torch.Tensor) -> None:
-        """Become a different slice, after the number of ranks has changed. The tensor remains the same object.
+        """Change to a different slice, after the number of ranks has changed. The tensor remains the same object.
 
         Args:
-            start: As `start`.
+            start: Index of the slice's first element in the flattened parameter.
             elements: Memory for the slice.
         """
         self.start = start
@@ -68,7 +68,7 @@ class ParameterPiece:
         self.tensor.data = elements
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this piece's elements of a tensor of the parameter's shape, as a view if its memory allows."""
+        """Return this piece's elements of a tensor of the parameter's shape, as a view if its strides allow."""
         return whole.reshape(-1)[self.start : self.stop]
 
     def wrap(self, elements: torch.Tensor) -> TensorShard:
@@ -85,7 +85,7 @@ def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
 
 
 def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: ShardComms, part: torch.Tensor) -> None:
-    """Make the pieces slices of this rank's part."""
+    """Point the pieces to slices of this rank's part."""
     slices = {place.index: place for place in layout.slices(comms.rank)}
     for index, piece in enumerate(pieces):
         place = slices.get(index, ParameterSlice(index, 0, 0, 0))
@@ -96,23 +96,23 @@ def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: Sh
 class FlatParameters:
     """Parameters that are gathered in one message, and whose gradients are reduced in one message.
 
-    The parameters are views of a flat tensor, whose storage is empty unless they are gathered. Its elements are in
-    contiguous order, whatever the parameters' strides were.
+    The parameters are views of a flat tensor, whose storage is empty while they are not gathered. Each parameter's
+    elements are in contiguous order, whatever its strides were.
 
     Args:
-        named: The parameters, with their names: of one dtype, device and `requires_grad`.
-        comms: The ranks that share them.
+        named: The parameters, with their names. All have the same dtype, device and `requires_grad`.
+        comms: Communicators of the ranks that share them.
         padding: Number of elements after the last parameter.
-        param_dtype: Dtype of the gathered parameters; their original one if None.
-        reduce_dtype: Dtype in which gradients are averaged; the gathered parameters' if None.
+        param_dtype: Dtype of the gathered parameters; their original dtype if None.
+        reduce_dtype: Dtype in which gradients are averaged; the dtype of the gathered parameters if None.
 
     Attributes:
-        names, parameters: As passed.
+        names, parameters: Names and tensors of the parameters.
         layout: Positions of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
         gradient: Gradient that backward passes fill; None for frozen parameters.
-        gathered: Whether the parameters can be used.
+        gathered: Whether the parameters are gathered and can be used.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class FlatParameters:
         self.gathered: bool = False
         self._comms = comms
         self._work: Work | None = None
-        # Version at which autograd's saved parameters are valid. While parameters are freed, their version is higher.
+        # Value of the version counters at which autograd accepts its saved parameters. While parameters are freed,
+        # their counters are higher.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
@@ -148,7 +149,7 @@ class FlatParameters:
         self._make_whole()
 
     def _cut(self, padding: int) -> None:
-        """Allocate this rank's part, and make the pieces slices of it, with undefined elements."""
+        """Allocate this rank's part, with undefined elements, and point the pieces to its slices."""
         self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
         self.part: torch.Tensor = torch.zeros(
             self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device
@@ -158,7 +159,7 @@ class FlatParameters:
     def _make_whole(self) -> None:
         """Make the parameters views of a flat tensor, and free that tensor."""
         self._whole = torch.empty(self.layout.total, dtype=self._dtype, device=self.part.device)
-        # Torch makes no views of a freed tensor.
+        # Create the views before freeing the tensor, because torch refuses to create views of a freed tensor.
         self._places = self.layout.views(self._whole, self.parameters)
         self._point_to(self._places)
         self.changed()
@@ -202,7 +203,7 @@ class FlatParameters:
             self._show(gathered=True)
 
     def _show(self, *, gathered: bool) -> None:
-        """Make the parameters, and autograd's saved references to them, usable; or make any use of them raise."""
+        """Make the parameters and autograd's saved references to them usable, or make any use of them raise."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
         for parameter, cls in zip(self.parameters, classes, strict=False):
@@ -222,11 +223,11 @@ class FlatParameters:
         self._whole.untyped_storage().resize_(0)
 
     def changed(self) -> None:
-        """Make autograd refuse its saved parameters, because their elements have changed."""
+        """Make autograd reject its saved references to the parameters, because their elements have changed."""
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
-        """Return the name of a gathered parameter that was modified in place."""
+        """Return the name of a gathered parameter that was modified in place, or None."""
         if self.gathered:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter._version != self._version:
@@ -250,7 +251,7 @@ class FlatParameters:
         return flat
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
-        """Undo `show_whole`. With `writeback`, keep this rank's part of the tensor's current values."""
+        """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
         if writeback:
             self.part.copy_(self.layout.part_of(flat, self._comms.rank))
         self._point_to(self._places)
@@ -268,7 +269,8 @@ class FlatParameters:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    Freed memory returns to the stream on which it was allocated, while another stream may still be using it.
+    With several streams, freed memory could be reused on the stream that allocated it while another stream still uses
+    it.
 
     Args:
         devices: The devices.
@@ -303,7 +305,8 @@ class _Flight:
     """One reduction of a flat gradient, from its start until its result is added.
 
     On a mesh, gradients are summed in two stages (reduce_scatter in the shard group, all_reduce between replicas), and
-    divided once. A balanced tree over all ranks gives the same sums, if the ranks of a shard group are consecutive.
+    the sum is divided once. If the ranks of each shard group are consecutive, this gives the same sums as a balanced
+    tree over all ranks.
 
     =========  ==========================  ========
     stage      advance                     finish
@@ -313,8 +316,8 @@ class _Flight:
     =========  ==========================  ========
 
     Args:
-        comms: The ranks that average. Collective.
-        whole: This rank's gradients, to be overwritten.
+        comms: Communicators of the ranks that average. Construction is collective.
+        whole: This rank's gradients, which are overwritten.
         part: Number of elements of each rank's part.
         async_op: Whether reductions progress in the background.
     """
@@ -337,12 +340,12 @@ class _Flight:
         self._work = comms.run(live.shard.reduce_scatter_single, self._new, whole, op, async_op=async_op)
 
     def advance(self) -> None:
-        """Wait for the reduction in the shard group, and start the one between replicas."""
+        """Wait for the reduction in the shard group, and start the reduction between replicas."""
         if self._stage is _Stage.SHARDS:
             self._wait()
             replicate = self._comms.live.replicate
             if replicate is not None:
-                # The stage changes first, so that an error in the call cannot start it a second time.
+                # Change the stage first, so that the reduction cannot be started a second time after an error.
                 self._stage = _Stage.REPLICAS
                 self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
 
@@ -357,7 +360,7 @@ class _Flight:
         return self._new
 
     def abandon(self) -> None:
-        """Wait until nothing writes to its memory any longer."""
+        """Wait until the reduction no longer writes to its memory; ignore its result and errors."""
         if self._work is not None:
             with suppress(CommError):
                 self._work.wait()
@@ -376,12 +379,12 @@ class FlatGradient:
 
     Args:
         layout: Positions of the parameters, and of the padding after them.
-        comms: The ranks that share them.
+        comms: Communicators of the ranks that share them.
         dtype: Dtype of the message.
         device: Device of the parameters.
 
     Attributes:
-        arrived: Indices of parameters whose gradient was taken in the running pass and is not yet reduced.
+        arrived: Indices of parameters whose gradient was taken in the current backward pass and is not yet reduced.
         taken: Indices of parameters with a gradient that is not yet reduced.
         reduced: Indices of parameters whose gradient is reduced or being reduced, and not yet committed.
     """
@@ -427,7 +430,8 @@ class FlatGradient:
 
     def start_reduce(self, *, async_op: bool) -> None:
         """Start averaging the taken gradients over all ranks. Collective."""
-        # One at a time, so that results are added in pass order, which is the same on all ranks.
+        # Finish the previous reduction first, so that results are added in the order of the passes, which is the same
+        # on all ranks.
         self._finish_average()
         whole = self._whole
         self._whole = None
@@ -436,7 +440,7 @@ class FlatGradient:
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
-        # Padding is also sent.
+        # Zero the padding, because it is also sent.
         whole[self._layout.used :].zero_()
         self.reduced |= self.taken
         self.taken = set()
@@ -444,7 +448,7 @@ class FlatGradient:
         self._flight = _Flight(self._comms, whole, self._layout.part, async_op=async_op)
 
     def finish_reduce(self) -> None:
-        """Wait for the last reduction in the shard group, and start the one between replicas."""
+        """Wait for the last reduction in the shard group, and start the reduction between replicas."""
         if self._flight is not None:
             self._flight.advance()
 
@@ -457,7 +461,7 @@ class FlatGradient:
             self._sum = new if self._sum is None else self._sum.add_(new)
 
     def commit(self, pieces: Sequence[ParameterPiece]) -> None:
-        """Add the reduced gradients to those of this rank's part, after the pass has succeeded on all ranks.
+        """Add the reduced gradients to `.grad` of this rank's pieces, after the pass has succeeded on all ranks.
 
         Args:
             pieces: This rank's slice of each parameter.
@@ -482,13 +486,13 @@ class ParameterBucket:
     Args:
         indices: Numbers of the parameters.
         named: The parameters, with their names.
-        comms: The ranks that share them.
-        master_dtype: Dtype in which this rank updates its part; the parameters' own if None.
+        comms: Communicators of the ranks that share them.
+        master_dtype: Dtype in which this rank updates its part; the parameters' dtype if None.
 
     Attributes:
-        indices: As passed.
+        indices: Numbers of the parameters.
         parameters: The parameters.
-        pieces: This rank's slice of each.
+        pieces: This rank's slice of each parameter.
         gradient: Gradients, if they are sharded on arrival.
     """
 
@@ -506,7 +510,7 @@ class ParameterBucket:
         self.gradient: FlatGradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
     def _cut(self) -> None:
-        """Make the parameters views of a flat tensor, and the pieces slices of this rank's part."""
+        """Make the parameters views of a flat tensor, and point the pieces to slices of this rank's part."""
         self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
         self._flat = self.parameters[0].new_zeros(layout.total)
         self._views = layout.views(self._flat, self.parameters)
@@ -561,13 +565,13 @@ class ParameterBucket:
             piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
 
     def follow_parameters(self) -> None:
-        """Copy elements of this rank's part that were written since the last step, for example from a checkpoint."""
+        """Update the master copy where this rank's part was written since the last step, such as by a checkpoint."""
         if self.has_master:
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
     def start_gather(self) -> Work:
-        """Start sending this rank's updated part to the shard group, and receiving the others'. Collective."""
+        """Start gathering the updated parts of all ranks in the shard group. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
         return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
@@ -601,7 +605,7 @@ _DESCRIBED: frozenset[Callable[..., Any]] = frozenset(
         *(getattr(torch.Tensor, name) for name in ("_is_view", "is_conj", "is_neg", "untyped_storage")),
     ]
 )
-"""Attributes of each p.grad that a compiler reads, even if the graph does not use it."""
+"""Attributes of p.grad that a compiler reads, even if the graph does not use p.grad."""
 
 
 class _MetadataOnly(torch.Tensor):
@@ -613,7 +617,7 @@ class _MetadataOnly(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function that reads metadata; refuse any other."""
+        """Call a function that reads metadata; refuse any other function."""
         if func not in cls._metadata:
             cls._refuse(func, args, kwargs)
         with torch.DisableTorchFunctionSubclass():
@@ -653,7 +657,7 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
 
 
 class ShardedGradient(_MetadataOnly):
-    """Class of p.grad while each rank has a part of the gradient. Reads of metadata work; any other use raises."""
+    """Class of p.grad while each rank has a part of the gradient. Metadata can be read; any other use raises."""
 
     _metadata = _METADATA | _DESCRIBED
 
@@ -670,7 +674,7 @@ class ShardedGradient(_MetadataOnly):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> ShardedGradient:
-        """Return one for a parameter, without allocating memory."""
+        """Return a `ShardedGradient` for a parameter, without allocating memory for its elements."""
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         return nothing.expand(parameter.shape).as_subclass(cls)
 

@@ -26,62 +26,64 @@ __all__ = ["ShardedModel"]
 class ShardedModel:
     """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
 
-    Each rank keeps an equal part of the parameters. A unit's parameters are gathered before its forward and before its
-    backward pass, and freed afterwards. Gradients are averaged, and each rank gets those of its part. You use the model
-    as before, and its parameters remain the same objects. A freed parameter keeps its shape, and raises `RuntimeError`
-    if its elements or gradient are used.
+    Each rank keeps an equal part of the parameters. The parameters of a unit, such as a transformer block, are gathered
+    before its forward and before its backward pass, and freed afterwards. Gradients are averaged, and each rank gets
+    the gradients of its part. You use the model as before, and its parameters remain the same objects. A freed
+    parameter keeps its shape, and raises `RuntimeError` if its elements or gradient are used.
 
     Construction is collective, as are all methods except `optimizer`, `no_sync`, `state_dict` and `load_state_dict`.
-    All ranks run the same forwards and backwards in the same order. Freeze parameters before you shard the model.
-    `torch.compile` on the model raises.
+    All ranks must run the same forward and backward passes in the same order. Freeze parameters before you shard the
+    model. `torch.compile` on the model raises.
 
-    A parameter shared by several units, such as a tied weight, belongs to the nearest unit that encloses them all. All
-    other parameters belong to the model's own unit, which remains gathered between forward and backward.
+    A parameter shared by several units, such as a tied weight, belongs to the nearest unit that encloses them all.
+    Parameters outside all units belong to the model's own unit, which remains gathered between forward and backward.
 
     Args:
         model: Any module without lazy parameters and without gradients.
-        comm: The ranks that share it. Two dedicated communicators are derived from it.
+        comm: Communicator of the ranks that share the model. Two dedicated communicators are derived from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: parameters are divided among the ranks
-            of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. Their
-            groups are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None:
-            all ranks have different parts.
-        units: Classes of the modules that are units, or a predicate. None: the elements of each `ModuleList` and
+            of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The two
+            kinds of groups must be the columns and rows of a grid of all ranks of `comm`; gradients are averaged over
+            the whole grid. None: all ranks have different parts.
+        units: Classes of the modules to treat as units, or a predicate. None: the elements of each `ModuleList` and
             `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
-            the model's dtype. As in torch's `MixedPrecisionPolicy`, except that inputs and buffers are not converted.
+            the model's dtype. This matches torch's `MixedPrecisionPolicy`, except that inputs and buffers are not
+            converted.
         reduce_dtype: Dtype in which gradients are averaged; by default the dtype in which they are computed.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: The model has no parameters, or one that is uninitialized, has a gradient, or is already averaged or
-            sharded; or no module is a unit. On every rank: `mesh` is not a grid of the ranks of `comm`.
+        ValueError: The model has no parameters, or a parameter is uninitialized, has a gradient, or is already averaged
+            or sharded; or no module is a unit. On every rank: `mesh` is not a grid of the ranks of `comm`.
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
             parameter. From a forward or `backward()`: ranks run different units, or one rank has skipped a backward
             pass.
-        AbortedError: Another rank's forward or backward has raised; in a backward that several models share, possibly
-            before it reached this one. All ranks drop the gradients of the step, including those of its earlier passes;
-            the next step is correct. A rank that had already finished its pass raises this once, from its next forward,
-            `clip_grad_norm_()` or `step()`.
+        AbortedError: Another rank's forward or backward pass has raised. If several models share a backward pass, it
+            may have raised before reaching this model. All ranks drop the gradients of the step, including those of
+            earlier passes in the step; the next step is correct. A rank that had already finished its pass raises this
+            error once, from its next forward, `clip_grad_norm_()` or `step()`.
         RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
             `backward()`: parameters were modified since the forward, or a gradient is sparse.
 
-    A backward pass that enters a module through a tensor other than its outputs (in a list, dict or dataclass) needs
-    freed parameters: autograd then raises as if they had been modified in place. So does a double backward. A forward
-    or backward that raises frees all units and drops the gradients of the step.
+    A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. If it enters
+    through another tensor, it needs freed parameters, and autograd raises as if they had been modified in place. A
+    double backward raises in the same way. A forward or backward pass that raises frees all units and drops the
+    gradients of the step.
 
-    Cost: in each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message per
-    unit and dtype, and an all_reduce of two bytes per parameter. If `comm.overlaps`, the unit that came next in the
-    previous step is gathered in the meantime. Memory in elements, without activations and the transport's memory: N/p
-    for the parts, and as many for each state; in forward another r + u; in backward N/p for gradients, and another (2 -
-    1/p)(r + u) + 2w. N is the number of parameters, r that of the model's own unit, u that of the largest other unit,
-    and w that of the largest parameter. If `comm.overlaps`, add u in forward and 2u in backward. Source: Rajbhandari et
-    al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+    Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, with one message per
+    unit and dtype, and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the previous
+    step's order) is gathered while a unit runs. Memory in elements on p ranks, without activations and the transport's
+    memory: N/p for the parts, and N/p for each optimizer state; in forward, r + u more; in backward, N/p for gradients,
+    and (2 - 1/p)(r + u) + 2w more. N is the number of elements of all parameters, r of the model's own unit, u of the
+    largest other unit, and w of the largest parameter. If `comm.overlaps`, add u in forward and 2u in backward. Source:
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
-    Cost on a mesh of r x s ranks: p is s in all of the above, plus an all_reduce of a part's gradients (N/s elements)
-    over `replicate`, for which each rank sends 2 (r-1)/r N/s. Apart from the two bytes per parameter, nothing else
-    crosses `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
-    VLDB 2022 (HSDP in torch).
+    Cost on a mesh of r x s ranks: as above with p = s, plus an all_reduce of a part's gradients (N/s elements) over
+    `replicate`, for which each rank sends 2 (r-1)/r N/s elements. Apart from these gradients and the two bytes per
+    parameter, nothing is sent over `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic
+    Model on Public Cloud", VLDB 2022 (HSDP in torch).
 
     Example:
         >>> def program(comm):
@@ -121,7 +123,7 @@ class ShardedModel:
         made = make_units(plans, self._comms, param_dtype, reduce_dtype)
         flats = [flat for unit in made for flat in unit.flats]
         places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
-        # In the order of the model's parameters, as in an unsharded optimizer.
+        # Keep the order of the model's parameters, as in an unsharded optimizer.
         self._places = {id(p): places[id(p)] for p in self._parameters}
         self._runtime = Runtime(made, self._comms, ModelMembers(model, named))
         self._runtime.hook()
@@ -138,22 +140,22 @@ class ShardedModel:
         """Return an optimizer that updates this rank's part of the parameters.
 
         Args:
-            optimizer_class: A torch optimizer class, or one derived from `torch.optim.Optimizer`, that updates each
-                element from its own values only.
+            optimizer_class: An optimizer class from torch, or a subclass of `torch.optim.Optimizer`, that updates each
+                element from that element's own values only.
             params: Parameters of the model, or parameter groups, as for the class; all parameters if None.
-            elementwise: Whether the class is known to be elementwise; if so, the trial is skipped.
+            elementwise: Whether the class is known to be elementwise; if so, the trial run that checks this is skipped.
             defaults: Options for the class.
 
         Returns: An object of a class derived from `optimizer_class`. Its `state_dict` has the unsharded optimizer's
-            layout, with `un.checkpoint.TensorShard`s.
+            layout, with `un.checkpoint.TensorShard`s as values.
 
         Raises:
             ValueError: The class is not elementwise, or `params` contains a tensor that is not a parameter of the
                 model.
             RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
             MismatchError: From `step()`, which is collective: ranks have different options. No parameter has changed.
-            Exception: From `step()`: the class raised. The other ranks' next call raises an `AbortedError` that names
-            the error. If the update had begun, so that ranks may differ, later calls raise as well.
+            Exception: From `step()`: the optimizer class raised. The other ranks' next call raises an `AbortedError`
+                that names the error. If the update had begun, so that ranks may differ, all later calls raise as well.
 
         Example:
             >>> def program(comm):
@@ -171,7 +173,7 @@ class ShardedModel:
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
         optimizer.on_zero_grad = partial(self._runtime.forget, own)
-        # With this attribute, GradScaler sets `found_inf`, and always steps.
+        # This attribute makes GradScaler set `found_inf`, and always call `step`.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_step_pre_hook(partial(self._runtime.check_step, own))
         optimizer.register_step_post_hook(self._runtime.end_step)
@@ -196,8 +198,8 @@ class ShardedModel:
         Returns: The norm before scaling, a float64 scalar, equal on all ranks.
 
         Raises:
-            RuntimeError: Gradients are not averaged, or, with `error_if_nonfinite`, the norm is not finite; on every
-                rank.
+            RuntimeError: On every rank: gradients are not averaged, or, with `error_if_nonfinite`, the norm is not
+                finite.
 
         Example:
             >>> def program(comm):
@@ -217,9 +219,9 @@ class ShardedModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without averaging in each backward pass that runs inside.
+        """Return a context in which backward passes accumulate gradients without averaging them.
 
-        The next pass outside the context averages the accumulated sum. Until then each rank holds all gradients in
+        The next pass outside the context averages the accumulated sum. Until then, each rank stores all gradients in
         full.
 
         Returns: A context manager.
@@ -254,7 +256,7 @@ class ShardedModel:
             writeback: Whether to keep changes: each rank keeps the changes to its own part. Make the same changes on
                 all replicas.
 
-        Returns: A context manager that frees the parameters again when it ends.
+        Returns: A context manager that frees the parameters again on exit.
 
         Raises:
             RuntimeError: A forward, a backward or another `full_parameters` is running.
@@ -263,7 +265,7 @@ class ShardedModel:
             yield
 
     def abort(self, reason: str) -> None:
-        """Abort all running and later calls on all ranks, for example after an error that other ranks don't know about.
+        """Abort current and later collectives on all ranks, for example after an error that other ranks can't see.
 
         Args:
             reason: Text for the other ranks' `AbortedError`.
@@ -284,7 +286,7 @@ class ShardedModel:
         self._comms.abort_all(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and make the model plain and whole again. Collective. Drops gradients.
+        """Remove the hooks, and make the model plain and whole again. Collective. Gradients are dropped.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.
@@ -297,8 +299,8 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the model, with this rank's part of each parameter as an `un.checkpoint.TensorShard`.
 
-        `un.checkpoint.save` on all ranks saves it as the plain model's state. The shards share the parts' memory, so
-        `un.checkpoint.load` into the state loads into the model.
+        If all ranks pass this state to `un.checkpoint.save`, it is saved as a plain model's state. The shards share
+        memory with the model's parts, so loading into this state with `un.checkpoint.load` also loads the model.
         """
         state = self._model.state_dict(keep_vars=True)
         return {name: self._shard(entry) for name, entry in state.items()}
@@ -311,7 +313,7 @@ class ShardedModel:
         return piece.wrap(piece.tensor.detach())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state with this rank's shards, or with whole tensors, like a plain model's.
+        """Load a state that has this rank's shards, or whole tensors as in a plain model's state.
 
         Args:
             state: Result of `state_dict` of this model, or of a plain model of the same class.
@@ -326,14 +328,14 @@ class ShardedModel:
 
     # -- other ranks ----------------------------------------------------------------------------
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
-        """Divide the model among the ranks of another communicator. Collective over it.
+        """Divide the model among the ranks of another communicator. Collective over the new communicator.
 
         Parameters, hooks and optimizers remain the same objects. Gradients are dropped. All parts contain NaN until a
-        state is loaded, which `un.elastic.Recovery` does.
+        state is loaded, for example by `un.elastic.Recovery`.
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As for the class, but of these ranks.
+            mesh: As for the class, but for the new ranks.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.
@@ -352,7 +354,7 @@ class ShardedModel:
         """
         self._runtime.check_idle("move_to()")
         self._comms.move_to(comm, mesh)
-        # The memory order of freed parameters is unknown, so leave it out.
+        # The memory order of freed parameters is unknown, so don't compare it.
         alike = [
             (p.name, torch.empty(p.shape, dtype=p.tensor.dtype, device="meta", requires_grad=p.tensor.requires_grad))
             for p in self._pieces.values()
@@ -361,7 +363,7 @@ class ShardedModel:
         self._runtime.recut()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, with tied parameters only once. See `un.elastic.Recovery`.
+        """Return `state_dict()`, with each tied parameter only once. See `un.elastic.Recovery`.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))
@@ -398,7 +400,7 @@ class ShardedModel:
         """Return this rank's range of a parameter, as start and stop in the flattened parameter.
 
         Args:
-            path: Keys that lead to it in `snapshot()`: a single name.
+            path: Keys that lead to the parameter in `snapshot()`: a single name.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

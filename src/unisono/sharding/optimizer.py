@@ -42,37 +42,40 @@ __all__ = ["GradientSharder", "ShardedOptimizer"]
 
 
 class ShardedOptimizer(Optimizer):
-    """A torch optimizer whose states, and with `shard_gradients` gradients, are divided among the ranks.
+    """A torch optimizer whose states (and, with `shard_gradients`, gradients) are divided among the ranks.
 
     Each rank updates its part of every parameter, and receives the other parts. The parameters remain the same objects,
     but become views of flat tensors; the training loop remains unchanged.
 
-    Collective: every rank creates one for the same model, and calls `step()` the same number of times. Rank 0's
-    parameters, and buffers if `model` is a module, are broadcast first, unless `init_sync` is False.
+    Collective: every rank creates an optimizer for the same model, and calls `step()` the same number of times. Unless
+    `init_sync` is False, construction broadcasts rank 0's parameters, and its buffers if `model` is a module.
 
-    With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With True
-    (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()` frees it, and `p.grad` is a
-    placeholder without elements. Code that uses its elements, such as torch's `clip_grad_norm_`, `GradScaler` and SAM,
-    raises: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
+    With `shard_gradients=False` (ZeRO-1), you average gradients by other means, such as `GradientAverager`. With
+    `shard_gradients=True` (ZeRO-2), `backward()` averages gradients, each rank keeps its part until `step()` frees it,
+    and `p.grad` is a placeholder without elements. Code that uses elements of `p.grad`, such as torch's
+    `clip_grad_norm_`, `GradScaler` and SAM, raises. Instead, use this class's `clip_grad_norm_`, and bfloat16, which
+    needs no loss scaling.
 
-    As with the averager, ranks' passes and steps are matched by number: a rank that skips a batch, for example after an
-    exception in forward, must also skip its step. Its next batch then belongs to the other ranks' current step.
+    As with `GradientAverager`, ranks match their backward passes and steps by count: a rank that skips a batch, for
+    example after an exception in forward, must also skip that batch's `step()`. Its next batch then joins the other
+    ranks' current step.
 
     Args:
-        optimizer_class: An elementwise optimizer class: SGD, Adam, AdamW and most others.
-        model: A module, its parameters, or groups of parameters as for the class.
-        comm: The ranks. A dedicated communicator is derived from it.
+        optimizer_class: An elementwise optimizer class, such as SGD, Adam, AdamW and most other torch optimizers.
+        model: A module, its parameters, or groups of parameters as for `optimizer_class`.
+        comm: Communicator of the ranks that train. A dedicated communicator is derived from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: states are divided among the ranks of
-            `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. Their groups
-            are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None: all
-            ranks have different parts.
+            `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The two kinds
+            of groups must be the columns and rows of a grid of all ranks of `comm`; gradients are averaged over the
+            whole grid. None: all ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
-            default the parameters' own dtype. States have this dtype.
+            default the parameters' own dtype. Optimizer states have the same dtype as this copy.
         bucket_cap_mb: With `shard_gradients`, maximum message size in MiB.
-        elementwise: Whether the class is known to be elementwise. If not, trial steps on small matrices determine it.
+        elementwise: Whether the class is known to be elementwise. If False, trial steps on small matrices check whether
+            it is.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
-        defaults: Options for the class.
+        defaults: Options for `optimizer_class`.
 
     Raises:
         ValueError: The class is not elementwise; a parameter cannot be sharded, or with `shard_gradients` has a
@@ -82,16 +85,16 @@ class ShardedOptimizer(Optimizer):
         MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
             gradients or options.
         AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
-        PeerLostError, CommTimeoutError: From `step()`: a rank did not join.
-        RuntimeError: From `step()`: a parameter of the module was replaced, added or moved to other memory; p.grad was
-            set with `shard_gradients`; or gradients await a pass outside `no_sync`.
+        PeerLostError, CommTimeoutError: From `step()`: a rank did not take part.
+        RuntimeError: From `step()`: a parameter of the module was replaced, added or moved to other memory; the caller
+            set p.grad despite `shard_gradients`; or gradients accumulated in `no_sync` are not averaged yet.
 
     Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes per rank for checks;
     `shard_gradients` adds one reduce_scatter per bucket. Memory in elements: N for parameters, N/p for each state and
-    for the master copy, and N for gradients, or with `shard_gradients` N/p and at most a few buckets.
+    for the master copy, and N for gradients. With `shard_gradients`, gradients need only N/p and at most a few buckets.
 
-    On a mesh of r x s ranks, p is s, each step has a barrier of all ranks, and with `shard_gradients` each part is
-    all_reduced over `replicate`, for which each rank sends 2 (r-1)/r N/s elements.
+    On a mesh of r x s ranks, p = s, and each step includes a barrier of all ranks. With `shard_gradients`, each part of
+    the gradients is also all-reduced over `replicate`, for which each rank sends 2 (r-1)/r N/s elements.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; meshes:
     Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
@@ -156,13 +159,13 @@ class ShardedOptimizer(Optimizer):
         self._buckets = made[0] + made[1]
         self._frozen = made[1]
         placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
-        # The bucket of each parameter, and its slot in it.
+        # For each parameter, its bucket and its slot in that bucket.
         self._places = [placed[i] for i in range(len(named))]
         self._pieces = [bucket.pieces[slot] for bucket, slot in self._places]
         pieces = iter(self._pieces)
         cut = [{**group, "params": [next(pieces) for _ in group["params"]]} for group in groups]
         self._shards = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
-        # Last, so that an optimizer that could not be created claims nothing.
+        # Claim the parameters last, so that they are not claimed if creating the optimizer has failed.
         self._claim = claim(named, "sharded", "ShardedOptimizer") if shard_gradients else None
         self._sharder = GradientSharder(made[0], self._comms) if shard_gradients else None
         super().__init__([{**g, "params": [p for _, p in g["params"]]} for g in groups], self._shards.defaults)
@@ -170,7 +173,7 @@ class ShardedOptimizer(Optimizer):
         self._created = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error: all parameters are placed when the optimizer is created.
+        """Raise an error, because all parameters must be passed when the optimizer is created.
 
         Args:
             param_group: Ignored.
@@ -201,8 +204,8 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed.
-            Exception: The closure or the class raised. The other ranks get an `AbortedError` that names the error. If
-                the update had begun, so that ranks may differ, later steps raise as well.
+            Exception: The closure or the optimizer class raised. The other ranks raise an `AbortedError` that names the
+                error. If the update had begun, so that ranks may differ, all later steps raise as well.
         """
         loss = None
         present: list[bool] = []
@@ -224,7 +227,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _update(self, present: Sequence[bool]) -> None:
-        """Update this rank's part, and exchange the parts."""
+        """Update this rank's part, and gather all ranks' parts."""
         for bucket in self._buckets:
             bucket.follow_parameters()
         self._share_options()
@@ -235,7 +238,7 @@ class ShardedOptimizer(Optimizer):
         self._gather(list(changed.values()))
 
     def _prepare(self) -> list[bool]:
-        """Give each piece its gradient, and check the gradient. Return for each parameter whether it has one."""
+        """Assign each piece its gradient, and check the gradients. Return which parameters have a gradient."""
         problem = self._members.problem()
         if problem is not None:
             raise RuntimeError(f"{problem}. Call remove() on the optimizer, and create a new one")
@@ -264,11 +267,12 @@ class ShardedOptimizer(Optimizer):
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
         if not buckets or self._comms.live.replicate is not None:
-            # No rank may begin its next pass, which may fail, before all others know that this step is valid.
+            # Without this barrier, a rank could begin its next pass, and fail in it, before all other ranks know that
+            # this step is valid.
             self._comms.steps.barrier()
         for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
             self._comms.run(work.wait)
-        # Lets autograd detect a backward pass through the old values.
+        # Let autograd detect a backward pass through the old values.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
         self._free_gradients()
 
@@ -301,8 +305,8 @@ class ShardedOptimizer(Optimizer):
             max_norm: Maximum norm.
             norm_type: Order of the norm: positive, or `inf`.
 
-        Returns: The norm before scaling, a 0-d tensor, equal on all ranks, and up to rounding equal to
-            `torch.nn.utils.clip_grad_norm_` on whole gradients.
+        Returns: The norm before scaling, as a 0-d tensor. It is equal on all ranks, and up to rounding it is the result
+        of `torch.nn.utils.clip_grad_norm_` on whole gradients.
 
         Example:
             >>> def program(comm):
@@ -342,7 +346,7 @@ class ShardedOptimizer(Optimizer):
             self._sharder.sync = before
 
     def abort(self, reason: str) -> None:
-        """Abort all running and later calls on all ranks, for example after an error that others don't know about.
+        """Abort current and later collectives on all ranks, for example after an error that other ranks can't see.
 
         Args:
             reason: Text for the `AbortedError` of the other ranks.
@@ -375,20 +379,20 @@ class ShardedOptimizer(Optimizer):
         raise TypeError(NO_COPY)
 
     def _share_options(self) -> None:
-        """Pass the options that the caller sees on to the optimizer of this rank's part."""
+        """Copy the options from the caller's groups to the optimizer of this rank's part."""
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key not in NO_OPTIONS})
 
     def _show_options(self) -> None:
-        """Show the caller the options of the optimizer of this rank's part."""
+        """Copy the options from the optimizer of this rank's part to the caller's groups."""
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an unsharded optimizer, with `TensorShard`s in place of tensors of a parameter's shape.
 
-        `unisono.checkpoint` saves them as whole tensors. Does not communicate. With `master_dtype`, the state of each
-        updated parameter includes its master copy as "master".
+        `unisono.checkpoint` saves the shards as whole tensors. This method does not communicate. With `master_dtype`,
+        the state of each updated parameter includes its master copy as "master".
         """
         self._share_options()
         state = self._shards.state_dict()
@@ -400,16 +404,16 @@ class ShardedOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a state.
+        """Resume from a saved state.
 
         Args:
             state_dict: Result of `state_dict` on the same rank, or an unsharded optimizer's state with whole tensors.
-                `unisono.checkpoint.load` reads one from a checkpoint of any number of ranks.
+                `unisono.checkpoint.load` reads a rank's state from a checkpoint that any number of ranks have saved.
 
         Raises:
             ValueError: The state belongs to different parameters or groups, or to another rank.
         """
-        # A class may have states that belong to no parameter, under its own keys.
+        # Keep entries with other keys: an optimizer class may have states that belong to no parameter.
         given = state_dict["state"]
         values = {index: dict(given[index]) for index in range(len(self._pieces)) if index in given}
         masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
@@ -424,14 +428,14 @@ class ShardedOptimizer(Optimizer):
 
     # -- other ranks ----------------------------------------------------------------------------
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
-        """Divide the states among the ranks of another communicator. Collective over it.
+        """Divide the states among the ranks of another communicator. Collective over the new communicator.
 
         Parameters, hooks and the optimizer remain the same objects. Gradients are dropped. States are undefined until
         they are loaded, and parameters remain unchanged on each rank; `un.elastic.Recovery` restores both.
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As for the class, but of these ranks.
+            mesh: As for the class, but for the new ranks.
 
         Raises:
             MismatchError: Ranks have different models or settings.
@@ -452,7 +456,7 @@ class ShardedOptimizer(Optimizer):
             bucket.recut()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, with this rank's part of the parameters. See `un.elastic.Recovery`.
+        """Return `state_dict()`, together with this rank's part of the parameters. See `un.elastic.Recovery`.
 
         Example:
             >>> model = torch.nn.Linear(3, 1)
@@ -489,7 +493,7 @@ class ShardedOptimizer(Optimizer):
         """Return this rank's range of a parameter, as start and stop in the flattened parameter.
 
         Args:
-            path: Keys that lead to it, or to one of its states, in `snapshot()`.
+            path: Keys that lead to the parameter, or to one of its states, in `snapshot()`.
 
         Example:
             >>> model = torch.nn.Linear(3, 1)
@@ -508,18 +512,18 @@ _REPEAT = "a backward pass failed there, so all ranks drop the gradients of this
 
 
 class GradientSharder(PassOwner):
-    """Hooks that shard the gradients of buckets' parameters.
+    """Hooks that shard the gradients of the parameters in buckets.
 
-    A bucket is reduced when it and all before it have their gradients, or at the end of the pass, so all ranks reduce
-    all buckets in the same order, even if they lack gradients. A gradient in a bucket is represented in p.grad by a
-    placeholder without memory. If the caller replaces the placeholder with None, the gradient is dropped.
+    A bucket is reduced when it and all earlier buckets have their gradients, or at the end of the backward pass. So all
+    ranks reduce all buckets in the same order, even if some gradients are missing. While a gradient is in a bucket,
+    p.grad is a placeholder without memory. If the caller replaces the placeholder with None, the gradient is dropped.
 
     Args:
         buckets: Buckets of trained parameters, in the expected order of their gradients.
-        comms: The ranks that average.
+        comms: Communicators of the ranks that average.
 
     Attributes:
-        sync: Whether backward passes reduce.
+        sync: Whether backward passes reduce gradients.
     """
 
     def __init__(self, buckets: Sequence[ParameterBucket], comms: ShardComms) -> None:
@@ -530,14 +534,16 @@ class GradientSharder(PassOwner):
         self._pass = BackwardTracker(self, [p for bucket in buckets for p in bucket.parameters], self._watch)
         self._next = 0
         self._syncing = self._early = True
-        # Whether there were gradients from earlier passes, and the failure in which other ranks have dropped theirs.
+        # Whether there were gradients from earlier passes when the current pass began.
         self._held = False
-        # Whether an earlier pass has failed.
+        # Whether an earlier pass has failed; the failure in which other ranks dropped gradients that this rank still
+        # has.
         self._broken = False
         self._lost: CommError | None = None
         self._problem: str | None = None
         self._handles: list[Any] = []
-        # For each parameter: its bucket's gradient, its slot there, its piece, and its placeholder.
+        # For each parameter: its bucket's gradient, its slot in the bucket, the parameter, its piece, and its
+        # placeholder.
         self._places: list[tuple[FlatGradient, int, torch.Tensor, ParameterPiece, ShardedGradient]] = []
         for number, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
@@ -552,13 +558,14 @@ class GradientSharder(PassOwner):
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
         if error is not None and not self._comms.live.reported:
-            # A pass of another rank, which repeats it from the forward pass, where other models may communicate first.
-            # This rank must do the same: it may not wait for the repeat at the end of this pass.
+            # Another rank's pass has failed, and that rank will repeat it from the forward pass, where other models may
+            # communicate first. This rank must also go back to the forward pass, and not wait for the repetition at the
+            # end of this pass.
             raise error
         self._broken = error is not None
-        # A reduction may block until all ranks join. Gradients of several models arrive in any order, so their
-        # reductions wait for the end of the pass, where the order is the same on all ranks. So do all reductions until
-        # the communicators are renewed.
+        # A reduction may block until all ranks take part. If there are several models, their gradients arrive in any
+        # order, so reductions start at the end of the pass, where the order is the same on all ranks. After a failure,
+        # reductions also start at the end of the pass, because the communicators must be replaced first.
         self._early = error is None and self._is_alone
         self._check_placeholders()
         self.follow_zero_grad()
@@ -576,7 +583,7 @@ class GradientSharder(PassOwner):
         return self._broken
 
     def renew(self) -> None:
-        """Replace the communicators after a failed pass of this model, or of another one in the same pass."""
+        """Replace the communicators after a failed pass of this model, or of another model in the same pass."""
         self._comms.abort(_REPEAT)
         error = self._comms.live.data.exception()
         assert error is not None
@@ -585,9 +592,10 @@ class GradientSharder(PassOwner):
         except PeerLostError as lost:
             if isinstance(error, ClosedError):
                 raise
-            # The rank whose pass failed does not repeat it.
+            # The rank whose pass failed is lost, so it does not repeat the pass.
             raise error from lost
-        # Raised only once all models have new communicators, because the other ranks also make them.
+        # `end` raises this error, and not before all models have new communicators, because other ranks create them as
+        # well.
         self._lost = error if self._held else None
 
     @torch.no_grad()
@@ -626,11 +634,11 @@ class GradientSharder(PassOwner):
         gradient = bucket.gradient
         self._next += 1
         if not gradient.taken:
-            # Other ranks may have gradients here, so contribute zeros, which do not count as a gradient.
+            # Other ranks may have gradients in this bucket, so contribute zeros, which do not count as a gradient.
             gradient.take(0, torch.zeros_like(bucket.parameters[0]))
             gradient.taken.clear()
         if self._next > 1:
-            # At most one whole bucket is in flight.
+            # Finish the previous bucket, so that at most one whole bucket is in flight.
             self._buckets[self._next - 2].gradient.finish_reduce()
         gradient.start_reduce(async_op=self._comms.live.overlaps)
 
@@ -663,7 +671,7 @@ class GradientSharder(PassOwner):
                 gradient.taken.discard(slot)
 
     def _check_placeholders(self) -> None:
-        """Raise `RuntimeError` if p.grad does not come from a pass."""
+        """Raise `RuntimeError` if a p.grad was not set by a backward pass."""
         for _, _, parameter, piece, placeholder in self._places:
             if parameter.grad is not None and parameter.grad is not placeholder:
                 raise RuntimeError(
@@ -672,7 +680,7 @@ class GradientSharder(PassOwner):
                 )
 
     def check_reduced(self) -> None:
-        """Raise `RuntimeError` if gradients await a pass outside `no_sync`, or do not come from a pass."""
+        """Raise `RuntimeError` if gradients from `no_sync` are not averaged, or were not set by a backward pass."""
         self._check_placeholders()
         if any(bucket.gradient.taken for bucket in self._buckets):
             raise RuntimeError(

@@ -24,7 +24,7 @@ class UnitPlan:
 
     Attributes:
         name: Name of the unit's module in the model; "" for the model.
-        parameters: Its parameters, with their names in the model.
+        parameters: The unit's parameters, with their names in the model.
         modules: Modules that need these parameters.
     """
 
@@ -40,7 +40,7 @@ def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
 
     Args:
         model: Any module.
-        units: Classes of the modules that are units, or a predicate. None: the elements of each `ModuleList` and
+        units: Classes of the modules to treat as units, or a predicate. None: the elements of each `ModuleList` and
             `Sequential`.
 
     Raises:
@@ -80,7 +80,7 @@ def _policy(units: UnitPolicy) -> Callable[[nn.Module], bool]:
 
 
 def _elements(model: nn.Module) -> set[int]:
-    """Find the elements of lists of modules, but not those inside another element."""
+    """Find the elements of lists of modules, except elements nested inside another element."""
     found = set()
     for child in model.children():
         if isinstance(model, _CONTAINERS) and not isinstance(child, _CONTAINERS):
@@ -107,7 +107,7 @@ def _common(one: _Path, two: _Path) -> _Path:
 
 
 def shardable(model: nn.Module) -> Named:
-    """Return a model's parameters; raise `TypeError` or `ValueError` if it cannot be sharded."""
+    """Return a model's parameters; raise `TypeError` or `ValueError` if the model cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not a {type(model).__name__}")
     if any(isinstance(module, ScriptModule) for module in model.modules()):

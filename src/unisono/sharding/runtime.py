@@ -34,26 +34,26 @@ class ForwardCall:
     inputs = 0
     """Number of inputs that will get a gradient."""
     left = 0
-    """Number of inputs still without one."""
+    """Number of inputs whose gradient has not arrived yet."""
 
 
 class Unit:
-    """Parameters that are gathered together, and the modules that are running and need them.
+    """Parameters that are gathered together, and the modules that need them and are running.
 
     Args:
         plan: Name, modules and parameters of the unit.
-        flats: Its parameters, grouped by dtype, device and `requires_grad`.
+        flats: The unit's parameters, grouped by dtype, device and `requires_grad`.
 
     Attributes:
-        name, modules, flats: As passed.
+        name, modules, flats: Name, modules and parameters of the unit.
         trained: The flat parameters that are trained, with their gradients.
-        gathered: Whether its parameters are usable.
+        gathered: Whether the unit's parameters are usable.
         running: The modules whose forward is running, the innermost one last.
         call: The newest forward call.
-        held: Whether its parameters must not be freed.
-        open: Forward calls that the running backward pass has reached but not left.
-        frees_after_gradients: Whether backward needs no parameters once all have their gradients, because none is
-            frozen.
+        held: Whether the unit's parameters must not be freed.
+        open: Forward calls that the current backward pass has reached but not left.
+        frees_after_gradients: Whether the backward pass can free the parameters once their gradients have arrived,
+            because no parameter is frozen.
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
@@ -88,7 +88,7 @@ class Unit:
                 )
 
     def written(self) -> RuntimeError | None:
-        """Return an error if a gathered parameter was modified in place."""
+        """Return an error if a gathered parameter was modified in place, otherwise None."""
         for flat in self.flats:
             name = flat.written()
             if name is not None:
@@ -99,12 +99,12 @@ class Unit:
         return None
 
     def is_seen_by(self, returned: Any) -> bool:
-        """Return whether a tensor returned by a module is a view of its parameters."""
+        """Return whether a tensor returned by a module is a view of the unit's parameters."""
         found = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
         return any(flat.is_seen_by(leaf) for leaf in found for flat in self.flats)
 
     def is_complete(self) -> bool:
-        """Return whether each trained parameter has an unreduced gradient of the running pass."""
+        """Return whether each trained parameter has received a gradient in the current pass that is not reduced yet."""
         for flat, gradient in self.trained:
             for index, parameter in enumerate(flat.parameters):
                 if parameter.requires_grad and index not in gradient.arrived:
@@ -153,16 +153,17 @@ class _Paddings:
 
 
 class _GatherOrder:
-    """The order in which units are gathered in a step, from which the next step predicts each one's successor.
+    """The order in which units are gathered in a step, used in the next step to predict which unit comes next.
 
-    A unit that stays gathered from forward to backward is not gathered in backward, so the two have separate orders.
+    A unit that stays gathered from forward to backward is not gathered in backward, so forward and backward have
+    separate orders.
     """
 
     def __init__(self) -> None:
         # Maps (in backward?, unit) to the unit gathered after it.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
-        # The last unit gathered in this forward pass, and in the previous one.
+        # The last unit gathered in this forward pass, and in the previous forward pass.
         self._latest: Unit | None = None
         self.last: Unit | None = None
 
@@ -175,7 +176,7 @@ class _GatherOrder:
         self._previous = None
 
     def follow(self, unit: Unit, *, backward: bool) -> Unit | None:
-        """Record that a unit is gathered now, and return the next one if it is known."""
+        """Record that a unit is gathered now, and return the unit expected next, if known."""
         if self._previous is not None:
             self._next[backward, self._previous] = unit
         self._previous = unit
@@ -195,7 +196,7 @@ class _Pass:
     """State of one backward pass.
 
     Attributes:
-        syncing: Whether it reduces gradients.
+        syncing: Whether the pass reduces gradients.
         reducing: The unit whose gradients are being reduced.
     """
 
@@ -225,14 +226,14 @@ TRANSITIONS: dict[str, dict[StepPhase, StepPhase]] = {
         StepPhase.STEPPING: StepPhase.UNSTEPPED,
     },
 }
-"""Next phase by event and phase; see `Runtime`."""
+"""For each event, the next phase by current phase; see `Runtime`."""
 
 
 class Runtime(PassOwner):
-    """Gathers, frees and reduces the units of one model at the right times.
+    """Schedule of one model: when its units are gathered and freed, and when their gradients are reduced.
 
-    Every module has hooks, so a module that is called directly also gathers its unit. The outputs of each module have a
-    hook that gathers its unit before its backward pass.
+    Every module has hooks, so a module that is called directly also gathers its unit. Each module's outputs have a hook
+    that gathers the module's unit before its backward pass.
 
     Phases between two steps of the optimizer:
 
@@ -244,10 +245,10 @@ class Runtime(PassOwner):
     STEPPING   STEPPING   STEPPING  STEPPED  UNSTEPPED
     =========  =========  ========  =======  =========
 
-    begin: A backward pass begins. In STEPPING, the optimizer's closure runs it. agree: Before an optimizer's step, all
-    ranks have compared their gradients and options. step: The step has ended, or the caller has dropped the gradients.
-    fail: An optimizer's step has raised. In STEPPING, other ranks may have finished their step, so everything is
-        aborted.
+    begin: A backward pass begins. In STEPPING, the optimizer's closure runs the pass. agree: All ranks have compared
+    their gradients and options before an optimizer's step. step: The step has ended, or the caller has dropped the
+    gradients. fail: An optimizer's step has raised. In STEPPING, other ranks may have finished their step, so
+    everything is aborted.
 
     Args:
         units: All units.
@@ -272,14 +273,14 @@ class Runtime(PassOwner):
         self._watch = PassWatch("ShardedModel", comms)
         self._pass = BackwardTracker(self, [p for flat in self._flats for p in flat.parameters], self._watch)
         self._handles: list[Any] = []
-        self._version = 0  # of changes of the parameters
-        # Number of running modules, and the exception being handled when the outermost one began.
+        self._version = 0  # incremented when the parameters change
+        # Number of running modules, and the exception that was being handled when the outermost module began.
         self._depth = 0
         self._outer: BaseException | None = None
         self._whole = False
         self.phase: StepPhase = StepPhase.STEPPED
         self._order = _GatherOrder()
-        # The running pass.
+        # The current backward pass, if any.
         self._running: _Pass | None = None
 
     def _change(self, event: str) -> None:
@@ -301,7 +302,7 @@ class Runtime(PassOwner):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def __getstate__(self) -> Any:
-        # A deep copy of the model gets here through its copied hooks.
+        # A deep copy of the model calls this method, because it also copies the hooks.
         raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -377,7 +378,7 @@ class Runtime(PassOwner):
             flat.gradient.take(index, grad)
         running = self._running
         if running is not None and running.syncing and unit.is_complete():
-            # Freed before the reduction, which needs memory of the same size.
+            # Free the unit before the reduction, which needs memory of the same size.
             if unit.frees_after_gradients:
                 unit.free()
             self._reduce(running, unit)
@@ -397,36 +398,36 @@ class Runtime(PassOwner):
         try:
             self._recover()
         except BaseException:
-            # `_leave` does not know of a forward pass that has not begun.
+            # Stop watching here, because `_leave` ignores a forward pass that has not begun.
             self._watch.stop()
             raise
-        # Parameters may have changed since, so units kept by an earlier forward pass are gathered again.
+        # Free units that an earlier forward pass kept gathered, because parameters may have changed since then.
         self.free()
         self._order.begin_forward()
 
     def _recover(self) -> None:
-        """After a failed pass, create new communicators and drop the step; collective in that case.
+        """After a failed pass, create new communicators and drop the step. Collective if a pass has failed.
 
         Raises:
-            CommError: Another rank's pass has failed, and this rank has lost gradients. Call it again.
+            CommError: Another rank's pass has failed, and this rank has lost gradients. The next call recovers.
         """
         error = self._comms.live.data.exception()
         if error is None:
             return
-        # Ranks were at different units, and some may lack gradients of a pass that ended on others.
+        # Ranks were at different units, and some ranks may lack gradients of a pass that ended on other ranks.
         self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
             lost = lost or piece.tensor.grad is not None
             piece.tensor.grad = None
         if lost and self.phase is not StepPhase.STEPPED and not self._comms.live.reported:
-            # On a mesh, a rank may wait for this one in a group where nobody has failed.
+            # On a mesh, another rank may be waiting for this rank in a group in which no rank has failed.
             self._comms.abort(f"{type(error).__name__}: {error}")
             raise error
         self._comms.replace()
 
     def _need(self, unit: Unit, *, backward: bool) -> None:
-        """Gather a unit, and, if that overlaps, start gathering the one that came next in the previous step."""
+        """Gather a unit. If gathers overlap with computation, also start gathering the unit expected next."""
         self._stream.check()
         if unit.gathered:
             return
@@ -455,7 +456,7 @@ class Runtime(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         self._change("begin")
-        # Decided now, because the outermost pass counts, whatever contexts its hooks enter.
+        # Read `sync` now, because the outermost pass decides, whatever contexts its hooks enter.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
         for _, gradient in self._trained:
@@ -473,7 +474,7 @@ class Runtime(PassOwner):
                 self._check_same_gradients()
             for unit in self._units:
                 self._reduce(running, unit)
-            # Only after all reductions have started: a commit waits, while other ranks may still be in an earlier
+            # Commit only after all reductions have started: a commit waits, and other ranks may still be in an earlier
             # reduction.
             for flat, gradient in self._trained:
                 gradient.commit(flat.pieces)
@@ -482,7 +483,8 @@ class Runtime(PassOwner):
 
     def fail(self) -> None:
         """Drop all uncommitted gradients, and abort the step on all ranks."""
-        # None if the pass has only reached other models. The other ranks may be in this one nevertheless.
+        # `running` is None if this rank's pass has reached other models only. On other ranks, the pass may have reached
+        # this model.
         running = self._running
         self._running = None
         self._comms.abort("a backward of the sharded model has failed there")
@@ -491,7 +493,7 @@ class Runtime(PassOwner):
         self.free()
 
     def _drop(self) -> bool:
-        """Drop uncommitted gradients; return whether any were unreduced."""
+        """Drop uncommitted gradients; return whether any of them had not been reduced."""
         had = any(gradient.taken for _, gradient in self._trained)
         for _, gradient in self._trained:
             gradient.drop()
@@ -528,7 +530,7 @@ class Runtime(PassOwner):
                 )
 
     def forget(self, places: Iterable[Place]) -> None:
-        """Drop gradients of these parameters that are not averaged."""
+        """Drop the gradients of these parameters that are not averaged yet."""
         for flat, index in places:
             if flat.gradient is not None:
                 flat.gradient.taken.discard(index)
@@ -547,7 +549,8 @@ class Runtime(PassOwner):
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
-        # So a rank that fails in its next pass cannot cut off another rank's check: all or none take the step.
+        # Without this barrier, a rank that fails in its next pass could interrupt another rank's check. With it, either
+        # all ranks make the step or none does.
         self._comms.steps.barrier()
         self._change("agree")
 
@@ -599,7 +602,7 @@ class Runtime(PassOwner):
     def remove(self) -> None:
         """Remove all hooks, and make the parameters whole and plain. Collective."""
         self.check_idle("remove()")
-        # The caller no longer needs gradients.
+        # The caller no longer needs gradients, so `_recover` must not raise if some were lost.
         self._change("step")
         self._recover()
         self.free()
@@ -611,7 +614,7 @@ class Runtime(PassOwner):
             flat.restore()
 
     def recut(self) -> None:
-        """Re-partition all units for the current communicator. Elements are undefined, gradients dropped."""
+        """Re-partition all units for the current communicator. Elements become undefined, and gradients are dropped."""
         self.free()
         self._order.forget()
         paddings = _Paddings(self._comms.size)

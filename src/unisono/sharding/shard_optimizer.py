@@ -1,4 +1,4 @@
-"""Torch optimizers on this rank's slices of parameters, whose states checkpoints see as whole tensors."""
+"""Torch optimizers on this rank's slices of parameters; in checkpoints, their states are whole tensors."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _Options = Mapping[str, Any]
 
 
 SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of torch's optimizers with one number per parameter: for a 0-d parameter, their shape does not tell."""
+"""States of torch's optimizers with one number per parameter, which for a 0-d parameter their shape does not show."""
 
 
 class ShardOptimizer(Optimizer):
-    """Base of the classes that `shard_optimizer` creates: parameters are pieces; the rest is the user's class."""
+    """Base of the classes that `shard_optimizer` derives from a user's class; their parameters are pieces."""
 
     pieces: Sequence[ParameterPiece]
     """The pieces, in group order: the n-th one belongs to the unsharded optimizer's parameter n."""
     ranges: Sequence[tuple[int, int]]
-    """Start and length of each piece when its state was made."""
+    """Start and length of each piece when its state was created."""
     shared: frozenset[str]
-    """Names of states that are not elements of a parameter, but equal on all ranks."""
+    """Names of states that do not belong to single elements of a parameter, and are equal on all ranks."""
     on_zero_grad: Callable[[], None] = staticmethod(lambda: None)
     """Function that `zero_grad` calls to drop gradients that have not reached the pieces."""
     on_error: Callable[[BaseException], None] = staticmethod(lambda error: None)
@@ -72,13 +72,13 @@ class ShardOptimizer(Optimizer):
         raise TypeError(NO_COPY)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise `RuntimeError` once the optimizer exists: gradients of a further group would not be averaged."""
+        """Raise `RuntimeError` after construction, because gradients of a new group would not be averaged."""
         if "pieces" in self.__dict__:
             raise RuntimeError("a sharded optimizer takes no further groups. Create a new one with all parameters")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free all gradients, including those of passes that are not averaged."""
+        """Free all gradients, including those that are not averaged yet."""
         super().zero_grad(set_to_none)
         self.on_zero_grad()
 
@@ -101,11 +101,11 @@ class ShardOptimizer(Optimizer):
         return value if key in self.shared else tree_map(wrap, value)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, which is all that this rank holds. See `un.elastic.Recovery`."""
+        """Return `state_dict()`, which contains this rank's whole state. See `un.elastic.Recovery`."""
         return self.state_dict()
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Load a snapshot, with shards of this rank."""
+        """Load a snapshot that has this rank's shards."""
         self.load_state_dict(snapshot)
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class ShardOptimizer(Optimizer):
         return piece.start, piece.stop
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a state with this rank's shards, or with whole tensors, like an unsharded optimizer's.
+        """Resume from a state that has this rank's shards, or whole tensors as in an unsharded optimizer's state.
 
         Raises:
             ValueError: The state belongs to different parameters, groups or shards.
@@ -144,9 +144,9 @@ def shard_optimizer(
     """Return an optimizer of the user's class on this rank's pieces of parameters. Does not communicate.
 
     Args:
-        optimizer_class: A torch optimizer class, or one derived from `torch.optim.Optimizer`.
+        optimizer_class: An optimizer class from torch, or a subclass of `torch.optim.Optimizer`.
         groups: Parameter groups as for the class, with `ParameterPiece`s as "params".
-        elementwise: Whether the class is known to be elementwise; if so, the trial is skipped.
+        elementwise: Whether the class is known to be elementwise; if so, the trial run that checks this is skipped.
         defaults: Options for the class.
 
     Raises:
@@ -179,7 +179,7 @@ def _make(
     optimizer.ranges = _ranges(pieces)
     optimizer.shared = shared
     optimizer.register_step_pre_hook(lambda stepping, *_: stepping.check_ranges())
-    # Torch has wrapped the new class's method, and calls step hooks inside.
+    # Wrap `step` outside torch's own wrapper, which calls the step hooks, so that their errors are reported as well.
     made.step = _reporting(made.step)
     return optimizer
 
@@ -203,18 +203,19 @@ def _ranges(pieces: Sequence[ParameterPiece]) -> list[tuple[int, int]]:
 def check_elementwise(
     optimizer_class: type[Optimizer], groups: Sequence[_Options], defaults: _Options
 ) -> frozenset[str]:
-    """Check by trial that slices of parameters get the same updates as whole ones; see `_Trial`. Takes about 50 ms.
+    """Check by trial that slices of parameters are updated like whole parameters; see `_Trial`. Takes about 50 ms.
 
-    The trial is repeated without missing gradients and with a single group, for classes that support only that. It has
-    no side effects: it draws no random numbers from torch, compiles nothing, and copies the options.
+    If the trial fails, it is repeated without missing gradients, and then with a single group, for classes that support
+    only these cases. The trial has no side effects: it draws no random numbers from torch, compiles nothing, and copies
+    the options.
 
     Args:
         optimizer_class: The class to try.
-        groups: Parameter groups with `ParameterPiece`s as "params", whose options, dtypes, devices and numbers of
-            dimensions are tried.
+        groups: Parameter groups with `ParameterPiece`s as "params". The trial uses their options, dtypes, devices and
+            numbers of dimensions.
         defaults: Options for the class.
 
-    Returns: Names of states that are not elements of a parameter, but equal on all ranks.
+    Returns: Names of states that do not belong to single elements of a parameter, and are equal on all ranks.
 
     Raises:
         ValueError: Updates, states or options differ, some state is not in `state_dict()`, random numbers are drawn,
@@ -231,8 +232,8 @@ def check_elementwise(
     failed: Exception | None = None
     for missing, at_least in ((True, 2), (False, 2), (False, 1)):
         try:
-            # The stance is global to all threads, as is torch's flag of whether anything is being compiled, which its
-            # optimizers read.
+            # Hold the compile lock: the stance applies to all threads, and so does torch's flag for whether anything is
+            # being compiled, which torch's optimizers read.
             with torch._dynamo.convert_frame.compile_lock, torch.compiler.set_stance("force_eager"):
                 return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
         except _RefusedError as refused:
@@ -248,7 +249,7 @@ class _RefusedError(Exception):
 
 
 class _NoRandomNumbers(TorchFunctionMode):
-    """Context in which torch draws no random numbers, because slices would get different ones than whole parameters."""
+    """Context that rejects random numbers, because slices would get different numbers than whole parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reject functions that draw random numbers; call any other function."""
@@ -269,17 +270,17 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 
 
 class _Trial:
-    """The same steps of one optimizer on whole parameters, and of one per rank, for three ranks, on slices of them.
+    """The same steps with one optimizer on whole parameters, and with the optimizers of three ranks on slices.
 
-    Rank 0 has three quarters of each parameter, rank 1 the rest, rank 2 empty slices. For each distinct group of the
-    user's there is a parameter of 160 x 160, above optimizers' size thresholds, and small ones with 2 dimensions and
-    with the user's numbers of dimensions. Gradient norms range from 1e-3 to 1e3. After 12 steps all states are loaded
-    into new optimizers, which make 3 more.
+    Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. For each distinct
+    parameter group of the user, there is a parameter of 160 x 160, above optimizers' size thresholds, and small
+    parameters with 2 dimensions and with the user's numbers of dimensions. Gradient norms range from 1e-3 to 1e3. After
+    12 steps, all states are loaded into new optimizers, which make 3 more steps.
 
     Args:
-        optimizer_class: As for `check_elementwise`, like groups and defaults.
+        optimizer_class, groups, defaults: As for `check_elementwise`.
         missing: Whether some gradients are missing.
-        at_least: Minimum number of groups, reached by repeating the last one.
+        at_least: Minimum number of groups, reached by repeating the last group.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class _Trial:
         self._missing = missing
         generator = torch.Generator().manual_seed(0)
         self._noise = torch.randn(2**15, dtype=torch.float64, generator=generator, device="cpu")
-        # Groups with initial values of whole parameters.
+        # The trial's groups, with initial values of whole parameters.
         self._groups: list[_Options] = []
         known = set()
         for group in groups:
@@ -322,12 +323,12 @@ class _Trial:
         return drawn.view(tuple(shape)).to(device, dtype)
 
     def run(self) -> frozenset[str]:
-        """Raise `_RefusedError` unless slices are treated like the whole; return the names of the shared states."""
+        """Raise `_RefusedError` unless slices are updated like whole parameters; return the names of shared states."""
         whole, *ranks = self._start()
         for optimizer, _ in (whole, *ranks):
             for number, group in enumerate(optimizer.param_groups):
                 if "lr" in group:
-                    # Updates large enough that rounding does not hide them.
+                    # Make updates large enough that rounding does not hide differences.
                     group["lr"] = group["lr"] * 0 + 0.1 / (1 + number)
         for step in range(12):
             self._step(step, whole, ranks)
@@ -346,7 +347,7 @@ class _Trial:
         return shared
 
     def _start(self) -> list[_Run]:
-        """Return a new optimizer on whole parameters, and those of all ranks."""
+        """Return a new optimizer on whole parameters, and a new optimizer for each rank's slices."""
         runs: list[_Run] = []
         for rank in (None, 0, 1, 2):
             groups = []
@@ -373,8 +374,8 @@ class _Trial:
         """Make one step with new gradients, and compare the parameters."""
         for index, value in enumerate(whole[1]):
             gradient = self._draw(1 + 16 * index + step, value.shape, value.dtype, value.device, -0.9)
-            # Long vectors get no gradient at first, so that a class that builds a matrix of their length is refused
-            # before it builds one.
+            # Long vectors get no gradient in the first steps, so that a class that builds matrices of that size is
+            # refused before it builds one.
             early = step < 2 and value.numel() > 10_000
             missing = self._missing and ((step + index) % 4 == 0 or early)
             gradient *= 10 ** ((5 * step + 3 * index) % 12 * 6 / 11 - 3) / torch.linalg.vector_norm(gradient)
@@ -402,14 +403,14 @@ def _slice(value: torch.Tensor, rank: int | None) -> torch.Tensor:
 
 
 def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
-    """Raise `_RefusedError` unless all ranks' states and options match the whole's; return names of shared states."""
+    """Raise `_RefusedError` unless all ranks' states and options match the whole; return names of shared states."""
     trees = [dict(_leaves(optimizer.state_dict())) for optimizer, _ in (whole, *ranks)]
     shared = set[str]()
     elements = set[str]()
     for path in {path: None for tree in trees for path in tree}:
         value: Any = trees[0].get(path)
         parts: list[Any] = [tree.get(path) for tree in trees[1:]]
-        # Rank 2's slices are empty, so no state of one element can look like a slice there.
+        # Use rank 2 to decide: its slices are empty, so a state with one element can't be mistaken for a slice.
         is_shared = not isinstance(parts[-1], TensorShard)
         local: list[Any] = [part.local if isinstance(part, TensorShard) else part for part in parts]
         if path[0] == "state" and len(path) > 2:
@@ -438,7 +439,7 @@ def _check_kept(optimizer: Optimizer, resumed: Optimizer) -> None:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether tensors or numbers are equal up to rounding, and other values of one type."""
+    """Return whether two tensors or numbers are equal up to rounding, or two other values have the same type."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         if value.shape != other.shape or value.dtype != other.dtype:
             return False
@@ -454,7 +455,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def unwrap(key: str, value: Any, piece: ParameterPiece) -> Any:
-    """Return this rank's elements of a parameter's saved value; the value itself if it has another shape.
+    """Return this rank's elements of a parameter's saved value; a scalar or other object is returned whole.
 
     Raises:
         ValueError: The value has an incompatible shape, or is another rank's shard.
@@ -482,11 +483,11 @@ def named_groups(model: torch.nn.Module | Iterable[Any]) -> list[dict[str, Any]]
     """Return groups whose "params" are pairs of name and parameter.
 
     Args:
-        model: A module, parameters, pairs of name and parameter, or groups of either.
+        model: A module, parameters, pairs of name and parameter, or groups of parameters or pairs.
 
     Raises:
         TypeError: `model` is something else.
-        ValueError: `model` is empty, or has a parameter twice.
+        ValueError: `model` is empty, or contains a parameter twice.
 
     Example:
         >>> from unisono.sharding.shard_optimizer import named_groups
@@ -524,8 +525,8 @@ def check_shardable(named: Named, master_dtype: torch.dtype | None) -> None:
     """Raise unless each parameter can become a view of a flat tensor.
 
     Raises:
-        ValueError: A parameter (named in the error) is uninitialized, not a leaf, sparse, shares memory with another,
-            or has a dtype that `master_dtype` cannot represent.
+        ValueError: A parameter (named in the error) is uninitialized, not a leaf, sparse, shares memory with another
+            parameter, or has a dtype that `master_dtype` cannot represent.
         TypeError: `master_dtype` is not a floating-point dtype.
     """
     if master_dtype is not None and not master_dtype.is_floating_point:
@@ -545,8 +546,8 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
     """Copy a state into the shards and buffers of a model.
 
     Args:
-        model: The module; its modules' extra state is loaded as well.
-        own: The module's state with shards, into whose memory to copy.
+        model: The module. Extra state of its submodules is loaded as well.
+        own: The module's state with shards. Values are copied into its memory.
         state: The state to load: shards of this rank, or whole tensors.
 
     Raises:
@@ -600,9 +601,9 @@ def check_same_step(
     comm: Communicator,
     problem: Exception | None = None,
 ) -> None:
-    """Raise on every rank if one has a problem, or ranks have different gradients or options. Collective.
+    """Raise on every rank if any rank has a problem, or if gradients or options differ between ranks. Collective.
 
-    Cost: one all_gather of 8 bytes, and 3 us per gradient: one element of each is compared, a different one in each
+    Cost: one all_gather of 8 bytes, and 3 us per gradient to compare one of its elements, a different element in each
     step.
 
     Args:
@@ -611,8 +612,9 @@ def check_same_step(
         groups: Groups of the optimizer.
         gradients: Gradients, in order, that should be identical on all ranks; empty if they differ by design.
         step: Number of the step.
-        comm: The ranks that make it.
-        problem: This rank's error, which it raises; the others raise an `AbortedError` that names it.
+        comm: Communicator of the ranks that make the step.
+        problem: This rank's error, if any. This rank raises the error; the other ranks raise an `AbortedError` that
+            names it.
     """
     try:
         if comm.size > 1:
@@ -626,7 +628,7 @@ def check_same_step(
 
 
 _Card = tuple[str | None, list[bool], list[list[tuple[str, str]]], list[str]]
-"""A rank's next step: its problem, which parameters have a gradient, its options, and samples of gradients."""
+"""What ranks compare before a step: error text, which parameters have a gradient, options, and samples of gradients."""
 
 
 def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None:
@@ -659,7 +661,7 @@ ranks.
 
 
 def _numbers(group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Numeric options of a group, as text."""
+    """Return the numeric options of a group as text."""
     found = []
     for key, value in sorted(group.items()):
         plain = value.tolist() if isinstance(value, torch.Tensor) else value

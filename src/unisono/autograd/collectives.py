@@ -100,7 +100,7 @@ def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor
 def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
     """Return, on rank r, every rank's `tensors[r]`, in rank order. Collective.
 
-    The gradients are exchanged in the same way.
+    In the backward pass, the gradients are exchanged in the same way.
 
     Args:
         tensors: One tensor per rank, of one floating-point or complex dtype, with the same shape on all ranks.
@@ -162,20 +162,20 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """Return the rows that all ranks send to this rank; the first rows of `tensor` are for rank 0. Collective.
 
-    The gradients are exchanged in the same way, with the sizes transposed.
+    In the backward pass, gradients are exchanged in the same way, with input and output sizes swapped.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with at least one dimension.
         comm: The communicator.
-        output_split_sizes: Number of rows to receive from each rank. If None, equal numbers that add up to the rows of
-            `tensor`.
+        output_split_sizes: Number of rows to receive from each rank. If None, equal numbers that add up to the number
+            of rows of `tensor`.
         input_split_sizes: Number of rows to send to each rank; equal numbers if None.
 
     Returns:
         A new tensor, with the rows from rank 0 first.
 
     Raises:
-        ValueError: The dtype has no gradient, or the sizes do not fit.
+        ValueError: The dtype has no gradient, or the split sizes do not fit the tensor.
         MismatchError: Two ranks disagree about the number of rows that one sends to the other.
 
     Example:
@@ -356,7 +356,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
         ValueError: The dtype has no gradient.
         MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
-    Cost: as `Communicator.broadcast`; in backward, as `reduce`.
+    Cost: that of `Communicator.broadcast`; in the backward pass, that of `reduce`.
 
     Example:
         >>> def program(comm):
@@ -453,7 +453,8 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
 
     Raises:
         ValueError: The dtype has no gradient.
-        MismatchError: The receiver's backward pass sends the gradients of several messages in a different order.
+        MismatchError: The receiver's backward pass sends the gradients of several messages in a different order than
+            this rank's backward pass expects.
 
     Example:
         >>> def program(comm):

@@ -201,7 +201,7 @@ def apply(
 
 
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
-    """Return the result of a collective, whose gradient its adjoint computes.
+    """Return the result of a collective; the adjoint collective computes its gradient.
 
     `call` has the arguments of `_call` in order, with (rank, size) after the handle.
     """
@@ -211,7 +211,7 @@ def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> tor
 
 
 class _CollectiveFunction(torch.autograd.Function):
-    """A collective whose backward is its adjoint, which is also differentiable, for derivatives of any order."""
+    """A collective whose backward pass is its differentiable adjoint, which allows derivatives of any order."""
 
     @staticmethod
     def forward(

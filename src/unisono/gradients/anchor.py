@@ -76,7 +76,7 @@ class Anchor:
         return [float(group["lr"]) for group in self.outer.param_groups if "lr" in group]
 
     def step(self, part: list[torch.Tensor], changes: list[torch.Tensor], rates: Sequence[float] = ()) -> None:
-        """Update part of the anchor, with `changes` as its gradient and with these learning rates, if given."""
+        """Update part of the anchor, using `changes` as its gradients and `rates`, if given, as learning rates."""
         for group, rate in zip(self.outer.param_groups, rates, strict=False):
             group["lr"] = rate
         for there, change in zip(part, changes, strict=True):
@@ -111,7 +111,7 @@ class Anchor:
         return expected
 
     def load(self, index: int, value: torch.Tensor) -> bool:
-        """Replace the anchor's copy of a parameter with a new value; return False if both are already equal."""
+        """Replace the anchor's copy of a parameter with a new value; return False if the two are already equal."""
         value = value.to(self.tensors[index])
         if torch.equal(self.tensors[index], value):
             return False

@@ -109,7 +109,7 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Compare these tensors between ranks: in detail once per communicator, and after that by their number.
+    """Check that ranks pass the same tensors: in detail once per communicator, and later by comparing an index.
 
     Return whether `digest` is the same on all ranks.
     """

@@ -64,10 +64,10 @@ class GradientAverager:
             parameters concerned.
 
     If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If the rank had
-    already sent some gradients, all ranks drop the pass; the next pass is correct. Ranks match their backward passes by
-    count: if a rank skips a batch, for example after an exception in forward, its next pass joins the other ranks'
-    current step. That rank must also skip the optimizer step of the skipped batch. This is not checked, but you can
-    compare models with `un.checkpoint.assert_in_sync`.
+    already sent some gradients, all ranks drop the pass; the next pass is correct. The n-th passes of all ranks belong
+    together. So if a rank skips a batch, for example after an exception in forward, its next pass joins the other
+    ranks' current step. That rank must also skip the optimizer step of the skipped batch. This is not checked, but you
+    can compare models with `un.checkpoint.assert_in_sync`.
 
     If several models each have an averager, all ranks must run the models' backward passes in the same order, or in one
     `backward()` of a common loss. With a common loss, sharded models finish their passes first, and then the averagers
@@ -236,10 +236,11 @@ class GradientAverager:
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after construction, because it would not be averaged.
 
-        The averager does this itself before each forward pass and after each backward pass; elsewhere, call `check`.
+        The averager checks this itself before each forward and after each backward pass. Call `check` at other times.
 
         Raises:
-            RuntimeError: Names the parameter. On the other ranks, the next `backward()` raises `AbortedError`.
+            RuntimeError: A parameter has changed in this way; the error names it. On the other ranks, the next
+                `backward()` raises `AbortedError`.
         """
         self._averaging.check()
 

@@ -16,8 +16,9 @@ __all__ = ["AveragerComms"]
 class AveragerComms(ReplaceableComms):
     """Communicators of an averager, which are replaced if a backward pass fails after some gradients were sent.
 
-    Collectives on `data` are not checked across ranks, so after such a failure a message could be matched with that of
-    a different bucket. When the averager becomes unusable, the communicator that it was created from is also aborted.
+    Collectives on `data` are not checked across ranks, so after such a failure one bucket's message could be matched
+    with another bucket's message. When the averager becomes unusable, the communicator that it was created from is also
+    aborted.
 
     Args:
         comm: Communicator of the ranks that average. Construction is collective.

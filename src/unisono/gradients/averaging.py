@@ -64,8 +64,8 @@ class AveragerSettings:
     """Arguments of a `GradientAverager`; all ranks must pass the same values.
 
     Attributes:
-        sizes: Maximum bytes in a bucket, and in the first one; None for defaults.
-        compression: The averager's argument, unchanged.
+        sizes: Maximum bytes in a bucket, and in the first bucket; None for defaults.
+        compression: The averager's `compression` argument, unchanged.
         total: Whether gradients are summed instead of averaged.
         find_unused: Whether a rank may lack a gradient that other ranks have.
         sync_buffers: Whether to broadcast rank 0's buffers after each backward pass.
@@ -135,7 +135,7 @@ class Averaging(PassOwner):
     Attributes:
         phase: Phase of the backward pass.
         steps: Number of steps made.
-        syncing: Whether backward passes average; False in `no_sync`.
+        syncing: Whether backward passes average gradients; False in `no_sync`.
         registry, comms, buckets: The averager's parameters, communicators and buckets.
         boundaries: Step boundaries of `comm`.
     """
@@ -459,7 +459,7 @@ class Averaging(PassOwner):
 
     # -- the end of a step ----------------------------------------------------------------------
     def _average_sparse(self, arrived: set[int]) -> set[int]:
-        """Average the sparse gradients, and return the parameters that have one. Collective."""
+        """Average the sparse gradients, and return the indices of the averaged parameters. Collective."""
         # The caller may have set accumulated gradients to None.
         has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
         absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
@@ -483,7 +483,7 @@ class Averaging(PassOwner):
         )
 
     def _look_at(self, first: int) -> None:
-        """Raise `MismatchError` on all ranks if only some have a gradient, for any parameter from bucket `first` on."""
+        """Raise `MismatchError` if only some ranks have a gradient for some parameter in bucket `first` or later."""
         looked = self._reduction.contents[first:]
         # Decide from flags that are equal on all ranks, so that either all ranks gather or none does.
         if not any(had and lacked for contents in looked for had, lacked in contents.found):
@@ -506,7 +506,8 @@ class Averaging(PassOwner):
         known = len(self.buckets.ordered)
         self._add_parameters(thawed)
         self._reduction.extend()
-        # Don't repeat this if another rank fails: that rank may already have used means from the other buckets.
+        # Don't repeat this reduction if another rank fails: that rank may already have used means from the other
+        # buckets.
         self._reduction.reduce_all(saved, arrived, known)
         self._reduction.conclude(known)
         if self._reduction.uneven and not self._settings.find_unused:

@@ -30,13 +30,14 @@ class GradientBucket:
 
     Args:
         indices: Indices of the bucket's parameters in the model. A parameter's position in this sequence is its slot.
-        parameters: These parameters, of one dtype and device.
+        parameters: The parameters, which all have the same dtype and device.
         memory: One-dimensional tensor of `length(parameters)` elements, with that dtype and device.
-        scale: Factor applied to each contribution when it is copied in.
+        scale: Factor applied to each contribution when it is copied into the bucket.
         name: Names of the bucket's first and last parameter, for error messages.
 
     Attributes:
-        memory: The whole message: the gradients, two header elements per gradient, and some for requests.
+        memory: The whole message: the gradients, two header elements per gradient, and a few header elements for
+            requests.
         flat: The part of `memory` that contains the gradients.
         header: The part of `memory` that contains the header, sent separately if gradients are compressed.
         full_header: The header of a rank that has all gradients.
@@ -106,13 +107,13 @@ class BucketContents:
 
     Attributes:
         bucket: The bucket.
-        inside: For each slot, a byte that is 1 once its gradient has been copied in.
+        inside: For each slot, a byte that is 1 once its gradient is in the bucket.
         arrived: For each slot, whether this rank has its gradient; valid once the bucket is full.
         started: Whether the bucket is being reduced, or has been.
         work: The reduction, while it is in flight.
         found: The result of `read_header`; empty before it is called.
         asked: For each kind of request, whether any rank has made it; set by `read_header`.
-        observed_s: Start time of a recorded reduction, from `time.perf_counter`.
+        observed_s: Start time of a traced reduction, from `time.perf_counter`.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
@@ -227,7 +228,7 @@ class BucketContents:
             if not (inside or has):
                 bucket.views[slot].zero_()
         self.take(range(len(bucket.parameters)))
-        # Add these after `take`, which overwrites slots that had no gradient yet.
+        # Add earlier gradients after `take`, which overwrites slots that had no gradient yet.
         for slot, held in more:
             bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
@@ -331,7 +332,10 @@ class BucketContents:
 
 
 def _chunks(lengths: Sequence[int], least: int) -> list[Sequence[int]]:
-    """Return slot ranges of at least `least` bytes each, then one of all slots: gradients arrive in any order."""
+    """Return slot ranges of at least `least` bytes each, and finally one range of all slots.
+
+    Gradients may arrive in any order; the last range includes those that arrive after their own range was copied.
+    """
     chunks: list[Sequence[int]] = []
     begin = nbytes = 0
     for slot, length in enumerate(lengths):

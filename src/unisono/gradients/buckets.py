@@ -32,7 +32,7 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
 
 
 class Buckets:
-    """Buckets of an averager, in the order in which all ranks reduce them. They persist from step to step.
+    """Buckets of an averager, in the order in which all ranks reduce them. The buckets persist from step to step.
 
     Args:
         named: All parameters, with their names.
@@ -45,7 +45,8 @@ class Buckets:
         where: For each parameter that has a bucket, the bucket's number and the slot in it.
         background: Whether buckets are sent while other buckets fill.
         codec: The codec that was passed.
-        comm: The communicator for which the memory was allocated. After a failed pass, `comms.data` may be a new one.
+        comm: The communicator for which the memory was allocated. After a failed pass, `comms.data` may be a new
+            communicator.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Buckets:
             self.recreate(order)
 
     def recreate(self, order: Sequence[int]) -> None:
-        """Replace all buckets with new ones for these parameters, in memory of the current communicator. Collective."""
+        """Replace all buckets by new ones for these parameters, in the current communicator's memory. Collective."""
         self.clear()
         self.comm = self._comms.data
         self.add(order)
@@ -96,8 +97,8 @@ class Buckets:
 
     def _scale(self, dtype: torch.dtype) -> float:
         """Factor applied to each contribution as it is copied into a bucket of this dtype."""
-        # Half-precision gradients are divided before they are summed. If the divisor is a power of two, this is exact;
-        # doing it during the copy is cheaper.
+        # Half-precision gradients are divided before they are summed. If the divisor is a power of two, this division
+        # is exact, and doing it during the copy costs less.
         first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
         return 1 / self._comms.size if self.background or first else 1.0
 

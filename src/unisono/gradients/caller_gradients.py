@@ -173,11 +173,11 @@ class SavedGradients:
 
     @torch.no_grad()
     def restore(self, indices: Iterable[int] | None = None) -> None:
-        """Restore p.grad of these parameters, or of all, to its value before the pass."""
+        """Restore p.grad of these parameters, or of all parameters, to its value before the pass."""
         for index in range(len(self._parameters)) if indices is None else indices:
             before = self._before.get(index)
             owned = self.owned.get(index)
             if owned is not None and before is not None and owned is not before:
-                # The pass has written to the caller's tensor.
+                # The pass has written to the caller's tensor, so copy the old values back.
                 owned.copy_(before)
             self._parameters[index].grad = before if owned is None else owned

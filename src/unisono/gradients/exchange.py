@@ -100,7 +100,7 @@ class Exchange:
         in_place: Whether the contributions are the parameters themselves, so that the result need not be copied.
         is_last: Whether this exchange is the final one, which moves the anchor by the mean change without the outer
             optimizer.
-        ahead: The predicted result, if training continues from one.
+        ahead: The predicted result, if training continues from a prediction.
         share: This rank's data in a timed exchange; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
         phase: The current phase.
@@ -145,13 +145,13 @@ class Fragment:
     """Parameters that are exchanged together.
 
     Attributes:
-        members: Indices of its parameters among the model's floating-point parameters.
+        members: Indices of the fragment's parameters among the model's floating-point parameters.
         anchor: The anchor's tensors for these parameters; empty without an anchor.
         codecs: A codec for each message, or None for an uncompressed message. Empty without compression.
         rounds: Number of exchanges applied.
         missed: Number of exchanges that lacked this rank's contribution because it was late.
         samples: Number of samples that this rank has trained on since its last contribution.
-        exchange: The exchange in flight.
+        exchange: The exchange in flight, or None.
         is_loaded: Whether this rank has loaded the anchor since the last exchange; if so, the next exchange compares
             it.
     """

@@ -33,7 +33,7 @@ Tensors = Callable[[Fragment], list[torch.Tensor]]
 
 
 class Reduction(Protocol):
-    """In-place reduction of one flat message over the ranks; the same function on all ranks."""
+    """In-place reduction of one flat message over the ranks. All ranks must use the same function."""
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> object: ...
 
@@ -206,7 +206,7 @@ class Exchanges(ABC):
         exchange.done.complete(error)
 
     def _compare(self, state: Mapping[str, object]) -> None:
-        """Have the next collective check that all ranks pass the same values."""
+        """Have the next collective check that all ranks have the same `state`."""
         compare(self._comm, state, self._owner)
 
     def _reduce(self, fragment: Fragment, exchange: Exchange) -> None:
@@ -273,7 +273,8 @@ class Exchanges(ABC):
 class StepExchanges(Exchanges):
     """Exchanges at steps that a schedule selects, so that all ranks use the same order without exchanging a message.
 
-    If a result may lag, a worker thread runs the exchanges in that order; otherwise the training thread does.
+    If results may be applied in a later step, a worker thread runs the exchanges in that order; otherwise the training
+    thread does.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.

@@ -225,9 +225,10 @@ def agree_step(
 ) -> RemovableHandle:
     """Compare the model, optimizer state and options of all ranks after every n-th optimizer step.
 
-    Uses `Communicator.agree`: the values are compared in the next collective of the thread that runs the optimizer,
-    without an extra message. Every 100 steps, it also compares values that no collective has compared yet, for example
-    because an averager communicates in its own thread. Call `agree_step` on every rank before the same step.
+    This function uses `Communicator.agree`: the values are compared in the next collective of the thread that runs the
+    optimizer, without an extra message. Every 100 steps, it also compares values that no collective has compared yet,
+    for example because an averager communicates in its own thread. Call `agree_step` on every rank before the same
+    step.
 
     Args:
         model: Module whose parameters and buffers should be the same on all ranks. It must not be sharded.
@@ -240,7 +241,7 @@ def agree_step(
 
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
-        MismatchError: From the collective that compares, on every rank; names the first value that differs, with the
+        MismatchError: From the collective that compares, on every rank; names the first value that differs and the
             ranks that have each variant, or a rank that has made a different number of steps.
 
     Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and

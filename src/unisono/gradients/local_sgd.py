@@ -30,7 +30,8 @@ class LocalSGD(PeriodicAverager):
         model: A module, or its parameters; frozen parameters are averaged as well, so leave them out if there are many.
             Integer parameters remain unchanged.
         comm: Communicator of the ranks that average.
-        every: Number of steps between averages, `every(8, warmup=100)`, or a function of the step's number (from 1).
+        every: Number of steps between averages, a schedule such as `every(8, warmup=100)`, or a function of the step's
+            number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
         average_state: Also average the optimizer state that has the parameter's shape (momentum, Adam's moments).
             Requires `attach`.
@@ -203,7 +204,7 @@ class SlowMo(torch.optim.Optimizer):
     Ballas, Rabbat: SlowMo, improving communication-efficient distributed SGD with slow momentum (2020).
 
     Args:
-        anchor: Tensors to step.
+        anchor: The anchor's tensors, which the optimizer updates.
         inner: The inner optimizer; each outer step uses the learning rate of its first group.
         lr: The slow learning rate, alpha in the paper.
         momentum: The slow momentum, beta in the paper.

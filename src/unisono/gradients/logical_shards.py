@@ -192,8 +192,8 @@ class LogicalShards:
                 raise RuntimeError(used_gradients(lost))
         except BaseException:
             self._clear()
-            # If the first shard of a step raises, the whole step is undone. After a later shard, p.grad has no meaning
-            # until the step ends.
+            # If the first shard of a step raises, the whole step is undone. If a later shard raises, p.grad is not
+            # restored, because it has no meaning until the step ends.
             if not step.done:
                 for parameter, before in zip(self._parameters, step.before, strict=True):
                     parameter.grad = before
@@ -214,7 +214,8 @@ class LogicalShards:
         Each shard also checks this at its end.
 
         Raises:
-            RuntimeError: Names the parameter. The other ranks raise `AbortedError` when they average.
+            RuntimeError: A parameter has changed in this way; the error names it. The other ranks raise `AbortedError`
+                when they average.
         """
         problem = self._registry.problem()
         if problem is not None:

@@ -1,4 +1,4 @@
-"""The parameters that an averager has hooked, compared with the model's current ones."""
+"""The parameters that an averager has hooked, and their comparison with the model's current parameters."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ParameterRegistry:
         """Call `check` before each forward of the model or a submodule; for a compiled forward, when it is traced.
 
         Args:
-            check: Function that raises if there is a problem.
+            check: Function that raises if a parameter has changed.
             after: Called with the value that each forward of the model returned.
             traced: Whether to call `after` if the forward is compiled.
         """

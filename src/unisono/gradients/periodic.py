@@ -58,7 +58,7 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """Schedule that `every` returns for a `timedelta`: ranks exchange at the same time, at whatever step each one is.
+    """Schedule that `every` returns for a `timedelta`: ranks exchange at the same time, each at its own step.
 
     Attributes:
         interval: Time from one exchange of all parameters to the next.
@@ -117,7 +117,7 @@ def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None
     """Make this thread's next collective check that all ranks have the same state when they act.
 
     Args:
-        comm: Communicator of the ranks.
+        comm: Communicator of the ranks to compare.
         state: Values that must be equal on all ranks, by name.
         owner: Class name for the error message.
     """
@@ -172,7 +172,7 @@ class PeriodicAction(ABC):
 
     @property
     def named(self) -> Named:
-        """The current tensors with their names; a module may have replaced some."""
+        """The current tensors with their names; the module may have replaced tensors since construction."""
         return named_tensors(self._model, buffers=self._buffers)
 
     @property
@@ -185,7 +185,7 @@ class PeriodicAction(ABC):
         """Run the action for a due step. Collective; called under `no_grad`."""
 
     def step(self) -> bool:
-        """Count a step, and run the action if it is due. Call it after each `optimizer.step()`.
+        """Count a step, and run the action if it is due. Call this after each `optimizer.step()`.
 
         Collective when the action is due.
 

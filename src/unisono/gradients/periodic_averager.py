@@ -89,7 +89,7 @@ class PeriodicAverager(PeriodicAction):
             (Douillard et al., Streaming DiLoCo, 2025). With more than one fragment, `every` must not be a function.
         reduce: "mean", "trimmed_mean", "median", "clipped_mean" (see `TrimmedMean`, `ClippedMean`); or a function that
             takes a flat tensor to change in place, a communicator, and the number of the fragment's exchange (from 0).
-            With `outer`, its result must be the same on all ranks.
+            With `outer`, the reduction's result must be the same on all ranks.
         overlap_steps: Number of steps for which training continues before it applies a result, at most until the
             fragment is due again. 0: wait for each exchange.
         alpha: Weight of this rank's own parameters when they are mixed with a result, from 0 to less than 1; Streaming
@@ -176,7 +176,7 @@ class PeriodicAverager(PeriodicAction):
             messages = self._exchange_settings.messages(fragment.anchor)
             fragment.codecs = [codec and codec.clone() if m[0].is_floating_point() else None for m in messages]
         # Whether `load_state_dict` has restored the anchor. If so, loading the model before the next step must not
-        # replace it.
+        # replace the restored anchor.
         self._resumed = False
         settings = {
             "interval": str(self._timed and self._timed.interval),
@@ -245,7 +245,7 @@ class PeriodicAverager(PeriodicAction):
         return self._fragments[-1].rounds
 
     def step(self, samples: int | None = None) -> bool:
-        """Count a step, and send the fragments and apply the results that are due. Call it after each optimizer step.
+        """Count a step; send the fragments and apply the results that are due. Call this after each optimizer step.
 
         Collective when a fragment is sent or applied. With a time in `every`, no rank waits for another rank's step.
         Stop each rank at the same number of `rounds`, or when it runs out of samples, and then call `finish`.

@@ -193,7 +193,7 @@ class Reduction:
         return all(map(BucketContents.can_rewind, self.contents))
 
     def rewind(self) -> None:
-        """Undo the start of all buckets, because another rank's pass has failed and will be repeated."""
+        """Undo the reductions of all buckets, because another rank's pass has failed and will be repeated."""
         self.give_up()
         for contents in self.contents:
             contents.rewind()

@@ -1,7 +1,7 @@
 """Means that tolerate bad contributions: trimmed mean, coordinate-wise median, and clipping to the median norm.
 
-They protect against a rank's bad contribution, such as noise or NaN, but not against a malicious rank, because each
-rank computes a piece of the result for all ranks.
+These means protect against a rank's bad contribution, such as noise or NaN, but not against a malicious rank, because
+each rank computes a piece of the result for all ranks.
 """
 
 from __future__ import annotations

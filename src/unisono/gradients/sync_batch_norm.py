@@ -65,10 +65,10 @@ class SyncBatchNorm(_BatchNorm):
         self._shared = _StatisticsComm(shared)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize a batch. In training mode, both this and the backward pass are collective.
+        """Normalize a batch. In training mode, the call and its backward pass are collective.
 
         Args:
-            input: (N, C) or (N, C, ...), of a floating-point dtype; N may be 0 in training mode.
+            input: Tensor of shape (N, C) or (N, C, ...) and a floating-point dtype; N may be 0 in training mode.
 
         Returns: A new tensor of the same shape and dtype.
 
@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
-        """Release the communicator, which converted layers share. Closing the original one also releases it."""
+        """Release the communicator that converted layers share. Closing the original communicator also releases it."""
         if self._shared.comm is not None:
             self._shared.comm.close()
 

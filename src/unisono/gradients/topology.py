@@ -27,7 +27,7 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 
 
 def exponential(size: int, round: int = 0) -> list[list[int]]:
-    """One peer per round: receive from the rank 1 place before, then 2, then 4 and so on, and then from 1 again.
+    """One peer per round: a rank receives from the rank 1 place before it, then 2, then 4 and so on, then 1 again.
 
     If the number of ranks is a power of two, one cycle through the distances gives every rank the exact mean (Assran,
     Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).

@@ -52,25 +52,25 @@ class _Interval:
 class Turns(Exchanges):
     """Exchanges at set times (turns) between ranks that run at different speeds, one fragment after another.
 
-    A turn begins one interval after the previous turn. In its exchange, ranks share how late the last rank joined, and
-    derive from that when the turn began, so their clocks are not compared. The training thread contributes to a turn at
-    the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with zero weight in
-    its place, so that no rank has to wait.
+    A turn begins one interval after the previous turn. In a turn's exchange, ranks share how late the last rank joined,
+    and derive from that when the turn began. So they need not compare their clocks. The training thread contributes to
+    a turn at the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with zero
+    weight in its place, so that no rank has to wait.
 
     There are two threads, and no lock between them:
 
     - Only the worker advances from one turn to the next. It waits for the training thread's contribution until the turn
       must proceed, runs the exchange, and then schedules the next turn.
     - The fragments, the anchor and its optimizer belong to the thread that holds the token. The training thread
-      acquires the token when it enters a method, and releases it when it returns. The worker acquires the token only if
-      training is late, to step the anchor on training's behalf. The worker never waits for the token: if the training
-      thread holds it, that thread is about to contribute. While the worker holds the token, it waits for no other rank.
-      So the training thread waits for at most one step of the anchor, and only if it was late.
+      acquires the token when it enters a method, and releases the token on return. The worker acquires the token only
+      if training is late, to step the anchor on training's behalf. The worker never waits for the token: if the
+      training thread holds it, that thread is about to contribute. While the worker holds the token, it waits for no
+      other rank. So the training thread waits for at most one step of the anchor, and only if it was late.
 
     What happens if a rank leaves during an exchange depends on how it leaves:
 
     - A rank that has called `finish` contributes its remaining samples, and then takes part in each turn until all
-      ranks have called `finish` (each exchange shares who has). The other ranks are not affected.
+      ranks have called `finish` (each exchange reports which ranks have). The other ranks are not affected.
     - If a rank dies or aborts, the communicator becomes unusable. The exchange raises in the worker of every other
       rank, and that worker exits. On those ranks, the next `step` or `finish` raises the error, which names the lost
       rank, and so do all later ones. The anchor keeps the result of the previous exchange. After `move_to`, the lost
@@ -228,7 +228,8 @@ class Turns(Exchanges):
                 late_s = clock.now() + self._max_lag_s
                 continue
             try:
-                # Training may have contributed since the wait timed out. While this thread holds the token, it cannot.
+                # Training may have contributed since the wait timed out. While this thread holds the token, training
+                # cannot contribute.
                 return self._contributions.get_nowait() if not self._contributions.empty() else self._miss(interval)
             finally:
                 self._token.put(None)

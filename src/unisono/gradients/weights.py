@@ -114,7 +114,7 @@ def warn_of_uneven_batches(comm: Communicator | None, total: bool) -> None:
 
 
 class ErrorContext:
-    """Context manager that adds the current operation as a note to a `CommError` raised inside."""
+    """Context manager that adds the current operation as a note to a `CommError` raised in its block."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -110,7 +110,7 @@ class ShardComms:
         )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a function that uses the current communicators.
+        """Call a function that uses the current communicators, and return its result.
 
         On a mesh, an error in one group aborts all groups, because ranks of other groups would wait for this rank. The
         first cause is raised, with rank numbers of `data` instead of the group's.

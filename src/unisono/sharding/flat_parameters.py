@@ -42,7 +42,7 @@ class ParameterPiece:
         shape: Shape of the whole parameter.
         start: Index of the first element in the flattened parameter.
         tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
-        replica: Number of this copy, if other ranks have the same slice.
+        replica: Number of this copy among the ranks that have the same slice.
     """
 
     name: str
@@ -101,7 +101,7 @@ class FlatParameters:
 
     Args:
         named: The parameters, with their names. All have the same dtype, device and `requires_grad`.
-        comms: Communicators of the ranks that share them.
+        comms: Communicators of the ranks that share the parameters.
         padding: Number of elements after the last parameter.
         param_dtype: Dtype of the gathered parameters; their original dtype if None.
         reduce_dtype: Dtype in which gradients are averaged; the dtype of the gathered parameters if None.
@@ -375,11 +375,12 @@ class _Flight:
 class FlatGradient:
     """Gradient of flat parameters.
 
-    Gradients are taken one by one, reduced together, and committed once the backward pass has succeeded on all ranks.
+    Gradients are collected one by one, reduced together, and committed once the backward pass has succeeded on all
+    ranks.
 
     Args:
         layout: Positions of the parameters, and of the padding after them.
-        comms: Communicators of the ranks that share them.
+        comms: Communicators of the ranks that share the parameters.
         dtype: Dtype of the message.
         device: Device of the parameters.
 
@@ -484,13 +485,13 @@ class ParameterBucket:
     The parameters become views of one flat tensor, in contiguous order.
 
     Args:
-        indices: Numbers of the parameters.
+        indices: Indices of the parameters among all parameters.
         named: The parameters, with their names.
-        comms: Communicators of the ranks that share them.
+        comms: Communicators of the ranks that share the parameters.
         master_dtype: Dtype in which this rank updates its part; the parameters' dtype if None.
 
     Attributes:
-        indices: Numbers of the parameters.
+        indices: Indices of the parameters among all parameters.
         parameters: The parameters.
         pieces: This rank's slice of each parameter.
         gradient: Gradients, if they are sharded on arrival.

@@ -27,9 +27,9 @@ class ShardedModel:
     """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
 
     Each rank keeps an equal part of the parameters. The parameters of a unit, such as a transformer block, are gathered
-    before its forward and before its backward pass, and freed afterwards. Gradients are averaged, and each rank gets
-    the gradients of its part. You use the model as before, and its parameters remain the same objects. A freed
-    parameter keeps its shape, and raises `RuntimeError` if its elements or gradient are used.
+    before the unit's forward pass and before its backward pass, and freed afterwards. Gradients are averaged, and each
+    rank gets the gradients of its part. You use the model as before, and its parameters remain the same objects. A
+    freed parameter keeps its shape, and raises `RuntimeError` if its elements or gradient are used.
 
     Construction is collective, as are all methods except `optimizer`, `no_sync`, `state_dict` and `load_state_dict`.
     All ranks must run the same forward and backward passes in the same order. Freeze parameters before you shard the
@@ -60,25 +60,26 @@ class ShardedModel:
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
             parameter. From a forward or `backward()`: ranks run different units, or one rank has skipped a backward
             pass.
-        AbortedError: Another rank's forward or backward pass has raised. If several models share a backward pass, it
-            may have raised before reaching this model. All ranks drop the gradients of the step, including those of
-            earlier passes in the step; the next step is correct. A rank that had already finished its pass raises this
-            error once, from its next forward, `clip_grad_norm_()` or `step()`.
+        AbortedError: Another rank's forward or backward pass has raised. If several models share a backward pass, the
+            error may have occurred before the pass reached this model. All ranks drop the gradients of the step,
+            including those of earlier passes in the step; the next step is correct. A rank that had already finished
+            its pass raises this error once, from its next forward, `clip_grad_norm_()` or `step()`.
         RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
             `backward()`: parameters were modified since the forward, or a gradient is sparse.
 
-    A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. If it enters
-    through another tensor, it needs freed parameters, and autograd raises as if they had been modified in place. A
+    A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. A pass that
+    enters through another tensor needs freed parameters, and autograd raises as if they had been modified in place. A
     double backward raises in the same way. A forward or backward pass that raises frees all units and drops the
     gradients of the step.
 
     Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, with one message per
     unit and dtype, and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the previous
-    step's order) is gathered while a unit runs. Memory in elements on p ranks, without activations and the transport's
-    memory: N/p for the parts, and N/p for each optimizer state; in forward, r + u more; in backward, N/p for gradients,
-    and (2 - 1/p)(r + u) + 2w more. N is the number of elements of all parameters, r of the model's own unit, u of the
-    largest other unit, and w of the largest parameter. If `comm.overlaps`, add u in forward and 2u in backward. Source:
-    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+    step's order) is gathered while a unit runs. Memory on p ranks (in elements, without activations and transport
+    buffers) is N/p for the parts, and N/p for each optimizer state; in forward, r + u more; in backward, N/p for
+    gradients, and (2 - 1/p)(r + u) + 2w more. N is the number of elements of all parameters, r of the model's own unit,
+    u of the largest other unit, and w of the largest parameter. If `comm.overlaps`, add u in forward and 2u in
+    backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+    2020.
 
     Cost on a mesh of r x s ranks: as above with p = s, plus an all_reduce of a part's gradients (N/s elements) over
     `replicate`, for which each rank sends 2 (r-1)/r N/s elements. Apart from these gradients and the two bytes per
@@ -142,9 +143,9 @@ class ShardedModel:
         Args:
             optimizer_class: An optimizer class from torch, or a subclass of `torch.optim.Optimizer`, that updates each
                 element from that element's own values only.
-            params: Parameters of the model, or parameter groups, as for the class; all parameters if None.
+            params: Parameters of the model, or parameter groups, as for `optimizer_class`; all parameters if None.
             elementwise: Whether the class is known to be elementwise; if so, the trial run that checks this is skipped.
-            defaults: Options for the class.
+            defaults: Options for `optimizer_class`.
 
         Returns: An object of a class derived from `optimizer_class`. Its `state_dict` has the unsharded optimizer's
             layout, with `un.checkpoint.TensorShard`s as values.
@@ -299,8 +300,8 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the model, with this rank's part of each parameter as an `un.checkpoint.TensorShard`.
 
-        If all ranks pass this state to `un.checkpoint.save`, it is saved as a plain model's state. The shards share
-        memory with the model's parts, so loading into this state with `un.checkpoint.load` also loads the model.
+        If all ranks pass this state to `un.checkpoint.save`, the checkpoint contains a plain model's state. The shards
+        share memory with the model's parts, so loading into this state with `un.checkpoint.load` also loads the model.
         """
         state = self._model.state_dict(keep_vars=True)
         return {name: self._shard(entry) for name, entry in state.items()}

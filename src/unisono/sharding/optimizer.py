@@ -70,7 +70,7 @@ class ShardedOptimizer(Optimizer):
             whole grid. None: all ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
-            default the parameters' own dtype. Optimizer states have the same dtype as this copy.
+            default the parameters' own dtype. Optimizer states also have this dtype.
         bucket_cap_mb: With `shard_gradients`, maximum message size in MiB.
         elementwise: Whether the class is known to be elementwise. If False, trial steps on small matrices check whether
             it is.
@@ -536,7 +536,7 @@ class GradientSharder(PassOwner):
         self._syncing = self._early = True
         # Whether there were gradients from earlier passes when the current pass began.
         self._held = False
-        # Whether an earlier pass has failed; the failure in which other ranks dropped gradients that this rank still
+        # Whether an earlier pass has failed, and the failure to raise if other ranks dropped gradients that this rank
         # has.
         self._broken = False
         self._lost: CommError | None = None
@@ -594,8 +594,8 @@ class GradientSharder(PassOwner):
                 raise
             # The rank whose pass failed is lost, so it does not repeat the pass.
             raise error from lost
-        # `end` raises this error, and not before all models have new communicators, because other ranks create them as
-        # well.
+        # `end` raises this error after all models have new communicators, because other ranks take part in creating
+        # them.
         self._lost = error if self._held else None
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ class ForwardCall:
 
 
 class Unit:
-    """Parameters that are gathered together, and the modules that need them and are running.
+    """Parameters that are gathered together, and the running modules that need them.
 
     Args:
         plan: Name, modules and parameters of the unit.
@@ -71,7 +71,7 @@ class Unit:
         self.frees_after_gradients: bool = len(self.trained) == len(flats)
 
     def free(self) -> None:
-        """Release the memory of its parameters, unless one of its modules is running."""
+        """Release the memory of the unit's parameters, unless one of the unit's modules is running."""
         self.open.clear()
         if not self.running and not self.held:
             self.gathered = False
@@ -104,7 +104,7 @@ class Unit:
         return any(flat.is_seen_by(leaf) for leaf in found for flat in self.flats)
 
     def is_complete(self) -> bool:
-        """Return whether each trained parameter has received a gradient in the current pass that is not reduced yet."""
+        """Return whether each trained parameter has an unreduced gradient from the current pass."""
         for flat, gradient in self.trained:
             for index, parameter in enumerate(flat.parameters):
                 if parameter.requires_grad and index not in gradient.arrived:
@@ -273,7 +273,7 @@ class Runtime(PassOwner):
         self._watch = PassWatch("ShardedModel", comms)
         self._pass = BackwardTracker(self, [p for flat in self._flats for p in flat.parameters], self._watch)
         self._handles: list[Any] = []
-        self._version = 0  # incremented when the parameters change
+        self._version = 0  # Incremented when parameters change.
         # Number of running modules, and the exception that was being handled when the outermost module began.
         self._depth = 0
         self._outer: BaseException | None = None
@@ -600,7 +600,7 @@ class Runtime(PassOwner):
             self.changed()
 
     def remove(self) -> None:
-        """Remove all hooks, and make the parameters whole and plain. Collective."""
+        """Remove all hooks, and turn the parameters back into plain tensors with all elements. Collective."""
         self.check_idle("remove()")
         # The caller no longer needs gradients, so `_recover` must not raise if some were lost.
         self._change("step")

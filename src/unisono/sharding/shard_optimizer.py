@@ -147,7 +147,7 @@ def shard_optimizer(
         optimizer_class: An optimizer class from torch, or a subclass of `torch.optim.Optimizer`.
         groups: Parameter groups as for the class, with `ParameterPiece`s as "params".
         elementwise: Whether the class is known to be elementwise; if so, the trial run that checks this is skipped.
-        defaults: Options for the class.
+        defaults: Options for `optimizer_class`.
 
     Raises:
         ValueError: The class is not elementwise; see `check_elementwise`.
@@ -213,7 +213,7 @@ def check_elementwise(
         optimizer_class: The class to try.
         groups: Parameter groups with `ParameterPiece`s as "params". The trial uses their options, dtypes, devices and
             numbers of dimensions.
-        defaults: Options for the class.
+        defaults: Options for `optimizer_class`.
 
     Returns: Names of states that do not belong to single elements of a parameter, and are equal on all ranks.
 
@@ -403,7 +403,7 @@ def _slice(value: torch.Tensor, rank: int | None) -> torch.Tensor:
 
 
 def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
-    """Raise `_RefusedError` unless all ranks' states and options match the whole; return names of shared states."""
+    """Raise `_RefusedError` unless slices and whole have matching states and options; return shared states' names."""
     trees = [dict(_leaves(optimizer.state_dict())) for optimizer, _ in (whole, *ranks)]
     shared = set[str]()
     elements = set[str]()

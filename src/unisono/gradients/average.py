@@ -30,7 +30,7 @@ _compared: WeakKeyDictionary[Communicator, dict[object, int]] = WeakKeyDictionar
 def average_gradients(
     model: torch.nn.Module | Iterable[torch.Tensor], comm: Communicator, *, bucket_cap_mb: float = 25
 ) -> None:
-    """Replace each gradient with its mean over all ranks. Call it between `backward()` and `step()`.
+    """Replace each gradient with its mean over all ranks. Call this between `backward()` and `step()`.
 
     Collective. Works in place on `p.grad`. A parameter without a gradient contributes zeros, so ranks that skipped a
     branch stay consistent with ranks that took it. If no rank has a gradient, `p.grad` remains None, and the optimizer
@@ -78,7 +78,7 @@ def average_gradients(
 def broadcast_parameters(
     model: torch.nn.Module | Iterable[torch.Tensor], comm: Communicator, src: int = 0, *, bucket_cap_mb: float = 25
 ) -> None:
-    """Make every rank's parameters and buffers equal to rank `src`'s. Call it once, before training.
+    """Make every rank's parameters and buffers equal to rank `src`'s. Call this once, before training.
 
     Collective. Works in place, and includes a module's buffers. Different parameters may be frozen on different ranks.
 

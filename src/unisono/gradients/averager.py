@@ -56,8 +56,8 @@ class GradientAverager:
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings. From `backward()`, on every rank: a rank lacks a
             gradient that other ranks have, and `find_unused_parameters` is False.
-        AbortedError: From `backward()`: another rank's backward pass failed half-way, or that rank's model changed; or
-            ranks ran the backward passes of several averagers in different orders (detected within a second).
+        AbortedError: From `backward()`: another rank's backward pass failed half-way, or another rank's model changed;
+            or ranks ran the backward passes of several averagers in different orders (detected within a second).
         RuntimeError: From the forward pass, `backward()` or `check()`: a parameter was replaced, swapped or added after
             construction.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not take part in a reduction; the error names the

@@ -85,9 +85,9 @@ class Exchange:
     =========  =======  ========  =======  ======
 
     arrive: The thread that owns the fragments finds that the exchange has finished. load: The model has loaded new
-    values for a parameter of the fragment. This does not affect a finished exchange. apply: The result is about to step
-    the anchor or to be copied to the parameters. fail: The thread that owns the fragments finds that the exchange has
-    raised an error.
+    values for a parameter of the fragment. This event does not affect a finished exchange. apply: The result is about
+    to step the anchor or to be copied to the parameters. fail: The thread that owns the fragments finds that the
+    exchange has raised an error.
 
     Only the thread that owns the fragments (see `Turns`) changes the phase. The thread that reduces writes `tensors`
     and `share`, and then completes `done`.

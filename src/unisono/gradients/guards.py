@@ -79,7 +79,7 @@ class NanGuard:
             hook.remove()
         named = named_tensors(self._model)
         self._hooks = [hook_gradient(parameter, partial(self._look, name)) for name, parameter in named]
-        # Identify parameters by their implementation: hooks belong to it, and it may be swapped.
+        # Identify parameters by their C++ implementation, to which hooks belong, because a parameter may be swapped.
         self._hooked = {parameter._cdata for _, parameter in named}
         self._members = ModelMembers(self._model, named)
 

@@ -32,9 +32,10 @@ _version = attrgetter("_version")
 class ParameterRegistry:
     """The parameters of one averager.
 
-    A hook belongs to a tensor's implementation, not to its name in the model. So a parameter that was replaced, swapped
-    or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are compared
-    with the registered ones: before each forward of the model or of a submodule called separately, and in `problem`.
+    A hook belongs to a tensor's C++ implementation, not to its name in the model. So a parameter that was replaced,
+    swapped or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are
+    compared with the registered ones: before each forward of the model or of a submodule called separately, and in
+    `problem`.
 
     Args:
         model: The module; None for parameters without a module.

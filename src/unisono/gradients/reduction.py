@@ -25,10 +25,10 @@ __all__ = ["Reduction"]
 class Reduction:
     """Reduction of all buckets in one step: a bucket starts once it and all earlier buckets are full.
 
-    The last bucket starts at the end of the backward pass, when the flags to send are known. If reductions would block
-    the calling thread, all buckets start at the end of the pass, and the sum is divided, which is more accurate and
-    touches less memory. If the backend makes progress in the background, contributions are divided while they are
-    copied into the bucket.
+    The last bucket starts at the end of the backward pass, when the flags to send are known. If the calling thread
+    would have to run the reductions itself, all buckets start at the end of the pass, and the sum is divided, which is
+    more accurate and touches less memory. If the backend makes progress in the background, contributions are divided
+    while they are copied into the bucket.
 
     This object is dropped when the step has ended, or when the pass after a failed pass begins. Passes in `no_sync`
     belong to the step of the next pass outside it.
@@ -58,7 +58,7 @@ class Reduction:
         self.uneven: bool = False
 
     def extend(self) -> None:
-        """Add contents for new buckets."""
+        """Append a `BucketContents` for each new bucket."""
         self.contents += map(BucketContents, self._buckets.ordered[len(self.contents) :])
 
     def taken(self) -> set[int]:

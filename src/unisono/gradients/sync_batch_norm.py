@@ -123,9 +123,9 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
     """Replace every BatchNorm layer of a module with a `SyncBatchNorm`, in place. Collective.
 
-    The layers keep their parameters and buffers (the same tensors, so optimizers remain valid), hooks, mode and names;
-    the state dict remains the same. All layers share one duplicate of `comm`. If `module` was unpickled, a
-    `SyncBatchNorm` in it also gets this communicator.
+    The new layers keep the old layers' parameters and buffers (the same tensors, so optimizers remain valid), hooks,
+    mode and names; the state dict remains the same. All layers share one duplicate of `comm`. If `module` was
+    unpickled, a `SyncBatchNorm` in it also gets this communicator.
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.

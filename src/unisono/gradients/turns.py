@@ -137,8 +137,8 @@ class Turns(Exchanges):
             while not interval.is_over:
                 fragment = self._in_turn
                 self.apply(fragment, tensors)
-                # Contribute before the turn is due, because this rank has nothing else to do. Its worker waits for the
-                # other ranks.
+                # Contribute before the turn is due, because this rank has nothing else to do. This rank's worker then
+                # waits for the other ranks.
                 self._contribute(interval, fragment, 0, None, tensors, leaving=True)
                 self.apply(fragment, tensors)
             self._interval = None

@@ -259,7 +259,7 @@ class FlatParameters:
         self.free()
 
     def restore(self) -> None:
-        """Make the parameters plain again, with their original strides. Collective."""
+        """Turn the parameters back into ordinary parameters, with their original strides. Collective."""
         self.show_whole()
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)

@@ -287,7 +287,7 @@ class ShardedModel:
         self._comms.abort_all(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and make the model plain and whole again. Collective. Gradients are dropped.
+        """Remove the hooks, and give every rank the whole, unsharded model again. Collective. Gradients are dropped.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.

@@ -160,7 +160,7 @@ class _GatherOrder:
     """
 
     def __init__(self) -> None:
-        # Maps (in backward?, unit) to the unit gathered after it.
+        # Maps (whether in backward, unit) to the unit that was gathered after it.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
         # The last unit gathered in this forward pass, and in the previous forward pass.
@@ -366,7 +366,7 @@ class Runtime(PassOwner):
                 unit.free()
 
     def _arrive(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
-        """Take the gradient that was added to p.grad."""
+        """Move the gradient that was added to p.grad to the unit's flat gradient."""
         self._pass.enter(current_pass())
         grad = parameter.grad
         parameter.grad = None

@@ -43,7 +43,7 @@ _Options = Mapping[str, Any]
 
 
 SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of torch's optimizers with one number per parameter, which for a 0-d parameter their shape does not show."""
+"""States that torch's optimizers keep once per parameter. Shapes do not reveal them if the parameter is 0-d."""
 
 
 class ShardOptimizer(Optimizer):
@@ -239,7 +239,7 @@ def check_elementwise(
         except _RefusedError as refused:
             raise ValueError(f"{name} {refused}, so its states cannot be sharded. {advice}") from None
         except Exception as error:
-            # The user's class may raise anything.
+            # Catch everything, because the user's class may raise any exception.
             failed = error
     raise ValueError(f"{name} failed in a trial step: {failed}. {advice}") from failed
 

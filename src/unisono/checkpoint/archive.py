@@ -24,17 +24,17 @@ __all__ = ["Archive", "open_archive"]
 class Archive(Mapping[str, torch.Tensor], Closing):
     """Mapping of names to tensors, each read and checked on first access.
 
-    On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied, and
-    writes to it remain in this process. A tensor remains valid as long as it exists, even after `close`.
+    On a local file system, a tensor stored contiguously is a private (copy-on-write) mapping of the file: nothing is
+    copied, and writes to the tensor do not reach the file. Tensors remain valid after `close`.
 
     Access raises `KeyError` for an unknown name and `CorruptError` for a damaged tensor.
 
     Args:
-        storage: The checkpoint's directory; `open_archive` accepts a path as well.
+        storage: Storage of the checkpoint's directory.
         map_location, check: As for `open_archive`.
 
     Attributes:
-        manifest: All metadata: dtypes and shapes (`manifest.tensors`), the writer.
+        manifest: The checkpoint's metadata, such as dtypes and shapes (`manifest.tensors`).
 
     Example:
         >>> import tempfile
@@ -93,16 +93,16 @@ class Archive(Mapping[str, torch.Tensor], Closing):
         return flat.view(entry.dtype).view(entry.shape)
 
     def state(self, rank: int = 0) -> Any:
-        """Return the whole state as a rank saved it, as plain values: dicts instead of objects.
+        """Return the whole state that a rank saved as plain values, with dicts in place of objects.
 
         Args:
-            rank: Rank whose per-rank values are returned, below `manifest.ranks`.
+            rank: Rank whose per-rank values are returned; less than `manifest.ranks`.
 
         Raises:
             CorruptError: A tensor is damaged.
-            ValueError: There was no such rank when the checkpoint was saved.
+            ValueError: The checkpoint was saved by fewer ranks.
 
-        Cost: a pass over all tensors of the state.
+        Cost: reads all tensors of the state once.
 
         Example:
             >>> import tempfile
@@ -150,7 +150,7 @@ def open_archive(
     Raises:
         NoCheckpointError, CorruptError, FormatError, StorageError: As `load`.
 
-    Cost: reads the manifest; later, one pass over each accessed tensor's bytes to check them.
+    Cost: reads the manifest. Each access to a tensor then reads that tensor's bytes once to check them.
 
     Example:
         >>> import tempfile

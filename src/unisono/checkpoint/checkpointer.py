@@ -30,15 +30,17 @@ _log = logging.getLogger("unisono.checkpoint")
 class Checkpointer:
     """Manager of a run's checkpoints: saves every n-th step into its own directory, and keeps the newest few.
 
-    An old checkpoint is removed only after a newer one is published on all ranks. Its manifest is removed first, so
-    that its remains after a crash are never mistaken for a checkpoint. The one saved last counts as the newest,
-    whatever the clock says.
+    An old checkpoint is removed only after a newer one is published on all ranks. The manifest is removed first, so
+    that files left behind by a crash are never mistaken for a checkpoint. The checkpoint saved last counts as the
+    newest, even if the clock was set back.
 
     Args:
-        directory: Directory for the checkpoints of one run, such as "runs/7"; they are named "step-0000000100".
-        comm: The ranks that save together, also after `comm.rebuild`; None for this process alone.
+        directory: Directory for the checkpoints of one run, such as "runs/7"; each checkpoint is a subdirectory named
+            like "step-0000000100".
+        comm: Communicator of the ranks that save together, which may be rebuilt (`comm.rebuild`); None for this process
+            alone.
         keep: Number of complete checkpoints to keep; at least 1.
-        every: `step` saves when the number of steps is divisible by it.
+        every: Interval between saves: `step` saves when `every` divides the step's number.
         background: Whether to save as `async_save` does. If a save fails, the next save or `wait` raises its error.
         save_on_stop: Whether `close` saves the state of the last `step` if all ranks stop at the same step (`un.stop`).
 
@@ -80,7 +82,7 @@ class Checkpointer:
         self._unsaved: tuple[int, Any] | None = None
         self._stepped = False
         self._is_inside = False
-        # Number of step boundaries of the communicator at the last save.
+        # Number of step boundaries that the communicator had passed at the last save.
         self._passed = 0
         self._saved = False
         # Names of checkpoints that this object has saved or found.
@@ -112,7 +114,7 @@ class Checkpointer:
     def save(self, step: int, state: Any) -> None:
         """Save now. Collective.
 
-        With `background`, waits for the previous save, and returns when this rank's share is copied.
+        With `background`, waits for the previous save, and returns once this rank's share has been copied.
 
         Args:
             step: Number of the step, the same on all ranks; replaces an earlier checkpoint of this step.
@@ -120,8 +122,9 @@ class Checkpointer:
 
         Raises:
             ValueError: `step` is negative, or has more than 10 digits.
-            CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`; with `background`, the errors of the
-                previous save; also if another `Checkpointer` has saved to the directory since this one did.
+            CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`. With `background`, also raised if the
+                previous save failed. `CheckpointError` is also raised if another `Checkpointer` has saved to the
+                directory in the meantime.
         """
         step = index(step)
         if not 0 <= step < 10**10:
@@ -153,7 +156,7 @@ class Checkpointer:
                 self._rotate(storage.name)
                 self._note_saved()
         except MismatchError as error:
-            if error.operation != "save":  # Other ranks made a different call.
+            if error.operation != "save":  # Other ranks called a different collective.
                 error.add_note(SAVE_TOGETHER)
             raise
 
@@ -161,7 +164,7 @@ class Checkpointer:
         """Load the newest complete checkpoint, or the checkpoint of a given step, in place. Collective.
 
         Args:
-            state: As for `un.checkpoint.load`, but a dict, list or object, since only these are updated in place.
+            state: As for `un.checkpoint.load`, but must be a dict, list or object: only these can be updated in place.
             step: Number of the step; None for the newest complete checkpoint.
             map_location: As for `un.checkpoint.load`.
 
@@ -169,8 +172,8 @@ class Checkpointer:
             The number of the step that was loaded. None, with an unchanged state, if there is no checkpoint yet.
 
         Raises:
-            CheckpointError: As `un.checkpoint.load`; also the error of a save that was in progress. A damaged
-                checkpoint is not skipped silently; the message names a good one.
+            CheckpointError: As `un.checkpoint.load`; also raised if a save in progress fails. A damaged checkpoint is
+                not skipped silently; the message names an intact checkpoint.
         """
         self.wait()
         if step is not None:
@@ -191,7 +194,7 @@ class Checkpointer:
 
     def _load(self, step: int, state: Any, map_location: MapLocation) -> None:
         load(self._storage.child(f"{_PREFIX}{step:010d}"), state, self._comm, map_location=map_location)
-        # Nothing is left to save if training stops before the next step.
+        # If training stops before the next step, the loaded checkpoint is still current, so nothing needs to be saved.
         self._count_boundaries()
         self._note_saved()
 
@@ -230,8 +233,8 @@ class Checkpointer:
             self.save(*self._unsaved)
         self.wait()
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
-            # The last `step` call was the last step: boundaries between epochs, or before an evaluation, do not belong
-            # to a step.
+            # No training step has followed the last `step` call: boundaries between epochs, or before an evaluation,
+            # may have been passed since then, but do not count as training steps.
             boundaries.saved_at = boundaries.passed
         if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(
@@ -276,13 +279,14 @@ class Checkpointer:
         return max((created_ns for _, created_ns in found), default=0)
 
     def _complete(self) -> list[Storage]:
-        """Newest first."""
+        """Return our complete checkpoints, newest first."""
         return [storage for storage, _ in complete(self._storage) if _is_ours(storage.name)]
 
     def _rotate(self, saved: str) -> None:
-        """Remove old checkpoints and remains of crashes, on rank 0.
+        """Remove old checkpoints and leftovers of crashed saves, on rank 0.
 
-        Keeps the checkpoint just saved, even if an earlier one seems newer because its host's clock was ahead.
+        Keeps the checkpoint just saved, even if an earlier checkpoint seems newer because the clock of its host was
+        ahead.
         """
         scope = CollectiveScope(self._comm, "rotation", self._storage.where)
         if scope.rank == 0:

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: in each step, either all succeed or none, and background saves take turns."""
+"""Coordinates ranks that save or load together: phases succeed on all ranks or on none; background saves queue up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PLAIN: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 
 class CollectiveScope:
-    """The ranks that save or load together; without a communicator, only this one.
+    """The ranks that save or load together; only this process if there is no communicator.
 
     Args:
         comm: Their communicator, or None.
@@ -59,7 +59,7 @@ class CollectiveScope:
         self.size: int = 1 if comm is None else comm.size
 
     def measured(self, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns, as `ControlPlane.measured`."""
+        """Return the result of `make`; a replay returns the recorded result instead (see `ControlPlane.measured`)."""
         return make() if self.comm is None else self.comm._engine.measured(f"a step of a {self._operation}", make)
 
     def all_or_none(self, step: Callable[[], Any], *, stores: bool = False) -> list[Any]:
@@ -67,11 +67,11 @@ class CollectiveScope:
 
         Args:
             step: Function to run.
-            stores: Whether it writes to or lists the storage, which a replay must not repeat.
+            stores: Whether `step` writes to or lists the storage; a replay must not repeat such a step.
 
         Raises:
-            CheckpointError, MismatchError, TypeError, ValueError: `step` raised on some rank. Raised on every rank;
-                names the first such rank.
+            CheckpointError, MismatchError, TypeError, ValueError: `step` raised on some rank. Every rank raises an
+                error that names the first such rank.
         """
         failed: Exception | None = None
 
@@ -112,8 +112,9 @@ class CollectiveScope:
 
         Args:
             digests: Each rank's digest, already exchanged.
-            describe: Function that returns names with digests or values, which are exchanged to find the difference.
-            advice: How to resolve it.
+            describe: Function that returns a dict from names to digests or values; ranks exchange these dicts to find
+                the difference.
+            advice: How to resolve the difference, for the message.
         """
         if self.comm is None or len(set(digests)) == 1:
             return
@@ -144,7 +145,7 @@ class CollectiveScope:
         return kind(report["said"], **known)
 
     def _own(self, error: Exception) -> Exception:
-        """This rank's error, as one of the package's error classes."""
+        """Convert this rank's error to one of the package's error classes."""
         known: dict[str, Any] = {} if self.comm is None else {"rank": self.rank, "size": self.size}
         known["operation"] = self._operation
         if isinstance(error, CommError):
@@ -168,13 +169,13 @@ def _reason(error: OSError) -> str:
 
 
 def _with_values(values: Sequence[Any]) -> str | None:
-    """Return the text of `odd_ranks` with the values."""
+    """Return the text of `odd_ranks`, followed by the ranks' values."""
     odd = odd_ranks(values)
     listed = [f"{str(value)[:50]} on {ranks_text(ranks)}" for value, ranks in list(sides_of(values).items())[:3]]
     return odd and f"{odd} ({'; '.join(listed)})"
 
 
-# Saves in progress, and failed ones whose error no caller has seen yet.
+# Saves in progress, and failed saves whose error no caller has seen yet.
 _open: set[SaveHandle] = set()
 
 
@@ -213,7 +214,7 @@ class SaveHandle:
             self._error = error
             _log.error("saving %s failed: %s", self.path, error)
         finally:
-            # Frees the copy of the state.
+            # Free the copy of the state, which `_work` refers to.
             self._work = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -240,7 +241,7 @@ class SaveHandle:
         return self._error
 
     def _unseen(self) -> BaseException | None:
-        """Wait, and return the error if no caller has seen it; None for one caused by a lost rank or `abort`."""
+        """Wait, and return the error if no caller has seen it; None if a lost rank or `abort` caused the error."""
         error = self._join()
         is_seen = self not in _open
         _open.discard(self)
@@ -281,19 +282,19 @@ class SaveQueue:
         comm.before_close(self.finish)
 
     def finish(self) -> None:
-        """Wait for the last save before the communicator closes, and raise its error."""
+        """Wait for the last save before the communicator closes; raise the save's error if no caller has seen it."""
         if self.last is not None and (error := self.last._unseen()) is not None:
             raise error
 
 
-# Kept here by communicator, because its class knows nothing of checkpoints.
+# A mapping instead of an attribute, because the class `Communicator` must not depend on checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# Saves of this process alone, by path: the next save to a path waits for the previous one.
+# Saves without a communicator, by path: the next save to a path waits for the previous one.
 _alone: dict[str, SaveHandle] = {}
 
 
 def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
-    """Wait for the save in progress on this communicator or to this path, and raise its error if still unseen."""
+    """Wait for the save in progress on `comm`, or to `path` if there is none; raise its error if still unseen."""
     queue = _queues.get(comm) if comm is not None else None
     earlier = queue.last if queue is not None else _alone.get(path) if comm is None else None
     if earlier is None:
@@ -307,18 +308,18 @@ def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True)
 
 @atexit.register
 def raise_failed() -> None:
-    """Wait for all saves of this process, and raise an error that no caller has seen. At exit it is printed."""
+    """Wait for all saves of this process; raise the first unseen error. At exit, Python prints this error."""
     for saving in [*_open]:
         if (error := saving._unseen()) is not None:
             raise error
 
 
-# Launchers call it when a rank's program has returned, before they report success.
+# Launchers call this function when a rank's program has returned, before they report success.
 BACKGROUND_SAVES.append(raise_failed)
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
-    """Start `work` in a thread, with its own communicator. The first call for a communicator is collective."""
+    """Start `work` in a thread, with a duplicate of `comm`. The first call for a communicator is collective."""
     if comm is None:
         for done in [known for known, earlier in _alone.items() if earlier.done()]:
             del _alone[done]

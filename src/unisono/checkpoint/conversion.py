@@ -16,11 +16,11 @@ __all__ = ["convert", "differences", "read_any"]
 
 
 def read_any(path: str | Path, *, trusted: bool = False) -> Any:
-    """Return the state at a path in any known format: plain values, and tensors on the CPU.
+    """Return the state stored at a path in any known format, as plain values and CPU tensors.
 
     Args:
         path: A checkpoint of this library, a file written by `torch.save` or safetensors, or a DCP directory.
-        trusted: Whether pickles in it may run code. Set it only for files that you would also run as a program.
+        trusted: Whether pickles in the file may run code. Set this only for files that you would run as a program.
 
     Raises:
         NoCheckpointError: Nothing exists at that path.
@@ -43,13 +43,13 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
 
 
 def convert(source: str | Path, target: str | Path, *, to: str | None = None, trusted: bool = False) -> None:
-    """Read a checkpoint in any known format, and write it in another one.
+    """Read a checkpoint in any known format, and write it in another format.
 
     Args:
         source: As for `read_any`.
-        target: Path to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`: the tensors only; `.dcp`: a DCP
-            directory; anything else: as `save`.
-        to: The format, if the target's name does not imply it: "unisono", "torch", "safetensors", "dcp".
+        target: Path to write. Its suffix selects the format: `.pt`, `.pth` or `.bin` as `torch.save`; `.safetensors`
+            for the tensors only; `.dcp` for a DCP directory; anything else as `save`.
+        to: Format to write, if the target's suffix does not select it: "unisono", "torch", "safetensors", "dcp".
         trusted: As for `read_any`.
 
     Raises:
@@ -57,7 +57,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         FormatError: `source` is in no known format, or the target's format cannot hold its tensors.
         CorruptError, OSError: `source` is damaged, or cannot be read.
         ValueError: `to` is not a known format.
-        UnavailableError: One of the two is a safetensors file, and that package is not installed.
+        UnavailableError: `source` or `target` is a safetensors file, and the safetensors package is not installed.
         pickle.UnpicklingError: `source` contains objects of classes other than torch's, and `trusted` is false.
 
     Example:

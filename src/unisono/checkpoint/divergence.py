@@ -1,4 +1,4 @@
-"""Detects ranks whose states differ in any bit, reading each state once, and makes them equal."""
+"""Detects ranks whose states differ in any bit, and makes the states equal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["assert_in_sync", "sync"]
 
 
 def assert_in_sync(state: Any, comm: Communicator) -> None:
-    """Raise on every rank unless all hold the same state, bit for bit. Collective.
+    """Raise on every rank unless all ranks have the same state, bit for bit. Collective.
 
     NaNs with the same bits are equal; 0.0 and -0.0 are not.
 
     Args:
-        state: As for `save`: a module with its buffers, a list of tensors, a dict of these and of optimizers. `PerRank`
-            values, and values that are always per rank, may differ, as may the elements of `TensorShard`s.
+        state: As for `save`: for example a module (with its buffers), a list of tensors, or a dict of modules and
+            optimizers. Per-rank values (see `PerRank`) and the elements of `TensorShard`s may differ.
         comm: The ranks to compare.
 
     Raises:
@@ -37,7 +37,7 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
         TypeError: A value in some rank's state cannot be compared.
 
     Cost: reads the state once, on its device (about 1 ns per 4 bytes on one core), and gathers 72 bytes per rank. A
-    single changed element is always detected; changes of several cancel out with probability 2**-32.
+    single changed element is always detected; changes to several elements cancel out with probability 2**-32.
 
     Example:
         >>> def program(comm):
@@ -61,27 +61,29 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     captured, snapshot = made[0]
     scope.compare(digests, snapshot.describe, advice)
     whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
-    # By name: dicts may have been filled in a different order on different ranks.
+    # Sort by name: ranks may have filled their dicts in different orders.
     assert_equal_tensors(sorted(whole.items()), comm, "the state differs between ranks", advice)
 
 
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """Make every rank's state that of rank `src`, in place, and return it. Collective.
 
-    Intended for ranks that have joined later or diverged. Samplers receive `src`'s state; random generators and
-    `PerRank` values remain unchanged on each rank.
+    Use it for ranks that have joined late or diverged. Samplers receive `src`'s state; random generators and `PerRank`
+    values remain unchanged on each rank.
 
     Args:
-        state: As for `save`, with the same structure on every rank, except that an optimizer need not have stepped yet.
+        state: As for `save`, with the same structure on every rank; an optimizer that has not stepped yet is also
+            accepted.
         comm: The ranks to make equal.
         src: The rank to copy from.
 
     Returns:
-        `state` itself if it is a dict, list, tensor or object; else, on the other ranks, a new value.
+        `state` itself if it is a dict, list, tensor or object; otherwise, ranks other than `src` get a new value.
 
     Raises:
-        StateError: As `load`, on every rank: some rank's state belongs to a different model, or an object rejects it.
-        TypeError: As `save`; or the state contains a `TensorShard`.
+        StateError: Some rank's state belongs to a different model, or an object rejects its new state. Raised on every
+            rank.
+        TypeError: A value cannot be saved, or the state contains a `TensorShard`.
         ValueError: `src` is not a rank of `comm`.
 
     Cost: one broadcast of the state's bytes in messages of up to 4 MiB.
@@ -150,7 +152,7 @@ _Run = list[tuple[str, int, int]]
 
 
 def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
-    """Bytes of tensors to send in one message: small tensors together, large ones in parts."""
+    """Yield the byte ranges to send in each message: small tensors are combined, and large tensors are split."""
     run: _Run = []
     filled = 0
     for name, entry in entries.items():

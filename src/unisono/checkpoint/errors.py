@@ -1,4 +1,4 @@
-"""Checkpoint errors, which name the fault, its location, and the last good checkpoint to load instead."""
+"""Checkpoint errors. Messages name the fault, its location, and the last good checkpoint to load instead."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAMED = 6
 
 
 class CheckpointError(CommError):
-    """Base class of checkpoint errors. Raised on every rank; leaves the communicator usable.
+    """Base class of checkpoint errors. They are raised on every rank, and the communicator remains usable.
 
     Attributes:
         path: Path of the checkpoint.
         tensors: Names of the affected tensors, as far as known.
 
     Args:
-        message: The fault, as a clause.
+        message: Description of the fault, as a clause.
         path, tensors: The attributes.
         known: Fields of `CommError`: `rank`, `size`, `operation`, ...
 
@@ -54,7 +54,7 @@ class CheckpointError(CommError):
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """Nothing exists at that path, or only a save that never finished.
+    """There is no checkpoint at the path, or only an unfinished save.
 
     Example:
         >>> try:
@@ -66,7 +66,7 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class CorruptError(CheckpointError):
-    """Some bytes differ from those saved: a flipped bit, half a file, files from two saves.
+    """The checkpoint is damaged, for example by a flipped bit, truncation, or mixing the files of two saves.
 
     Example:
         >>> import pathlib, tempfile
@@ -120,7 +120,7 @@ class StorageError(CheckpointError, OSError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: all if there are few, otherwise the first ones.
+    """Format names for a message: all names if there are few, otherwise the first ones.
 
     Example:
         >>> listed(["a", "b"])

@@ -1,6 +1,6 @@
-"""Storage through fsspec: object stores, archives on other hosts, memory. Needs `pip install fsspec`.
+"""Storage through fsspec: object stores, remote file systems, memory. Needs `pip install fsspec`.
 
-Durability and atomicity depend on the storage: object stores put an object completely or not at all.
+Durability and atomicity depend on the backend; object stores write an object completely or not at all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class FsspecStorage:
         self._fs.pipe_file(self._path(name), data)
 
     def lock(self, name: str, data: bytes) -> bool:
-        # Without a conditional put, the later of two concurrent writers wins.
+        # fsspec has no conditional put. Of two concurrent writers, the later one wins; the other reads back different
+        # data.
         path = self._path(name)
         if self._fs.exists(path):
             return False
@@ -86,7 +87,7 @@ class FsspecStorage:
 
 
 class FsspecSink:
-    """A `Sink`: uploaded in parts as it is written."""
+    """A `Sink` that uploads the file in parts as it is written."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._file = fs.open(path, "wb")
@@ -99,12 +100,12 @@ class FsspecSink:
 
     def abandon(self) -> None:
         discard = getattr(self._file, "discard", self._file.close)
-        with suppress(Exception):  # report the failure that led here instead
+        with suppress(Exception):  # the caller raises the original failure instead
             discard()
 
 
 class FsspecSource:
-    """A `Source`: each view is a separate download."""
+    """A `Source` that downloads the bytes of each view separately."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs

@@ -1,4 +1,4 @@
-"""Loads a checkpoint on all ranks together: checks that it fits and is complete, and only then overwrites the state."""
+"""Loads a checkpoint on all ranks: checks that it is complete and fits the state, and only then changes the state."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ __all__ = [
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 _ATTEMPTS = 20
-"""Number of tries while another process replaces the files: a writer may save every millisecond."""
+"""Number of attempts while another process replaces the files: a writer may save every millisecond."""
 _SMALL = HELD
-"""Most bytes a rank for which everything is checked before anything is changed."""
+"""If a rank reads at most this many bytes, all of them are checked before anything is changed."""
 
 
 def load(
@@ -68,26 +68,27 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. More or fewer ranks may load than saved. Nothing is changed until it is known that the state fits, that
-    all files exist, and that objects of up to 64 MiB accept their states. Optimizer states are assigned to the
-    parameters with the same names. Modules that adapt what they load do so as in torch.
+    Collective. The number of ranks may differ from the save. Nothing is changed before these checks have passed: the
+    checkpoint fits the state, all files exist, and objects of up to 64 MiB accept their states. Optimizer states are
+    assigned to the parameters with the same names. Custom loading logic in modules, such as `load_state_dict` hooks,
+    runs as in torch.
 
     Each host reads every byte from the disk once: each rank reads a share, and copies the other shares from the page
     cache. For storage without a page cache, such as `s3://...`, the ranks broadcast their shares.
 
     Args:
         path: As passed to `save`.
-        state: State with the structure that was saved; entries missing from a dict are not read. Tensors, modules and
-            objects are updated in place; numbers and strings are replaced in their dict or list. None creates
-            everything: tensors, and dicts in place of objects. For a `TensorShard`, only its elements are read, in
-            blocks of 4 MiB.
+        state: State to fill, with the structure that was saved; saved dict entries that the state lacks are not read.
+            Tensors, modules and objects are updated in place; numbers and strings are replaced in their dict or list.
+            If None, everything is created, with dicts in place of objects. For a `TensorShard`, only the blocks of 4
+            MiB that contain its elements are read.
         comm: The ranks that load together; None for this process alone.
         map_location: Device for created tensors: a device, a dict from saved devices to others, or a function, as for
             `torch.load`, except that None means the CPU. Existing tensors remain on their device.
-        strict: Whether it is an error if only one of module and checkpoint has a name.
-        check: Whether to compare all bytes with their digests as they are read. "first" does so in a separate pass,
-            before anything is changed, as does True if a rank has at most 4 MiB to read. If a larger checkpoint is
-            damaged, some tensors of the state are already overwritten when the error is raised, and the message says
+        strict: Whether a name that exists only in the module or only in the checkpoint is an error.
+        check: Whether to compare all bytes with their digests as they are read. "first" compares them in a separate
+            pass before anything is changed. True also does this if a rank reads at most 4 MiB. If a larger checkpoint
+            is damaged, some tensors of the state are already overwritten when the error is raised, and the message says
             so.
         timeout: As for `save`.
         progress: Called with the number of bytes loaded and the total.
@@ -97,15 +98,17 @@ def load(
 
     Raises:
         NoCheckpointError: No checkpoint exists, or only an unfinished one.
-        CorruptError: It is damaged; the error names the tensors, and the last good checkpoint beside it.
-        FormatError: It was written by a newer version.
-        StateError: It belongs to a different model: names are missing or unexpected, shapes differ, or a dtype would
-            change values; or an object rejects its state. The message says what was changed, if anything.
-        StorageError: It cannot be read.
+        CorruptError: The checkpoint is damaged; the error names the tensors, and the last good checkpoint in the parent
+            directory.
+        FormatError: The checkpoint was written by a newer version.
+        StateError: The checkpoint belongs to a different model (names are missing or unexpected, shapes differ, or
+            converting the dtype would change values), or an object rejects its state. The message states whether
+            anything was changed.
+        StorageError: The storage cannot be read.
         TypeError, ValueError: `map_location` is not as described.
 
     If the number of ranks is unchanged, rank r loads the per-rank values of rank r. Otherwise, after a save by p ranks,
-    it loads those of rank r mod p, but random generators from rank p on remain unchanged (see `PerRank`).
+    rank r loads the values of rank r mod p; random generators on ranks p and above remain unchanged (see `PerRank`).
 
     Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB per rank; each rank copies each
     byte once, straight into its tensor, and hashes it there.
@@ -170,7 +173,7 @@ def _manifest(storage: Storage, scope: CollectiveScope) -> Manifest:
 
 @dataclass
 class _Pass:
-    """Tensors that are read together: windows to read for all ranks of this host, and for this rank only."""
+    """Tensors read in one pass: the windows that the host's ranks share, and the windows for this rank only."""
 
     wanted: Wanted
     shares: list[list[ReadWindow]]
@@ -206,13 +209,13 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
         on_bytes = _progress(options, early.nbytes + late.nbytes)
         passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
-            # Creating tensors may fail on one rank for lack of memory or a device.
+            # Creating tensors may fail on one rank, if memory is short or the device is missing.
             loaders: list[TensorLoader] = []
 
             def prepare() -> Any:
                 checked = [_check_files(files, one.shares, rank, one.alone, options) for one in passes]
                 loaders.extend(TensorLoader(files, restoration, one.wanted, host, options, on_bytes) for one in passes)
-                # Depends on this host; a replay may run on another.
+                # The result depends on this host, and a replay may run on a different host.
                 return scope.measured(lambda: checked)
 
             everyone = scope.all_or_none(prepare)
@@ -237,7 +240,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
 
 
 def _pass(manifest: Manifest, restoration: Restorer, wanted: Wanted, names: Set[str], size: int) -> _Pass:
-    """`names`: names of the tensors that any rank needs, and of those that this rank needs."""
+    """Plan one pass. `names` has the names of all tensors that any rank needs."""
     shared = [name for name in manifest.tensors if name in names and not name.startswith("@")]
     own = [name for name in wanted.needed if name.startswith("@")]
     ranges = _ranges(restoration, wanted, {*shared, *own})
@@ -267,7 +270,7 @@ def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRange
 
 
 def ranks_of_host(comm: Communicator | None) -> Communicator | None:
-    """The ranks on this host, which share what they read; None if this is the only one."""
+    """Return a communicator of this host's ranks, which share the bytes that they read; None if this rank is alone."""
     if comm is None or comm.size == 1:
         return None
     if len(comm.hosts) == 1:
@@ -288,9 +291,9 @@ def _same(found: list[list[list[int]] | None], scope: CollectiveScope) -> bool:
 def _check_files(
     files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], options: LoadOptions
 ) -> list[list[int]] | None:
-    """Return the identities of the files read for all ranks if the page cache keeps their bytes, otherwise None.
+    """Return the identities of the files that ranks share if the page cache keeps their bytes, otherwise None.
 
-    Checks that all files that this rank will read have their full size, and on request checks their bytes.
+    Checks that each file that this rank will read has its full size, and checks the bytes if the options ask for it.
     """
     mine = [*shares[rank], *own]
     read = chain(*shares, own) if files.cached else mine
@@ -307,7 +310,7 @@ def _check_files(
 
 
 _STRETCH = 8
-"""Number of windows that a rank reads from the disk before the others copy them from memory: 32 MiB."""
+"""Number of windows that a rank reads from the disk before other ranks copy them from the page cache: 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -324,15 +327,15 @@ class TensorLoader:
     """Loads all bytes into their tensors.
 
     If the host's page cache keeps file contents, each rank reads all bytes that it needs straight into its tensors:
-    first its own share from the disk, then, when the other ranks have read theirs, the other shares from memory.
-    Otherwise each window is read by one rank, and broadcast to the others. In both cases, the rank that reads a window
-    from the disk checks it for all.
+    first its own share from the disk, then, once the other ranks have read their shares, those shares from the page
+    cache. Otherwise one rank reads each window and broadcasts it to the other ranks. In both cases, the rank that reads
+    a window from the disk checks it for all ranks.
 
     Args:
         files: The files to read from.
         restoration: Receives the tensors.
         wanted: The tensors to load.
-        host: The ranks on this host; None if this is the only one.
+        host: Communicator of the ranks on this host; None if this rank is alone.
         options: Options of the load.
         on_bytes: Called with the number of bytes in each loaded window.
     """
@@ -370,8 +373,8 @@ class TensorLoader:
         Args:
             shares: For each rank of the host, the windows to read from the disk.
             own: Windows that only this rank needs.
-            cached: Whether the host's memory keeps file contents; the same on all its ranks.
-            same: Whether the other ranks of the host read the same files, so that their checks also hold here.
+            cached: Whether the host's page cache keeps file contents; equal on all ranks of the host.
+            same: Whether the other ranks of the host read the same files, so that this rank can rely on their checks.
 
         Raises:
             CorruptError: Data is damaged; the error names all affected tensors.
@@ -403,7 +406,7 @@ class TensorLoader:
         return destination
 
     def _attempt(self, step: Callable[..., None], *given: Any) -> None:
-        """Run `step`, and keep its error until all ranks have finished, because the others wait for this rank."""
+        """Run `step`, and store its error until all ranks have finished, because the other ranks wait for this one."""
         if self._failed:
             return
         try:
@@ -411,7 +414,7 @@ class TensorLoader:
         except Exception as error:
             self._failed.append(error)
 
-    # -- straight into place -------------------------------------------------------------------
+    # -- reading through the page cache --------------------------------------------------------
     def _through_memory(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         mine = shares[host.rank]
         for low in range(0, max(map(len, shares)), _STRETCH):
@@ -430,7 +433,7 @@ class TensorLoader:
     def _read_into_place(self, windows: Sequence[ReadWindow], check: bool) -> None:
         for window in windows:
             for block in window.blocks:
-                # Headers, and tensors that only other ranks need, have no destination here.
+                # Headers, and tensors that only other ranks need, have no destination on this rank.
                 destinations = self._destinations.get(block.name or "", [])
                 if destinations or (block.name is None and check):
                     self._put(block, destinations, check)
@@ -445,7 +448,7 @@ class TensorLoader:
             for destination in destinations:
                 destination.put(block.offset, self._scratch(length))
 
-    # -- one rank reads for all ----------------------------------------------------------------
+    # -- reading on one rank, and broadcasting -------------------------------------------------
     def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         for number in range(max(map(len, shares))):
             current = [windows[number] if number < len(windows) else None for windows in shares]
@@ -473,7 +476,7 @@ class TensorLoader:
                 destination.put(block.offset, data[block.start - window.start : block.stop - window.start])
         self._on_bytes(window.stop - window.start)
 
-    # -- shared by both ------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
     def _scratch(self, length: int, use: str = "") -> torch.Tensor:
         spare = self._spare.get(use)
         if spare is None or spare.numel() < length:
@@ -486,9 +489,9 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
 
     Args:
         saved: A device name such as "cpu" or "cuda:0".
-        map_location: As for `torch.load`: a device, a dict from saved devices to others (other devices are kept), or a
-            function of a storage and a saved device that returns a storage, or None to leave it. Unlike in torch,
-            `map_location=None` means the CPU.
+        map_location: As for `torch.load`: a device; a dict from saved devices to new devices (unlisted devices are
+            kept); or a function of a storage and a saved device that returns a storage on the new device, or None to
+            keep the saved device. Unlike in torch, `map_location=None` means the CPU.
 
     Example:
         >>> device_for("cuda:0", {"cuda:0": "cpu"})
@@ -530,7 +533,7 @@ class Destination:
         entry: The tensor's metadata.
         target: A tensor of the same shape and dtype to fill, or None.
         map_location: Device of a new tensor if `target` is None.
-        start: Position of its first byte among those that are put; bytes outside are ignored.
+        start: Offset of the destination's first byte in the saved tensor; `put` ignores bytes outside the destination.
     """
 
     def __init__(
@@ -541,7 +544,8 @@ class Destination:
         made = target.detach() if target is not None else _blank(entry, device)
         flat = as_bytes(made)
         if target is not None and flat.data_ptr() != target.data_ptr():
-            # Strided memory cannot be filled with runs of bytes, so collect them first.
+            # Contiguous bytes cannot be copied into a non-contiguous tensor, so collect them in a contiguous tensor
+            # first.
             made = _blank(entry, device)
             flat = as_bytes(made)
         self._made = made
@@ -550,20 +554,20 @@ class Destination:
         self._memory = memory_of(flat) if flat.device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
-        """Copy uint8 values in, as the tensor's bytes from `offset` on."""
+        """Copy uint8 values to the tensor's bytes, starting at byte `offset`."""
         low = max(offset, self._start)
         high = min(offset + data.numel(), self._start + self._flat.numel())
         if low < high:
             self._flat[low - self._start : high - self._start].copy_(data[low - offset : high - offset])
 
     def memory(self, offset: int, length: int) -> memoryview | None:
-        """Writable view of these bytes of the tensor; None if not all of them are in its host memory."""
+        """Return a writable view of these bytes of the tensor; None unless all of them are in its host memory."""
         first = offset - self._start
         inside = 0 <= first <= first + length <= self._flat.numel()
         return self._memory[first : first + length] if inside and self._memory is not None else None
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, filled."""
+        """Return the filled tensor."""
         if self._target is None:
             return self._made
         if self._made.data_ptr() != self._target.data_ptr():
@@ -572,5 +576,5 @@ class Destination:
 
 
 def _blank(entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    # Created from bytes, because torch warns when it creates half-precision complex numbers.
+    # Create a tensor of bytes and view it: torch warns when it creates a half-precision complex tensor directly.
     return torch.empty(entry.nbytes, dtype=torch.uint8, device=device).view(entry.dtype).view(entry.shape)

@@ -1,7 +1,7 @@
-"""The manifest: a checkpoint's table of contents, with digests. A directory without one is not a checkpoint.
+"""The manifest: a checkpoint's table of contents, with digests. A directory without it is not a checkpoint.
 
-It is one line of JSON, preceded by the digest of that line. A manifest read from a file is trusted only after
-validation: every byte of every file belongs to one tensor or header, and names cannot leave the directory.
+The manifest is one line of JSON, preceded by the digest of the line. A manifest read from a file is validated before
+use: every byte of every file must belong to one tensor or header, and file names must not point outside the directory.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 MANIFEST = "manifest.json"
 VERSION = 1
 FILE = re.compile(r"([0-9a-f]{16})-\d{5}\.safetensors")
-"""Names of files of tensors: the save's number, and the rank that wrote the file."""
+"""Names of tensor files: the save's identifier, and the rank that wrote the file."""
 
 _ALGORITHM = "xxh3-128"
-"""Digest: xxh3 with 128 bits, which detects damage at memory speed but does not protect against forgery."""
+"""Digest algorithm: xxh3 with 128 bits, which detects damage at memory speed but does not protect against forgery."""
 BLOCK = 4 << 20
-"""Bytes of a tensor that share a digest, the unit that one rank reads and checks."""
+"""Number of bytes of a tensor that share a digest; ranks read and check tensors in such blocks."""
 CHUNK = 1 << 19
-"""Bytes that are hashed and then copied, few enough to remain in the cache in between."""
+"""Number of bytes to hash and then copy at a time, small enough to remain in the CPU cache in between."""
 
 _FORMAT = "unisono.checkpoint"
 _HEAD = b'{"digest":"'
@@ -63,16 +63,14 @@ _DEVICE = re.compile(r"[a-z]+(:\d{1,3})?")
 _DIMENSIONS = 64
 
 GRANTED = 16 << 20
-"""Bytes of memory that any checkpoint may take beyond twice its files:
-
-Python values are much larger than their JSON.
+"""Bytes of memory that loading may use beyond twice the files' size: Python values are larger than their JSON.
 """
 OF_MANIFEST = 24
-"""Bytes of memory for each byte of a manifest: the ratio for entries of the smallest tensors, from the costs below."""
+"""Bytes of memory per byte of a manifest, calculated from the costs below for entries of the smallest tensors."""
 HELD = 4 << 20
-"""Most bytes a rank of tensors that are held in memory until all are known to be intact."""
+"""Maximum number of bytes per rank that are kept in memory until all tensors are known to be intact."""
 
-# Largest measured memory cost of a JSON delimiter, in bytes, for the parsed value and what is built from it.
+# Largest measured memory cost per JSON delimiter, in bytes: the parsed value, and the object built from the value.
 _MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
 # A number in a list costs a list slot and an object.
 _NUMBER = 40
@@ -80,7 +78,7 @@ _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 
 
 class FileEntry(NamedTuple):
-    """A file: name, number of bytes, bytes of the header, and the digests of both."""
+    """A file: its name, its size and the size of its header in bytes, and the digests of header and file."""
 
     name: str
     size: int
@@ -90,7 +88,7 @@ class FileEntry(NamedTuple):
 
 
 class FilePiece(NamedTuple):
-    """Contiguous bytes of a tensor: in file number `file` from `start` to `stop`, a digest for each block."""
+    """Contiguous bytes of a tensor: bytes `start` to `stop` of file number `file`, with a digest per block."""
 
     file: int
     start: int
@@ -100,7 +98,7 @@ class FilePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor; its pieces in order are its bytes in order."""
+    """A tensor, whose bytes are the concatenation of its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -119,12 +117,12 @@ class Manifest:
     Attributes:
         id: A hexadecimal number, unique to each save.
         ranks: Number of ranks that saved it.
-        created_ns: Time of the save in ns since 1970; later than the earlier saves of the same `Checkpointer`, whatever
-            the clock says.
-        files, tensors: The files, and the tensors with their places.
-        state: The tree of the state common to all ranks.
+        created_ns: Time of the save in ns since 1970. Within one `Checkpointer`, it increases from save to save, even
+            if the clock is set back.
+        files, tensors: The files, and the tensors with their locations in the files.
+        state: Tree of the part of the state that is common to all ranks.
         per_rank: For each rank, the tree of its per-rank values.
-        extra: The program's values, and the versions of the software that wrote it.
+        extra: Values passed by the program, and the versions of unisono and torch that wrote the checkpoint.
 
     Example:
         >>> import tempfile
@@ -153,7 +151,7 @@ class Manifest:
         return sum([file.size for file in self.files])
 
     def names_in_file(self, index: int) -> list[str]:
-        """Return the tensors that have bytes in a file; all tensors if none has.
+        """Return the names of the tensors that have bytes in a file; all names if no tensor does.
 
         Args:
             index: Position of the file in `files`.
@@ -165,7 +163,7 @@ class Manifest:
         """Return the contents of the manifest's file.
 
         Raises:
-            FormatError: Its values exceed the memory limit, so `from_bytes` would refuse them.
+            FormatError: The values exceed the memory limit, so `from_bytes` would reject them.
         """
         tensors = {
             name: {
@@ -200,14 +198,14 @@ class Manifest:
 
         Args:
             data: Contents of the file.
-            nbytes: Total size of all other files in bytes, which bounds the memory that the manifest may request.
+            nbytes: Total size of all other files in bytes, which limits the memory that the manifest's values may use.
 
         Returns:
             The manifest, whose pieces and headers cover each file exactly.
 
         Raises:
-            FormatError: It has a newer version, is not a manifest, or requests too much memory.
-            CorruptError: It is damaged.
+            FormatError: The data has a newer format version, is not a manifest, or would use too much memory.
+            CorruptError: The data is damaged.
         """
         text = cost_of(data)
         content = _opened(data, text, nbytes)
@@ -231,7 +229,7 @@ class Manifest:
         return manifest
 
     def _check_memory(self, text: int) -> None:
-        """Raise unless the values are each referred to once and respect the memory limit.
+        """Raise unless each value is referred to once and the values respect the memory limit.
 
         Args:
             text: Memory cost of the manifest itself.
@@ -274,7 +272,7 @@ def check_size(manifest: Manifest, index: int, found: int | None) -> None:
     Args:
         manifest: The manifest that lists the file.
         index: Position of the file in `files`.
-        found: Its size in bytes; None if it is missing.
+        found: Size of the file in bytes; None if the file is missing.
     """
     file = manifest.files[index]
     if found != file.size:
@@ -284,7 +282,7 @@ def check_size(manifest: Manifest, index: int, found: int | None) -> None:
 
 
 def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
-    """The manifest as JSON. Parses nothing unless the digest matches and this version can read it."""
+    """Parse the manifest's JSON, if the digest matches and this version can read the format."""
     view = memoryview(data)
     framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
     body = view[_BEGIN : -len(_TAIL)]
@@ -372,15 +370,15 @@ def _check_tiling(manifest: Manifest) -> None:
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Bytes of memory that values may take beyond `OF_MANIFEST` times their text."""
+    """Return the memory in bytes that values may use beyond `OF_MANIFEST` times the length of their text."""
     return max(0, sum([text.count(mark) * cost for mark, cost in _MARKS.items()]) - OF_MANIFEST * len(text))
 
 
 def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
-    Tensors held in memory exist twice, which accounts for twice the files. Larger ones have a single copy, so the
-    memory for a second one is available.
+    The limit allows twice the files' size. Up to `HELD` bytes of tensors are in memory twice; other tensors are in
+    memory once, which leaves memory of their size for the values.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

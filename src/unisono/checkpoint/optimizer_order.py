@@ -16,7 +16,7 @@ from unisono.checkpoint.tree import Node, elements_of, entries_of, memory_of_ten
 __all__ = ["in_order_of"]
 
 _WRAPPERS = ("module", "_orig_mod")
-"""Parts of names that DistributedDataParallel and torch.compile add."""
+"""Components that DistributedDataParallel and torch.compile add to names."""
 
 _Names = Sequence[str | None]
 
@@ -31,15 +31,15 @@ def in_order_of(
 ) -> tuple[Node, str | None]:
     """Return a saved state in the order of the optimizer's parameters, or the reason why it cannot be loaded.
 
-    Names are those that the optimizer was created with, or those of the tensors saved beside it. Without names, the
-    order counts; warns if two parameters could be swapped.
+    Parameters are matched by the names that the optimizer was created with, or by the names of tensors saved in the
+    same checkpoint. Without names, they are matched by order, with a warning if two parameters could be swapped.
 
     Args:
-        optimizer: The optimizer to load it into.
+        optimizer: The optimizer to load the state into.
         node: The saved state.
-        beside: For each parameter, the name of the tensor saved beside it, the optimizer's own name, or its shape; None
-            if unknown.
-        known: Names of saved tensors by the memory of this process's tensors.
+        beside: For each parameter, the name of its tensor in the checkpoint, otherwise the optimizer's own name for it,
+            otherwise its shape; None if unknown.
+        known: Names of saved tensors, keyed by the memory of the corresponding tensors in this process.
         entries: All saved tensors.
         path: The optimizer's location in the state.
     """
@@ -87,7 +87,7 @@ def _size(node: Node, entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _is_counted(groups: Sequence[Mapping[str, Node]]) -> bool:
-    """Return whether parameters are numbered in order, as in torch; long lists have not been read yet."""
+    """Return whether parameters are numbered in order, as in torch. Skips long lists, which have not been read yet."""
     numbers = [number for group in groups for number in elements_of(group.get("params")) or ()]
     return all(type(number) is int for number in numbers) and all(b > a for a, b in pairwise(numbers))
 
@@ -99,12 +99,12 @@ def _own_names(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> lis
 
 
 def _matched(names: _Names, own_names: _Names, tensors: _Names, own: _Names) -> list[int | None] | None:
-    """Return the saved number of each parameter (None for those without names); None if no names match.
+    """Return the saved number of each parameter (None for a parameter without a name); None if no names match.
 
     Args:
-        names: Saved names of parameters whose tensors were saved beside the optimizer.
-        own_names: The optimizer's own names for them, if it has any.
-        tensors, own: The same for this process.
+        names: Saved names of parameters whose tensors are in the same checkpoint.
+        own_names: The saved optimizer's own names for the parameters, if it has names.
+        tensors, own: As `names` and `own_names`, but for this process.
     """
     at = {name: number for number, name in enumerate(names) if name}
     order = [at.get(name) if name else None for name in tensors]
@@ -121,7 +121,7 @@ def _matched(names: _Names, own_names: _Names, tensors: _Names, own: _Names) -> 
 
 
 def _bare(names: _Names) -> list[str] | None:
-    """Return names without wrappers' parts and without their common prefix; None if one is unknown."""
+    """Return names without wrapper components and without their common prefix; None if a name is unknown."""
     if not all(names):
         return None
     parts = [[part for part in str(name).split(".") if part not in _WRAPPERS] for name in names]
@@ -154,7 +154,7 @@ def _reordered(
     found: Sequence[int],
     places: Sequence[int],
 ) -> Node | None:
-    """Return the state with the parameters in this process's order; None if one group mixes those of several."""
+    """Return the state in this process's parameter order; None if a group mixes parameters of several saved groups."""
     ends = list(accumulate(found))
     made: list[Node] = []
     number = 0

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint: which bytes, in which order, on which rank, and verification of their digests."""
+"""Reading of a checkpoint: which rank reads which bytes in which order, and verification of digests."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _AHEAD = 16
 """Number of windows to prefetch, so that the disk continues to read while ranks wait for each other."""
 _MOST_HEADER = 4 << 20
 _MOST_OPEN = 256
-"""Number of files to keep open: the usual limit of a process is 1024, and as many ranks may have saved."""
+"""Maximum number of open files: a checkpoint has one per saving rank, and a process can usually open 1024."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of a file that share a digest: part of a tensor from its byte `offset`, or a header (without a name)."""
+    """Bytes of a file that share a digest: a header (no `name`), or part of a tensor, from its byte `offset` on."""
 
     file: int
     start: int
@@ -65,11 +65,11 @@ class ReadWindow:
 
 
 ByteRanges = Mapping[str, Sequence[tuple[int, int]]]
-"""Byte ranges to read of each tensor, by name."""
+"""Byte ranges to read from each tensor, by tensor name."""
 
 
 def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | None = None) -> list[ReadWindow]:
-    """Windows to read for these tensors, in file order, including the headers of those files.
+    """Return the windows to read for these tensors, in file order, including the headers of their files.
 
     For a tensor in `ranges`, only the blocks that overlap its ranges are read.
     """
@@ -99,7 +99,7 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
 
 
 def assign(windows: Sequence[ReadWindow], ranks: int) -> list[list[ReadWindow]]:
-    """Assign each rank a run of windows, with about equal numbers of bytes."""
+    """Assign consecutive windows to each rank, with about the same number of bytes per rank."""
     total = sum([window.stop - window.start for window in windows])
     given: list[list[ReadWindow]] = [[] for _ in range(ranks)]
     position = 0
@@ -115,9 +115,9 @@ class Files(Closing):
     """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
-        cached: Whether this host's memory caches bytes read by one process for all its processes.
+        cached: Whether this host's page cache keeps bytes that one process has read for its other processes.
         identities: Identity of each opened file, equal on two ranks of a host if both read the same file from the same
-            memory. None if the storage does not report it.
+            memory. None if the storage does not report an identity.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
@@ -146,7 +146,7 @@ class Files(Closing):
         return self._open[index]
 
     def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:
-        """Read a block into memory of its size; with `check`, return whether the bytes match their digest."""
+        """Read a block into memory of the block's size; with `check`, return whether the bytes match their digest."""
         if block in self._held:
             into[:] = self._held.pop(block)
             return True
@@ -162,12 +162,12 @@ class Files(Closing):
         return bool(state.hexdigest() == block.digest)
 
     def prefetch(self, windows: Sequence[ReadWindow], number: int) -> None:
-        """Start reading ahead from the disk, beginning with window `number`, which is read next."""
+        """Start reading ahead from the disk. The caller reads window `number` next."""
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
     def check(self, windows: Sequence[ReadWindow], *, hold: bool = False) -> None:
-        """Read all of these windows, and raise `corrupt_error` if some are damaged.
+        """Read these windows, and raise `CorruptError` if any window is damaged.
 
         Args:
             windows: Windows to check.
@@ -188,7 +188,7 @@ class Files(Closing):
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
-        """`CorruptError` that names every tensor with bytes in these blocks; None if there are no blocks."""
+        """Raise a `CorruptError` that names every tensor with bytes in these blocks, unless there are no blocks."""
         if not bad:
             return
         names: dict[str, None] = {}
@@ -211,12 +211,12 @@ class Files(Closing):
 
 
 def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
-    """The manifest of a checkpoint, and its bytes.
+    """Return the manifest of a checkpoint, parsed and as bytes.
 
     Raises:
         NoCheckpointError: Nothing exists at the path, or only an unfinished save.
-        CorruptError, FormatError: It is damaged, or has a newer version.
-        OSError: It cannot be read.
+        CorruptError, FormatError: The manifest is damaged, or has a newer version.
+        OSError: The manifest cannot be read.
     """
     sizes = storage.sizes()
     if MANIFEST not in sizes:
@@ -229,7 +229,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
     try:
         data = contents(storage, MANIFEST)
     except FileNotFoundError:
-        # Another process has removed the checkpoint meanwhile.
+        # Another process has removed the checkpoint in the meantime.
         raise NoCheckpointError("there is none") from None
     try:
         manifest = Manifest.from_bytes(data, sum([size for name, size in sizes.items() if FILE.fullmatch(name)]))
@@ -242,7 +242,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
 
 
 def names_in_headers(storage: Storage) -> list[str]:
-    """Names of tensors in the files' headers, for messages if the manifest is unusable."""
+    """Return the tensor names in the files' headers, for messages if the manifest is unusable."""
     names: dict[str, None] = {}
     for name, size in sorted(storage.sizes().items()):
         if not FILE.fullmatch(name):

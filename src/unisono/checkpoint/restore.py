@@ -1,7 +1,8 @@
 """Restores a state: matches it with the saved tree, places its tensors, and loads its objects.
 
-Nothing is changed before everything fits: matching returns the work to do, as functions. Objects that may refuse their
-state are loaded first, from tensors read into separate memory; only then are tensors overwritten in place.
+Nothing is changed until everything is known to fit: matching only returns functions that do the work later. Objects
+that may reject their state are loaded first, from tensors read into separate memory. Tensors are overwritten in place
+after that.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = ["Restorer", "Wanted", "remapped_rank"]
 _log = logging.getLogger("unisono.checkpoint")
 
 _Mode = Literal["top", "strict", "shapes", "loose"]
-"""What must match: all names of the target; exactly these names; shapes of tensors in both; nothing."""
+"""What must match: all names of the target; exactly the same names; shapes of tensors in both; nothing."""
 
 _Build = Callable[[], Any]
 
@@ -59,7 +60,7 @@ _Build = Callable[[], Any]
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 _ASIDE = 64 << 20
-"""Largest state of an object that is read into separate memory, with the old state kept until all is loaded."""
+"""Size limit of a state that is read into separate memory while a copy of the object's old state is kept."""
 
 _JUST_LOADS = (torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
@@ -69,9 +70,9 @@ class Wanted:
     """Tensors to read.
 
     Attributes:
-        needed: Their names.
-        targets: Existing tensors of the same dtype and shape into which some of them are read.
-        shards: Shards, with the names of the tensors of which they need ranges.
+        needed: Names of the tensors.
+        targets: Existing tensors of the same dtype and shape to read into, for some of the names.
+        shards: Shards to fill, each with the name of the full tensor.
     """
 
     needed: dict[str, None] = field(default_factory=dict)
@@ -84,10 +85,10 @@ class _EarlyObject:
     """An object in the target that may reject its state.
 
     Attributes:
-        path: Its location, for messages.
-        load: Function that loads it; raises `StateError`.
-        state: Its old state.
-        undo: Function that loads a state into it.
+        path: The object's location in the state, for messages.
+        load: Function that loads the saved state into the object; raises `StateError`.
+        state: The object's old state.
+        undo: Function that loads a given state into the object.
         small: Whether the old state is small enough to copy.
     """
 
@@ -99,15 +100,16 @@ class _EarlyObject:
 
     def copied(self) -> Any:
         """Return a copy of the old state; None if it is large, or cannot be copied."""
-        # The state may hold objects that cannot be copied. Then it is not restored, and the error says so.
+        # Some states contain objects that cannot be copied. Such a state is not restored after a failure, and the error
+        # says so.
         with suppress(Exception):
             return copy.deepcopy(self.state) if self.small else None
 
     def put_back(self, before: Any) -> bool:
-        """Load the copy of the old state, and return whether that was possible."""
+        """Load the copy of the old state, and return whether this succeeded."""
         if before is None:
             return False
-        # The object refuses even its old state: the caller reports that it may have changed.
+        # If the object rejects even its old state, the caller reports that the object may have changed.
         with suppress(Exception):
             self.undo(before)
             return True
@@ -120,13 +122,14 @@ class Restorer:
     Args:
         entries: All saved tensors; also an attribute.
         source: Function that returns this rank's tree for a per-rank value (see `remapped_rank`), or None to keep the
-            value.
-        strict: Whether it is an error if only one side has a name.
+            current value.
+        strict: Whether a name that exists only in the target or only in the checkpoint is an error.
 
     Attributes:
         early: Tensors of objects that `load_early` loads.
         late: All other tensors.
-        values: The tensors, by name; fill in those of `early` before `load_early`, and those of `late` before `build`.
+        values: Tensors read from the checkpoint, by name. The caller adds the tensors of `early` before `load_early`,
+            and the tensors of `late` before calling the function that `match` returned.
     """
 
     def __init__(
@@ -145,11 +148,12 @@ class Restorer:
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        # Destination of tensors: `late`, or `early` inside an object that is loaded early.
+        # Where matching records the tensors to read: in `late`, or in `early` while inside an object that is loaded
+        # early.
         self._wanted = self.late
         self._parts: list[_EarlyObject] = []
-        # Names of saved tensors, keyed by the memory of the tensors here; used to match optimizers once all names are
-        # known.
+        # Names of saved tensors, keyed by the memory of the target's tensors; used to match optimizers once all names
+        # are known.
         self._names_here: dict[tuple[Any, ...], str] = {}
         self._optimizers: list[Callable[[], None]] = []
 
@@ -162,7 +166,7 @@ class Restorer:
         """Load the objects that may reject their state, either all of them on all ranks or none. Collective.
 
         Raises:
-            StateError: An object rejected its state; the error names it, and the others have their old state again.
+            StateError: An object rejected its state; the error names it. The other objects have their old state again.
         """
         begun: list[tuple[_EarlyObject, Any]] = []
         loaded: list[_EarlyObject] = []
@@ -208,7 +212,7 @@ class Restorer:
 
     # -- matching ------------------------------------------------------------------------------
     def _match(self, target: Any, node: Node, path: str, mode: _Mode, *, fresh: bool = False) -> _Build:
-        """`fresh`: new containers are created, because the target's belong to an object."""
+        """Match a value. `fresh`: New containers are created, because the target's containers belong to an object."""
         tag = tag_of(node)
         if tag == "$tensor" and isinstance(target, torch.Tensor):
             return self._match_tensor(target, node[tag], path, mode)
@@ -307,7 +311,7 @@ class Restorer:
     def _match_module(
         self, target: torch.nn.Module, current: dict[str, Any], inner: Node, versions: _Build | None, path: str
     ) -> _Build:
-        # Parameters on the meta device have no memory to fill, so the loaded ones replace them.
+        # Parameters on the meta device have no memory to fill, so the loaded tensors replace them.
         tensors = [t for t in current.values() if isinstance(t, torch.Tensor)]
         assign = any(t.is_meta for t in tensors)
         ties = _ties(target) if assign else []
@@ -323,8 +327,8 @@ class Restorer:
             build = self._match(current, inner, path, "strict", fresh=True)
             lacking = len(self._missing) > known[0] and (len(self._problems), len(self._unexpected)) == known[1:]
             if not (lacking and any(isinstance(m, _NormBase) for m in target.modules())):
-                # Tensors read into place need no copy onto themselves, which takes torch O(n^2) for n modules in a
-                # list.
+                # Skip `load_state_dict` for tensors that are read in place: it would copy them onto themselves, and
+                # takes O(n^2) time for n modules in a list.
                 in_place = self._wanted is self.late and not assign and not any(map(is_lazy, tensors))
                 return self._loading((lambda state: announce_load(target)) if in_place else load, build, path, target)
             del self._missing[known[0] :]
@@ -343,7 +347,7 @@ class Restorer:
         return lambda: target
 
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
-        """Match an object that is not a module; load it early if its state is small and not one of torch's."""
+        """Match an object that is not a module; load it early if small, unless it is a plain torch optimizer."""
         plain = getattr(type(target), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
         early = (
             not plain and self._nbytes(inner) <= _ASIDE and not _any(current, lambda one: isinstance(one, TensorShard))
@@ -408,7 +412,7 @@ class Restorer:
     def _match_dict(
         self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, made: dict[Any, Any] | None
     ) -> _Build:
-        """`made`: Dict to fill instead of the target, if any."""
+        """Match a dict. `made`: Dict to fill instead of the target, or None."""
         fresh = made is not None
         if mode == "strict" and not fresh and not _has_tensors(target):
             mode = "loose"
@@ -465,7 +469,7 @@ class Restorer:
 
         return put
 
-    # -- values that are created ---------------------------------------------------------------
+    # -- creating values -----------------------------------------------------------------------
     def _create(self, node: Node) -> _Build:
         self._wanted.needed.update(dict.fromkeys(self._names(node)))
 
@@ -508,7 +512,7 @@ def _adapts(module: torch.nn.Module) -> bool:
 
 
 def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
-    """Return each additional name of a tied parameter, as the module and the name in it, with the first name."""
+    """Return each further name of a tied parameter: its module, its name there, and the parameter's first name."""
     names: dict[int, str] = {}
     found = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -520,7 +524,7 @@ def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
 
 
 def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
-    """Return a lookup of the saved per-rank values that rank `rank` of `size` takes over under each policy."""
+    """Return a function that looks up the saved per-rank value that rank `rank` of `size` loads under a policy."""
     saved = len(per_rank)
 
     def source(index: int, policy: str) -> Node | None:
@@ -591,7 +595,7 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
 
 
 def _with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """A module's state with the saved versions of its modules as metadata; version 1 if none was saved."""
+    """Return a module's state with the saved versions of its submodules as metadata; version 1 if none was saved."""
     made = OrderedDict(state)
     versions = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
     vars(made)["_metadata"] = OrderedDict({**versions, **saved})

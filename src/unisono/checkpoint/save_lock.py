@@ -18,30 +18,31 @@ __all__ = ["SaveLock", "is_locked"]
 
 _NAME = f"{MANIFEST}.lock"
 _STALE_S = 3600.0
-"""Age at which a lock from another host counts as a dead writer's."""
+"""Age in seconds after which the writer of a lock from another host is assumed to be dead."""
 
 _FORM = {"id": str, "pid": int, "started": int, "space": str, "time": float, "replaced": list}
 
 _WAITS = 5
 _WAIT_S = 0.05
-"""If a lock is still empty after these waits, its writer has died."""
+"""If a lock file is still empty after `_WAITS` such waits, its writer has died."""
 
 _running: set[str] = set()
 """Identifiers of this process's saves that hold a lock."""
 
 
 class SaveLock:
-    """Lock of a save: a small file beside the manifest that names the writer.
+    """Lock of a save: a small file in the manifest's directory that names the writing process.
 
-    A dead writer's lock is taken over: on this host, if its process is gone; from another host, if it is an hour old.
-    Storage without a `lock` method has no lock: two writers go undetected there, but do not remove each other's files.
+    A dead writer's lock is taken over: if the writer ran on this host, once its process is gone; if it ran on another
+    host, once the lock is an hour old. On storage without a `lock` method, two concurrent writers go undetected, but do
+    not remove each other's files.
 
     Args:
         storage: Storage of the checkpoint's path.
-        save_id: Identifier of the save, a prefix of its files' names.
+        save_id: Identifier of the save; the names of its files begin with it.
 
     Attributes:
-        replaced: Identifiers of the saves whose files this save replaces, once it is published.
+        replaced: Identifiers of the saves whose files are removed once this save is published.
     """
 
     def __init__(self, storage: Storage, save_id: str) -> None:
@@ -62,7 +63,7 @@ class SaveLock:
         """Take the lock, and record which files this save replaces.
 
         Raises:
-            CheckpointError: Another save holds it.
+            CheckpointError: Another save holds the lock.
         """
         if hasattr(self._storage, "lock"):
             _running.add(self._id)
@@ -85,12 +86,13 @@ class SaveLock:
             if _is_alive(other):
                 break
             if other:
-                # The dead writer's files, and those that it was about to remove.
+                # Replace the dead writer's files, and the files that it was about to remove.
                 self.replaced |= {other["id"], *other["replaced"]}
             if other or tries >= _WAITS:
                 self._storage.remove(_NAME)
             else:
-                # Either just released, or being written by a process that cannot notify this one.
+                # The lock has either just been released, or another process has created the file and not written it
+                # yet.
                 time.sleep(_WAIT_S)
         raise CheckpointError(_held_by(other))
 
@@ -105,20 +107,21 @@ class SaveLock:
                 raise CheckpointError(_held_by(other))
 
     def abandon(self) -> None:
-        """Leave the lock for the next save, which removes the replaced files: this save may not be durable yet."""
+        """Leave the lock behind, so that the next save removes the replaced files: this save may not be durable yet."""
         if self._held:
             self.release()
             with suppress(OSError):
                 self._storage.lock(_NAME, json.dumps({**self._entry, "started": 0, "time": 0.0}).encode())
 
     def release(self) -> None:
-        """Remove the lock, if it is this save's."""
+        """Remove the lock if it still belongs to this save."""
         if self._held:
             self._held = False
             with suppress(OSError):
                 if _entry_at(self._storage) == self._entry:
                     self._storage.remove(_NAME)
-            # Not earlier: another thread of this process that saw the lock would consider its writer dead.
+            # Do this last: otherwise, another thread of this process that still sees the lock would consider its writer
+            # dead.
             _running.discard(self._id)
 
 
@@ -133,7 +136,7 @@ def is_locked(storage: Storage) -> bool:
 
 
 def _entry_at(storage: Storage) -> dict[str, Any]:
-    """Return the contents of a path's lock; empty if there is no lock, or it is empty."""
+    """Return the contents of a path's lock; an empty dict if the lock is missing, empty or invalid."""
     try:
         found = json.loads(_text_of(storage, _NAME))
     except ValueError:

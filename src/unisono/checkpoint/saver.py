@@ -1,4 +1,4 @@
-"""Saves on all ranks together: ranks compare states, each writes a share, and the published manifest makes it valid."""
+"""Saves on all ranks: ranks compare states, each writes a share, and publishing the manifest commits the save."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ __all__ = [
 
 Path = str | os.PathLike[str] | Storage
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes that this rank has processed, and its total."""
+"""Called with the number of bytes that this rank has processed, and the total for this rank."""
 
 SAVE_TOGETHER = "If ranks save on a signal, let all stop at the same step with un.stop, and save there"
 
@@ -93,8 +93,8 @@ def save(
     """Save a state. On return, the checkpoint is complete and would survive a power failure.
 
     Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each rank
-    writes an equal share. An earlier checkpoint of the same name remains until the end, and survives a crash before
-    that.
+    writes an equal share. An earlier checkpoint at the same path is replaced only at the end, and survives a crash
+    before that.
 
     Args:
         path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
@@ -104,9 +104,9 @@ def save(
             its own elements of a `TensorShard`.
         comm: The ranks that save together; None for this process alone.
         extra: Plain values to store in the manifest, for readers of the checkpoint.
-        timeout: Limit on the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
-            None.
-        progress: Called with the number of bytes that this rank has written, and its total.
+        timeout: Limit on the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's
+            timeout if None.
+        progress: Called with the number of bytes that this rank has written, and the total for this rank.
 
     Raises:
         MismatchError: Ranks have different states; the error names tensors and ranks. Nothing was written.
@@ -117,7 +117,7 @@ def save(
         CheckpointError: Another save to the path is running; the error names its process.
         UnavailableError: `path` is a URL, and fsspec is not installed.
 
-    Cost: with several ranks, each reads the state once for the comparison, and writes 1/p of it.
+    Cost: each of p ranks writes 1/p of the state. If p > 1, each rank also reads the whole state once to compare it.
 
     Example:
         >>> import tempfile
@@ -140,7 +140,7 @@ def write(
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
 ) -> None:
-    """Save as `save` does, with a time later than `newest` returns on rank 0 (in ns), whatever the clock says."""
+    """Save as `save` does, with a timestamp later than the one that `newest` returns on rank 0 (in ns)."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     scope = CollectiveScope(comm, "save", storage.where, timeout)
@@ -159,10 +159,10 @@ def async_save(
 ) -> SaveHandle:
     """Save as `save` does, but return once this rank's share is copied: training continues during the write.
 
-    Collective: waits until every rank has called it. Later saves on the same communicator, and its `close`, wait for
-    this save. Only `wait()` on the returned handle confirms that the checkpoint is published. A failure is logged,
-    raised by `wait`, the next save or `close`, and otherwise printed at exit. Under `launch` and `unisono run`, it
-    makes the rank fail.
+    Collective: waits until every rank has called it. Later saves on the same communicator, and the communicator's
+    `close`, wait for this save. Only `wait()` on the returned handle confirms that the checkpoint is published. A
+    failure is logged, and raised by `wait`, the next save or `close`; if none of these is called, the error is printed
+    at exit. Under `launch` and `unisono run`, such an error makes the rank fail.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
@@ -170,8 +170,8 @@ def async_save(
     Returns:
         A handle to the save, whose `wait` raises the errors of `save`.
 
-    Cost: stalls the caller for a copy of 1/p of the state, and a pass over all of it if there are several ranks. The
-    copy remains in memory until it is written. The first call creates a second communicator.
+    Cost: blocks the caller while it copies 1/p of the state and, with several ranks, reads the whole state once. The
+    copy stays in memory until it has been written. The first call creates a second communicator.
 
     Example:
         >>> import tempfile
@@ -197,12 +197,12 @@ def start(
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """Save as `async_save`, with `newest` as in `write`; every rank calls `after` in the background once published."""
+    """Implement `async_save`. `newest`: As for `write`. Every rank calls `after` in the background once published."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     if comm is not None:
-        # Fails immediately if another rank makes a different call.
+        # Fail immediately if another rank calls a different collective.
         comm.barrier(timeout=timeout)
     make = _held(lambda: prepare(state, rank, size, copy=True))
 
@@ -239,7 +239,7 @@ def commit(
 ) -> None:
     """Compare, write, and publish. Collective. An earlier checkpoint remains until the new one is published.
 
-    `newest` returns the time that the new checkpoint's must exceed.
+    `newest` returns a time in ns; the new checkpoint gets a later timestamp.
     """
     made: list[PreparedState] = []
 
@@ -278,7 +278,7 @@ def commit(
             if _is_published(storage, save_id):
                 lock.abandon()
             else:
-                # Including files of ranks that have died.
+                # This also removes the files of ranks that have died.
                 _remove_files(storage, {save_id})
         raise
     finally:
@@ -359,7 +359,7 @@ def _write_file(
 def _header(save_id: str, portions: Sequence[Portion]) -> bytes:
     """Header of a safetensors file: the length of a JSON object, then the object, padded with spaces.
 
-    A slice of a tensor is flat, and its range of elements is part of its name.
+    A slice of a tensor is stored as a flat tensor, and its name includes its range of elements.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "unisono.checkpoint": save_id}}
     offset = 0
@@ -470,7 +470,8 @@ class Portion:
         entry: The tensor's dtype and shape.
         start: Offset of the first byte in the tensor.
         data: The bytes, as uint8 values on the CPU.
-        digests: Digests of its blocks, if known; writing must reproduce them.
+        digests: Digests of the blocks, if already computed; a different digest while writing means that the tensor has
+            changed.
     """
 
     name: str
@@ -484,13 +485,13 @@ class PreparedState:
     """A state prepared for writing on this rank.
 
     Args:
-        captured: The state, taken apart.
+        captured: The state, split into trees and tensors.
 
     Attributes:
         tree, entries: The part common to all ranks: its structure, and dtype, shape and device of its tensors.
-        own_trees, own_entries: This rank's own part.
+        own_trees, own_entries: The part that differs between ranks.
         shards: Tensors that are `TensorShard`s.
-        ranges: The elements that this rank saves of each sharded tensor, if any.
+        ranges: Start and stop of the elements that this rank saves of each sharded tensor.
         digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
         portions: The slices that this rank writes.
     """
@@ -524,7 +525,7 @@ class PreparedState:
         return json.dumps((tensors, self.tree), sort_keys=True).encode()
 
     def describe(self) -> dict[str, str]:
-        """Text for every tensor and value, by name; values that share a path are listed together."""
+        """Return a text for every tensor and value, by name; texts of values that share a path are joined."""
         described = {
             name: f"{DTYPE_NAMES[e.dtype]} {list(e.shape)} "
             + ("in shards" if name in self.shards else digest(".".join(self.digests.get(name, ())).encode()))
@@ -549,7 +550,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     snapshot = PreparedState(captured)
     whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
     slices: dict[str, list[tuple[int, ByteShare]]] = {name: [] for name in whole}
-    # By name: dicts may have been filled in a different order on different ranks.
+    # Sort by name: ranks may have filled their dicts in different orders.
     plan = shares(sorted([(name, tensor.nbytes, tensor.itemsize) for name, tensor in whole.items()]), size)
     for owner, given in enumerate(plan):
         for part in given:
@@ -564,7 +565,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
             if mine:
                 known = found if size > 1 else None
                 snapshot.portions.append(Portion(name, snapshot.entries[name], part.start, data, known))
-    # Elements that only this rank has. A tensor with no elements is written by the first rank, like an unsharded one.
+    # Elements that only this rank has. Rank 0 writes a sharded tensor without elements.
     alone = [(name, snapshot.own_entries[name], tensor, 0) for name, tensor in captured.own_tensors.items()]
     for name, shard in captured.shards.items():
         if name in snapshot.ranges or (rank == 0 and not shard.shape.numel()):
@@ -605,13 +606,13 @@ class ByteShare:
 
 
 def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[ByteShare]]:
-    """For each rank, the slices that it writes: disjoint, complete, and equal in bytes up to 4 KiB.
+    """Return the slices that each rank writes: disjoint, complete, and of the same size up to 4 KiB.
 
-    Tensors are concatenated, and the sequence is cut into equal parts, without splitting elements or tensors of up to 4
-    KiB. Wide elements are first, so that each slice is aligned in an aligned file.
+    The concatenation of all tensors is cut into equal parts, without splitting elements or tensors of up to 4 KiB.
+    Tensors with the widest elements come first, so that every slice is aligned in its file.
 
     Args:
-        tensors: Name, bytes, and bytes per element of each tensor.
+        tensors: Name, size in bytes, and element size of each tensor.
         ranks: Number of shares.
 
     Example:
@@ -643,7 +644,7 @@ def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, 
 
     Args:
         shards: This rank's shards, by name; the full shapes are the same on all ranks.
-        held: For each rank, its range of each tensor's elements, if any, as start and stop.
+        held: For each rank, the start and stop of its elements of each tensor, by tensor name.
         rank: This rank.
     """
     for name, shard in shards.items():

@@ -1,7 +1,7 @@
 """Storage for checkpoints: a directory on this host, or a URL for fsspec (`s3://...`, `memory://...`).
 
-In a directory, acknowledged writes survive a crash or a power failure. Each other kind of storage is a file beside this
-one.
+In a directory, acknowledged writes survive a crash or a power failure. Each other kind of storage has its own module in
+this package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["LocalSink", "LocalSource", "LocalStorage", "Sink", "Source", "Storag
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _POPULATE_READ = 22
-"""Linux 5.14: populate pages now, and report unreadable ones, which would end the process on a plain access."""
+"""Flag of madvise (Linux 5.14): read pages now, and report unreadable pages, whose access would kill the process."""
 _WRITEBACK = 16 << 20
 _NEW = ".new"
 
@@ -46,10 +46,10 @@ class Source(Protocol):
     """A file being read.
 
     Attributes:
-        size: In bytes.
+        size: Size in bytes.
 
     If the storage sets `kept`, the source may also have an `identity`: integers that are equal in two processes of a
-    host if both read the same file from the same memory. Only one of them then needs to check the bytes.
+    host if both read the same file from the same memory. Then only one of the processes needs to check the bytes.
     """
 
     size: int
@@ -63,7 +63,7 @@ class Source(Protocol):
         ...
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Return a view of these bytes, without a copy where possible; writes to it do not reach the file.
+        """Return a view of these bytes, without a copy where possible; writes to the view do not reach the file.
 
         Raises:
             OSError: As `read`.
@@ -80,15 +80,15 @@ class Source(Protocol):
 
 
 class Storage(Protocol):
-    """One directory. Names in it are plain, without separators. Errors are `OSError`.
+    """One directory. File names contain no separators. Methods raise `OSError` on failure.
 
     Attributes:
-        where: The directory, for messages and `storage_at`.
+        where: Path or URL of the directory, for messages and `storage_at`.
         name: Last part of the path.
 
-    A storage may set `kept = True` to declare that, as with file systems, this host's memory caches bytes that one
-    process has read for all its processes. Each rank then reads all bytes that it needs, one rank after another,
-    instead of exchanging them.
+    A storage may set `kept = True` to declare that the host caches bytes that one process has read for all its
+    processes, as the page cache does. Each rank then reads all bytes that it needs, instead of receiving some of them
+    from other ranks.
 
     Example:
         >>> import tempfile
@@ -130,7 +130,7 @@ class Storage(Protocol):
         ...
 
     def publish(self, name: str, data: bytes) -> None:
-        """Replace a file atomically: at any instant either the old one or the new one exists.
+        """Replace a file atomically: at any time, either the old file or the new file exists.
 
         Returns once the new file, and every file finished before, would survive a power failure.
 
@@ -141,7 +141,7 @@ class Storage(Protocol):
         ...
 
     def lock(self, name: str, data: bytes) -> bool:
-        """Create a small file unless one of this name exists. It need not survive a power failure.
+        """Create a small file unless a file of this name exists. The new file need not survive a power failure.
 
         A storage without this method does not detect two writers on one path.
 
@@ -150,7 +150,7 @@ class Storage(Protocol):
             data: The whole contents.
 
         Returns:
-            Whether it was created.
+            Whether the file was created.
         """
         ...
 
@@ -173,7 +173,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, *names: str) -> None:
-        """Remove those of these files that exist.
+        """Remove these files; names of missing files are ignored.
 
         Args:
             names: Names in this directory.
@@ -250,7 +250,7 @@ class LocalStorage:
 
     def __init__(self, path: str) -> None:
         self.where: str = os.path.normpath(path)
-        # Absolute, so that a later change of the working directory does not move it.
+        # An absolute path, so that a later change of the working directory has no effect.
         self._root = Path(path).absolute()
         self.name: str = self._root.name
 
@@ -297,7 +297,7 @@ class LocalStorage:
         found: dict[str, int] = {}
         with suppress(FileNotFoundError), os.scandir(self._root) as entries:
             for entry in entries:
-                # Another process may meanwhile have removed a file, such as its lock.
+                # Another process may have removed a file, such as its lock, in the meantime.
                 with suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False):
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -330,14 +330,14 @@ class LocalStorage:
 
     @staticmethod
     def _at(where: Path, root: Path) -> LocalStorage:
-        """Return another directory, equally independent of the current working directory."""
+        """Return the storage for another directory, also independent of the working directory."""
         made = LocalStorage(str(where))
         made._root = root
         return made
 
 
 class LocalSink:
-    """A `Sink`: a new file, whose bytes start going to disk while more are being written."""
+    """A `Sink` that writes a new file, and starts to flush it to disk before all bytes are written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -358,11 +358,11 @@ class LocalSink:
         _sync_directory(self._path.parent)
 
     def settle(self) -> None:
-        """Make the bytes durable, but not the name yet."""
+        """Make the file's contents durable, but not yet its name."""
         os.fsync(self._fd)
         fd = self._fd
         self._fd = -1
-        # Some network file systems report failed writes only here.
+        # Some network file systems report failed writes only on close.
         os.close(fd)
 
     def abandon(self) -> None:
@@ -375,11 +375,11 @@ class LocalSink:
 
 
 class LocalSource:
-    """A `Source`: a regular file, mapped into memory where possible.
+    """A `Source` for a regular file, mapped into memory where possible.
 
     Attributes:
-        size: In bytes.
-        identity: As `Source` describes it.
+        size: Size in bytes.
+        identity: As described for `Source`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -409,7 +409,7 @@ class LocalSource:
                 mapped = mmap.mmap(self._fd, stop - low, access=mmap.ACCESS_COPY, offset=low)
                 mapped.madvise(_POPULATE_READ)
                 return memoryview(mapped)[start - low :]
-        # The file cannot be mapped here, or part of it is unreadable, which a plain read reports.
+        # The file cannot be mapped, or part of it is unreadable; a plain read reports the error.
         data = memoryview(bytearray(stop - start))
         self.read(start, data)
         return data
@@ -438,7 +438,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _start_writeback(fd: int, start: int, length: int) -> None:
-    """Make the kernel start writing these bytes, so that `fsync` has less to do; only a hint."""
+    """Hint to the kernel to start writing these bytes, so that `fsync` has less to do."""
     hint = _sync_file_range()
     if hint is not None:
         hint(fd, ctypes.c_int64(start), ctypes.c_int64(length), 2)

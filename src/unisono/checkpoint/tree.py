@@ -1,6 +1,6 @@
-"""Takes a state apart into JSON and named tensors, and reassembles it. Nothing in it can run code.
+"""Splits a state into JSON and named tensors, and reassembles the state. Loading the JSON never runs code.
 
-A dict with a single key that begins with `$` represents a value that JSON lacks.
+A dict with a single key that begins with `$` represents a value of a type that JSON lacks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
         f"$default_{one.__name__}": partial(defaultdict, one) for one in (list, dict, set, tuple, int, float, str, bool)
     },
 }
-"""Factories of empty dicts of all types that are preserved, by tag."""
+"""Factories of empty dicts, by tag, for all dict types that are preserved."""
 _NUMPY = re.compile(r"<[ifc]\d+|\|b1|[|<]u\d+|\|i1")
 
 
@@ -87,10 +87,10 @@ class PerRank:
     Args:
         obj: Any value that a state may hold.
         on_resize: Policy for loading a checkpoint of p ranks with a different number of ranks. "modulo": rank r loads
-            the value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", for values of
-            one rank that are valid on any other, such as a data loader's state; `sync` sends them as well. "all": as
-            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts one). "refuse":
-            raises an error.
+            the value of rank r mod p. "keep": ranks p and above keep their current value. "shared": as "modulo", for
+            values that are valid on any rank, such as a data loader's state; `sync` also sends such values. "all": as
+            "shared", but `load_state_dict` receives the list of all p values (`PartitionSampler` accepts such a list).
+            "refuse": raises an error.
 
     Raises:
         ValueError: `on_resize` is unknown.
@@ -117,8 +117,8 @@ class PerRank:
 class RNG:
     """The global random generators of this rank: torch's (CPU, and CUDA if used), Python's and numpy's.
 
-    Each rank saves and restores its own, even if ranks are threads. If more ranks load than saved,
-    the additional ones keep their current random state.
+    Each rank saves and restores its own generators, even if ranks are threads. If more ranks load than saved, the
+    additional ones keep their current random state.
 
     Example:
         >>> saved = un.checkpoint.RNG().state_dict()
@@ -161,7 +161,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def per_rank_of(value: Any) -> PerRank | None:
-    """The value as a `PerRank`, if it is one, or of a kind that is always per rank."""
+    """Return the value as a `PerRank` if it is a `PerRank` or of a type that is always per rank, otherwise None."""
     if isinstance(value, PerRank):
         return value
     if isinstance(value, (RNG, torch.Generator)):
@@ -179,11 +179,11 @@ def per_rank_of(value: Any) -> PerRank | None:
 
 @dataclass
 class Captured:
-    """A state taken apart: trees and tensors, both the common ones and this rank's own.
+    """A state split into trees and tensors: a part common to all ranks, and this rank's own part.
 
     Attributes:
         tree, tensors: The part that is the same on every rank.
-        shards: The `TensorShard`s among them; their tensors are the local ones.
+        shards: The `TensorShard`s of the state, by name; `tensors` has their local tensors.
         own_trees, own_tensors: This rank's part; the names of its tensors begin with "@rank.".
     """
 
@@ -204,7 +204,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, 
 
 
 def capture(state: Any, rank: int) -> Captured:
-    """Take a state apart, without copying tensors.
+    """Split a state into trees and tensors, without copying tensors.
 
     Raises:
         TypeError: A value cannot be saved; the message names it and its location.
@@ -235,9 +235,9 @@ class Packer:
 
     Attributes:
         tensors: Tensors that the tree refers to, by name. A tensor that occurs twice is stored once.
-        shards: The `TensorShard`s among them.
-        optimizers: Optimizers in the state, and their nodes, to which parameter names are added at the end.
-        own: Per-rank values with their places; the tree refers to them by number.
+        shards: The `TensorShard`s among the tensors.
+        optimizers: Optimizers in the state, and their nodes; parameter names are appended to the nodes at the end.
+        own: Per-rank values with their paths; the tree refers to them by number.
 
     Example:
         >>> packer = Packer()
@@ -254,7 +254,7 @@ class Packer:
         self._rank = rank
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
-        """Return the tree of a value. `TypeError` names the part that cannot be saved, and its location."""
+        """Return the tree of a value. Raises `TypeError`, naming a part that cannot be saved and its location."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"{path!r} nests deeper than {_MAX_DEPTH}, or contains itself")
         if value is None or type(value) in (bool, str):
@@ -278,14 +278,14 @@ class Packer:
         return self._other(value, path)
 
     def keep(self, value: torch.Tensor | TensorShard, path: str) -> str:
-        """Keep a tensor, and return its name."""
+        """Add a tensor to `tensors`, and return its name."""
         shard = value if isinstance(value, TensorShard) else None
         tensor = value.local if isinstance(value, TensorShard) else value
         check_savable(tensor, path)
         memory = memory_of_tensor(value)
         if (shard or tensor.numel()) and memory in self._seen:
             return self._seen[memory]
-        # Names of per-rank tensors begin with "@".
+        # Escape paths that begin with "@", because only names of per-rank tensors do.
         name = "~" + path if path.startswith("@") else path or "state"
         name = base = name if self._rank is None else f"@{self._rank}.{name}"
         number = 1
@@ -299,7 +299,7 @@ class Packer:
         return name
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Return the name under which an optimizer's parameter is kept; None if it is not kept."""
+        """Return the name of an optimizer's parameter in `tensors`; None if it was not added."""
         return self._seen.get(memory_of_tensor(parameter)) if parameter.data_ptr() else None
 
     def _object(self, value: Any, path: str, depth: int) -> Node:
@@ -307,8 +307,8 @@ class Packer:
         body = [f"{type(value).__module__}.{type(value).__qualname__}", self.pack(state, path, depth + 1)]
         known = getattr(state, "_metadata", None)
         if isinstance(known, dict):
-            # Modules recognise older forms of a state by their version number. Most have version 1, which is not
-            # written.
+            # Modules recognise older formats of their state by a version number. Most modules have version 1, which is
+            # omitted.
             versions = {name: one for name, one in known.items() if one != {"version": 1}}
             body.append(self.pack(versions, f"{path}._metadata", depth + 1))
         elif isinstance(value, torch.optim.Optimizer):
@@ -332,7 +332,7 @@ class Packer:
         return {"$tuple": node} if isinstance(value, tuple) else node
 
     def _numbers(self, value: Any, path: str) -> Node | None:
-        """A long list of integers or floats as a tensor, which is smaller in the file and in memory."""
+        """Return a long list of integers or floats as a tensor, which takes less space in the file and in memory."""
         if len(value) < _LONG:
             return None
         kind = type(value[0])
@@ -418,7 +418,7 @@ def _rank(item: object) -> tuple[str, Any]:
 
 
 def tag_of(node: Node) -> str | None:
-    """Tag of a node for a kind of value that JSON does not have; None for others."""
+    """Return the tag of a node that represents a value of a type that JSON lacks; None for other nodes."""
     if isinstance(node, dict) and len(node) == 1:
         (key,) = node
         return key if isinstance(key, str) and key.startswith("$") else None
@@ -426,7 +426,7 @@ def tag_of(node: Node) -> str | None:
 
 
 def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
-    """Every tagged value: its tag and content. Breadth first, because a hostile tree may be deep."""
+    """Yield each tagged value's tag and content. The search is breadth-first, because a hostile tree may be deep."""
     level = [tree]
     for _ in range(4 * _MAX_DEPTH):
         inner: list[Node] = []
@@ -454,13 +454,13 @@ def names_in(node: Node) -> Iterator[str]:
 
 
 def leaves(node: Node, path: str = "") -> dict[str, str]:
-    """Text for every value of a tree except tensors; values that share a path (keys may contain dots) are joined."""
+    """Return texts for all values but tensors, by path; texts that share a path (keys may contain dots) are joined."""
     if isinstance(node, dict) and "$tensor" not in node:
         inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
     elif isinstance(node, list):
         inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
     else:
-        # The path may be a tensor's own name.
+        # Add a suffix, because the path may also be a tensor's own name.
         return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
     if not inside:
         return {path: json.dumps(node)}
@@ -506,12 +506,13 @@ def sequence_of(node: Node, items: list[Any]) -> list[Any] | tuple[Any, ...]:
 
 
 def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[[str, Any], Any] | None = None) -> Any:
-    """The value of a tree: the inverse of `Packer.pack`.
+    """Return the value of a tree. This is the inverse of `Packer.pack`.
 
     Args:
         node: The tree.
-        tensor: Function from a name to its tensor.
-        special: Function for tags that this module does not know, such as an object's state.
+        tensor: Function that returns the tensor of a name.
+        special: Function called with tag and content of each node that this module cannot unpack, such as an object's
+            state.
 
     Raises:
         ValueError, TypeError, KeyError: `pack` does not produce such a tree.
@@ -539,7 +540,7 @@ _Type = TypeVar("_Type")
 
 
 def _member(body: Any, inner: _Inner) -> Any:
-    """An Enum member; its value if the class is not imported, or has no such member."""
+    """Return an Enum member, or the member's value if the class is not imported or has no such member."""
     module, qualname, name, node = body
     kind = _imported(module, qualname, Enum)
     if kind is not None and name in kind.__members__:
@@ -554,7 +555,7 @@ def named_tuple(module: str, name: str, made: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _imported(module: str, name: str, base: type[_Type]) -> type[_Type] | None:
-    """A class, only if its module is already imported, so that a file cannot cause code to run."""
+    """Return a class only if its module is already imported, so that a file cannot cause code to run."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -632,9 +633,10 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-# Not every safetensors reader supports complex numbers, so they are stored as pairs, and the manifest says so.
+# Not every safetensors reader supports complex numbers, so they are stored as pairs; the manifest records the complex
+# dtype.
 _PAIRS = {"bcomplex32": "BF16", "complex32": "F16", "complex64": "F32", "complex128": "F64"}
-# Each element is stored as one byte, whatever its meaning.
+# safetensors has no names for these dtypes, so each element is stored as a uint8.
 _OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
 _KNOWN: dict[str, torch.dtype] = {
@@ -647,7 +649,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN.items()}
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """The dtype of that name; `ValueError` if this torch does not have it."""
+    """Return the dtype of that name; raises `ValueError` if this version of torch lacks it."""
     if not isinstance(name, str) or name not in _KNOWN:
         raise ValueError(f"no dtype {name!r} in torch {torch.__version__}")
     return _KNOWN[name]
@@ -670,7 +672,7 @@ def check_savable(tensor: torch.Tensor, name: str) -> None:
 
 
 def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The dtype and shape of such a tensor in a safetensors file.
+    """Return the dtype and shape that a tensor has in a safetensors file.
 
     Example:
         >>> safetensors_form(torch.complex64, (3,))
@@ -683,7 +685,7 @@ def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, l
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a CPU tensor in order, as n uint8 values: a view if it is contiguous, else a copy."""
+    """Return the bytes of a CPU tensor's elements in order: a view if the tensor is contiguous, else a copy."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -692,7 +694,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 CPU tensor, without a copy. The tensor must outlive it."""
+    """Return the memory of a contiguous uint8 CPU tensor, without a copy. The tensor must outlive the memoryview."""
     if not flat.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")

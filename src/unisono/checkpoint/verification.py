@@ -34,7 +34,7 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
         The manifest: `tensors`, `files`, `ranks`, `nbytes`.
 
     Raises:
-        CorruptError: It is damaged; `tensors` has all affected tensors, and the message names the first ones.
+        CorruptError: The checkpoint is damaged. `tensors` has all affected tensors; the message names the first ones.
         NoCheckpointError, FormatError, StorageError: As `load`.
 
     Cost: one pass over the files, at the speed of the disk.
@@ -82,7 +82,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
 
 
 def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
-    """The checkpoints in a directory with an intact manifest and files of the recorded sizes, newest first."""
+    """Return a directory's checkpoints that have an intact manifest and files of the recorded sizes, newest first."""
     found = list[tuple[Storage, Manifest]]()
     before = set[str]()
     names = set(directory.children())
@@ -95,7 +95,7 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
         if names == before:
             break
         if not found:
-            # Another process may meanwhile have completed a checkpoint and removed all others.
+            # Another process may have completed a checkpoint and removed all others in the meantime.
             before = names
             names = set(directory.children())
     return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))
@@ -104,15 +104,15 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
 def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
     """Return the path of the newest complete checkpoint in a directory; None if there is none.
 
-    Unfinished checkpoints, and those with missing or truncated files, do not count. Bytes are not compared: `load` and
-    `verify` do that. The newest is the one saved last, by the clock of rank 0's host; checkpoints of one `Checkpointer`
-    remain in order even if that clock was set back.
+    Unfinished checkpoints, and checkpoints with missing or truncated files, are ignored. Digests are not compared:
+    `load` and `verify` do that. The newest checkpoint is the one with the latest timestamp from the clock of rank 0's
+    host; checkpoints of one `Checkpointer` remain in order even if that clock was set back.
 
     Args:
         directory: The parent of the checkpoints: a directory, a URL that fsspec supports, or a storage.
 
     Raises:
-        OSError: The directory cannot be read; a missing one is empty.
+        OSError: The directory cannot be read. A missing directory counts as empty.
 
     Cost: reads the manifest of every checkpoint in the directory.
 

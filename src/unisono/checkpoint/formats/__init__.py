@@ -1,4 +1,4 @@
-"""Formats from and to which checkpoints can be converted. Each is a file in this folder, looked up by name."""
+"""Formats that checkpoints can be converted from and to. Each format is a module in this folder, looked up by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Format(Protocol):
         ...
 
     def read(self, path: Path, trusted: bool) -> Any:
-        """Read the state as plain values and CPU tensors. No code in the file runs unless it is trusted."""
+        """Read the state as plain values and CPU tensors. Never runs code in the file unless `trusted` is true."""
         ...
 
     def write(self, path: Path, state: Any) -> None:

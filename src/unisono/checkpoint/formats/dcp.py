@@ -1,6 +1,7 @@
 """Directories of `torch.distributed.checkpoint` (DCP).
 
-Their `.metadata` is a pickle, read here by an unpickler that allows only the few classes that belong there.
+Such a directory has a pickle file named `.metadata`. We read it with an unpickler that allows only the classes that DCP
+writes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STRANGE = "its .metadata names {}, which does not belong there"
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Member of an enumeration. Python before 3.11.4 pickles it as a getattr call."""
+    """Return a member of an enumeration, which Python before 3.11.4 pickles as a getattr call."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__):
         raise FormatError(_STRANGE.format(f"{name!r} of {kind!r}"))
     return kind[name]
@@ -56,22 +57,22 @@ _CLASSES: dict[str, dict[str, Any]] = {
 
 
 def recognises(path: Path) -> bool:
-    """A directory with `.metadata`."""
+    """Return whether the path is a directory with a `.metadata` file."""
     return (path / ".metadata").is_file()
 
 
 def suits(path: Path) -> bool:
-    """`.dcp`."""
+    """Return whether the path has the suffix `.dcp`."""
     return path.suffix == ".dcp"
 
 
 def write(path: Path, state: Any) -> None:
-    """Write as `torch.distributed.checkpoint.save` does in one process. It turns dict keys into strings."""
+    """Write with `torch.distributed.checkpoint.save` in one process, which turns dict keys into strings."""
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """The state, assembled from all ranks' files. Pickled values need trust unless torch allows their class.
+    """Return the state, assembled from all ranks' files. Unless `trusted`, unpickles only classes that torch allows.
 
     Raises:
         FormatError: The metadata refers to something that does not belong there.
@@ -127,7 +128,7 @@ def _load(path: Path, name: str, info: Any, trusted: bool) -> Any:
 
 
 def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
-    """Rebuild dicts and lists from values by name and the path of each name."""
+    """Rebuild nested dicts and lists from a flat dict of values and the path of each name."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         steps = paths.get(name, (name,))
@@ -145,6 +146,6 @@ def _lists(value: Any) -> Any:
     if inner and set(inner) == set(range(len(inner))) and all(type(key) is int for key in inner):
         return [inner[index] for index in range(len(inner))]
     if inner.keys() == {"state", "param_groups"} and isinstance(inner["state"], dict):
-        # DCP has replaced an optimizer's parameter numbers with names.
+        # DCP has turned an optimizer's parameter numbers into strings.
         inner["state"] = {int(key) if key.isdecimal() else key: item for key, item in inner["state"].items()}
     return inner

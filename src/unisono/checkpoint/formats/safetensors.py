@@ -15,22 +15,22 @@ __all__ = ["read", "recognises", "suits", "write"]
 
 
 def recognises(path: Path) -> bool:
-    """A file with that suffix."""
+    """Return whether the path is a file with the suffix `.safetensors`."""
     return path.is_file() and suits(path)
 
 
 def suits(path: Path) -> bool:
-    """`.safetensors`."""
+    """Return whether the path has the suffix `.safetensors`."""
     return path.suffix == ".safetensors"
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """The tensors by name; nothing here needs trust."""
+    """Return the tensors by name. `trusted` is ignored, because the format cannot contain code."""
     return _package().load_file(path)
 
 
 def write(path: Path, state: Any) -> None:
-    """Write every tensor in the state under its path, such as `model.weight`. Other values are left out."""
+    """Write every tensor in the state under its path, such as `model.weight`. Other values are omitted."""
     tensors: dict[str, torch.Tensor] = {}
     _collect(state, "", tensors)
     _package().save_file(
@@ -39,7 +39,7 @@ def write(path: Path, state: Any) -> None:
 
 
 def _package() -> Any:
-    """Return the module of safetensors for torch: optional, as interpreters without the GIL have no wheel of it."""
+    """Return `safetensors.torch`, an optional dependency because it has no wheels for free-threaded Python."""
     try:
         import safetensors.torch
     except ImportError as error:

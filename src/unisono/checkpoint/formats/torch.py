@@ -12,12 +12,12 @@ __all__ = ["read", "recognises", "suits", "write"]
 
 
 def recognises(path: Path) -> bool:
-    """A zip archive, or an older pickle, depending on the suffix."""
+    """Return whether the path is a zip archive, or has one of torch's suffixes (older files are plain pickles)."""
     return path.is_file() and (zipfile.is_zipfile(path) or suits(path))
 
 
 def suits(path: Path) -> bool:
-    """`.pt`, `.pth` and `.bin`."""
+    """Return whether the path has the suffix `.pt`, `.pth` or `.bin`."""
     return path.suffix in (".pt", ".pth", ".bin")
 
 

@@ -13,17 +13,17 @@ __all__ = ["read", "recognises", "suits", "write"]
 
 
 def recognises(path: Path) -> bool:
-    """A directory with a manifest."""
+    """Return whether the directory contains a manifest."""
     return (path / MANIFEST).exists()
 
 
 def suits(path: Path) -> bool:
-    """A name without another format's suffix."""
+    """Return whether the path lacks the suffixes of the other formats."""
     return path.suffix not in (".pt", ".pth", ".bin", ".safetensors", ".dcp")
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """The state as rank 0 saved it; nothing here needs trust."""
+    """Return the state that rank 0 saved. `trusted` is ignored, because the format cannot contain code."""
     with open_archive(path) as archive:
         return archive.state()
 

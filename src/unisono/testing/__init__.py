@@ -3,7 +3,7 @@
     class TestMine(un.testing.TransportConformance):
         backend = "mine"
 
-The extra `testing` installs what pytest and Hypothesis support needs; names load on first use.
+The extra `testing` installs the packages needed to use pytest and Hypothesis. Submodules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One collective call as a value, with every rank's input and the expected result."""
+"""A collective call described as a value, with every rank's input and the expected result."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A collective call with all its parameters. Small enough to send to the ranks, which create the tensors.
+    """A collective call with all its parameters. It is small, and sent to the ranks, which create the tensors.
 
     Attributes:
         call: The method, such as "all_reduce".
         size: Number of ranks.
-        count: Number of elements per tensor (typical, if lengths differ).
+        count: Number of elements per tensor; a typical number if lengths differ.
         dtype: Dtype of all tensors.
-        op: Reduction, for calls that reduce.
-        root: Root rank, for calls that have one.
+        op: Reduction operation, for collectives that reduce.
+        root: Root rank, for collectives that have a root.
         layout: Memory layout of the tensors; see `unisono.testing.memory_layouts`.
         algorithm: Argument of the call.
         async_op: Argument of the call.
-        uneven: Whether lengths differ between ranks, if the call allows it. Some lengths are then zero.
+        uneven: Whether lengths differ between ranks, if the collective allows this; some lengths are then zero.
         numbers: "whole" for integer values (exact sums), "any", or "nan" to include some NaNs.
         seed: Seed for the elements.
 
@@ -113,7 +113,7 @@ class Case:
         return tuple(row[rank] for row in self.lengths())
 
     def splits(self, rank: int) -> dict[str, Row]:
-        """Return the keyword arguments that pass uneven lengths to a call on packed tensors; none for other calls.
+        """Return the keyword arguments that pass uneven lengths to a collective on packed tensors; empty for others.
 
         Args:
             rank: The calling rank.
@@ -155,12 +155,12 @@ def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)
         low, high = (0, 1) if info is None else (info.min, info.max)
-        # Cover the whole range: sums and products wrap, and must do so identically on all ranks.
+        # Cover the whole range: sums and products wrap around, and must be equal on all ranks.
         words = torch.randint(max(low, -(2**62)), min(high, 2**62) + 1, (count,), generator=generator)
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count
     if case.numbers == "whole":
-        # Products stay small and exact, too.
+        # With 1 and 2 only, products also stay small and exact.
         values = torch.randint(1, 3, (parts,), generator=generator) * 1.0
         values *= torch.randint(0, 2, (parts,), generator=generator) * 2 - 1
     else:

@@ -3,7 +3,7 @@
     chaos.check(program, 3, seeds=range(100))
 
 Ranks are simulated, so a run depends only on its seed, which determines the network, the faults and the order in which
-ranks are scheduled. `chaos.run(program, 3, seed)` replays the run step by step.
+ranks are scheduled. `chaos.run(program, 3, seed)` replays a run exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIMEOUT_S = 10.0
 
 _Program = Callable[..., Any]
 Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
-"""Returns the fault in all ranks' outcomes, given those of a run without faults; None if there is none."""
+"""Function of all ranks' outcomes and of a fault-free run's results that returns what is wrong, or None."""
 
 
 class ChaosError(AssertionError):
@@ -127,7 +127,7 @@ def weather(seed: int, nprocs: int) -> FaultPlan:
 
 
 def _soon(draw: Random) -> int:
-    """Draw the index of the message at which to kill or freeze a rank: usually an early one, always within reach."""
+    """Draw the index of the message at which to kill or freeze a rank: from 1 to 30, mostly small."""
     return round(math.exp(draw.uniform(0.0, math.log(30.0))))
 
 
@@ -150,7 +150,7 @@ _FAULTS: dict[str, Callable[[Random, int], dict[str, Any]]] = {
 def run(program: _Program, nprocs: int, seed: int, *args: Any, **options: Any) -> Run:
     """Run `program(comm, *args)` once under the faults drawn from the seed.
 
-    Messages carry checksums, so a corrupted message raises an error and never yields a wrong result.
+    Messages have checksums, so a corrupted message raises an error and never yields a wrong result.
 
     Args:
         program: The program of each rank.
@@ -159,7 +159,7 @@ def run(program: _Program, nprocs: int, seed: int, *args: Any, **options: Any) -
         args: Passed to the program.
         options: Options of `unisono.simulate`; `timeout` defaults to 10 virtual seconds.
 
-    Returns: The outcome of each rank and the trace. A rank's error is an outcome, not raised.
+    Returns: The outcome of each rank and the trace. A rank's error is returned as its outcome, not raised.
 
     Raises:
         ChaosError: The run leaked threads.
@@ -195,12 +195,12 @@ def check(
     """Run a program under each seed's faults, judge its outcomes, and check that a replay gives the same trace.
 
     Args:
-        program: The program of each rank. Its result is compared with that of a run without faults.
+        program: The program of each rank. Its result is compared with the result of a run without faults.
         nprocs: Number of ranks.
         args: Passed to the program.
-        seeds: One per run.
-        judge: Function that takes the outcomes by rank, and those of a fault-free run, and returns what is wrong;
-            `named_or_right` if None.
+        seeds: Seeds, one per run.
+        judge: Function that takes the outcomes by rank and the results of a fault-free run, and returns what is wrong,
+            or None; by default `named_or_right`.
         replay: Whether to run each seed twice, and compare the traces.
         options: Options of `unisono.simulate`.
 
@@ -238,13 +238,14 @@ def check(
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
     """Judge that accepts from each rank either the result of a fault-free run or an error with rank and operation.
 
-    The default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` from a killed rank.
+    This is the default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` from a killed
+    rank.
 
     Args:
         outcomes: A result or an error, by rank.
         calm: Results of a run without faults, by rank.
 
-    Returns: Description of the first wrong outcome; None if all are accepted.
+    Returns: Description of the first wrong outcome; None if all outcomes are accepted.
 
     Example:
         >>> named_or_right([1, 2], [1, 2]), named_or_right([1, 3], [1, 2])

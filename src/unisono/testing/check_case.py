@@ -31,7 +31,7 @@ class Report:
 
 
 def check_case(comm: Communicator, case: Case) -> Report:
-    """Make the call on this rank and check the result, the inputs and the memory around both. Collective.
+    """Run the case on this rank, and check the result, the inputs, and the memory around these tensors. Collective.
 
     Example:
         >>> case = Case("all_reduce", size=2, count=5, layout="every second", algorithm="ring")
@@ -40,7 +40,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
     """
     given = case.given()
     what = case.what
-    # Calls that split the first dimension get one dimension, so that each row is one element.
+    # Collectives that split the first dimension get one-dimensional tensors, so that each row is one element.
     by_rows = what.returns or (what.packed and what.pairwise)
     layout = "every second" if by_rows and case.layout not in LINEAR else case.layout
     inputs = [place(tensor.to(comm.device), layout) for tensor in given[comm.rank]]
@@ -69,7 +69,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
 
 
 def check_reports(case: Case, reports: Sequence[Report]) -> None:
-    """Raise `AssertionError` if any rank has complaints, or if bits that must be equal differ."""
+    """Raise `AssertionError` if any rank has complaints, or if results differ that must be bitwise equal."""
     complaints = [message for report in reports for message in report.complaints]
     assert not complaints, f"{case}\n" + "\n".join(complaints)
     if case.what.same_everywhere:
@@ -78,7 +78,7 @@ def check_reports(case: Case, reports: Sequence[Report]) -> None:
 
 
 def _as_argument(placed: list[LaidOutTensor], many: bool, packed: bool) -> torch.Tensor | list[torch.Tensor] | None:
-    """One tensor, or one for each rank; None if this rank passes none."""
+    """Return one tensor, or a list of one tensor per rank; None if this rank passes no tensor."""
     views = [one.view for one in placed]
     if many and not packed:
         return views or None

@@ -1,6 +1,6 @@
 """Conformance checks for codecs: plain functions that raise `AssertionError` on a violation.
 
-`check_codec` starts ranks and runs all checks. The others that take a communicator run on each of its ranks.
+`check_codec` starts ranks and runs all checks. Every rank of the communicator must call a check that takes one.
 
     >>> def program(comm):
     ...     for check in (check_average, check_state, check_nonfinite, check_input, check_mismatch):
@@ -68,11 +68,11 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that the result is the mean of the kept values within the declared loss, bitwise equal on all ranks.
+    """Check that the result is the mean of the `kept` values, respects `error_bound`, and is equal on all ranks.
 
     Args:
         make, bucket: As in `check_codec`.
-        comm: The ranks that average; all call this check.
+        comm: Communicator of the ranks that average, which all call this check.
 
     Raises: AssertionError otherwise.
     """
@@ -141,7 +141,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that one rank's NaN or infinity appears at its index on all ranks, and does not affect the next step.
+    """Check that one rank's NaN or infinity appears at the same index on all ranks, and not in the next step.
 
     Args:
         make, comm, bucket: As in `check_average`.
@@ -222,7 +222,7 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
         make: Function that makes the codec, possibly with feedback already included.
         comm: Communicator of the averaging ranks.
         bucket: Contributions, the same in each step; preferably float64, so that rounding is negligible.
-        steps: Number of steps: several times the number that the codec needs to send everything once.
+        steps: Number of steps; should be several times the number in which the codec sends every element once.
 
     Raises: AssertionError otherwise.
 
@@ -288,8 +288,8 @@ Make = Callable[[], Codec]
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
     """Return the number of bytes a rank sends per average, counted at the sender and averaged over ranks.
 
-    Starts ranks as threads. They choose algorithms as if only bytes had a cost, as `wire_bytes` assumes. The first
-    average, in which ranks check that their calls match, is not counted.
+    Starts ranks as threads. They choose algorithms as if latency were zero, as `wire_bytes` assumes. The first average
+    is not counted, because ranks also exchange messages that compare their calls.
 
     Args:
         make: Function that makes the codec.
@@ -336,7 +336,7 @@ class _ByteCounter(Wrapper):
 
 
 NUMBERS = ("normal", "zero", "constant", "sparse", "huge", "tiny", "mixed", "outlier")
-"""Kinds of contributions."""
+"""Kinds of values in contributions."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class Bucket:
 
     @property
     def sizes(self) -> list[torch.Size]:
-        """The shapes, in the form that codecs take."""
+        """The shapes as `torch.Size`s, which codecs expect."""
         return [torch.Size(shape) for shape in self.shapes]
 
     @property

@@ -15,7 +15,7 @@ Averager = Callable[[torch.nn.Module, Communicator], object]
 
 
 class _Odd(torch.nn.Module):
-    """Parameters of several shapes, dtypes and strides, an unused one, a frozen one, and a buffer."""
+    """A module with parameters of several shapes, dtypes and strides, an unused and a frozen one, and a buffer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def check_averages(average: Averager, comm: Communicator) -> None:
 
 
 def check_shares(share: Averager, comm: Communicator) -> None:
-    """Check that every parameter and buffer, even a frozen one, gets rank 0's values, in place. Collective.
+    """Check that every parameter and buffer, even a frozen parameter, gets rank 0's values, in place. Collective.
 
     Args:
         share: Function that broadcasts rank 0's parameters and buffers, such as `unisono.broadcast_parameters`.

@@ -1,4 +1,4 @@
-"""A test's ranks: number, backend, and torch's default group if wanted. Imports nothing slow until a test runs."""
+"""The ranks of a test: number, backend, and optionally torch's default group. Slow imports wait until a test runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["MarkedRanks", "torch_ranks"]
 
 _SHRINKING_S = 0.2
-"""Least timeout of an example once another one of the test has timed out."""
+"""Minimum timeout of a Hypothesis example after another example of the test has timed out."""
 _SLACK = 20
-"""Timeout of such an example, as a multiple of the time of the fastest that passed."""
+"""Timeout of such an example, as a multiple of the duration of the fastest example that passed."""
 _QUICKEST_S = 0.05
-"""Assumed time of the fastest one while none has passed."""
+"""Assumed duration of the fastest example until an example has passed."""
 
 
 class MarkedRanks:
-    """Ranks on which a test or a program runs, reused for later ones.
+    """Ranks that run a test or a program, and are reused for later tests.
 
     Args:
-        size: Number of ranks, or the name of a test argument whose value or number of items it is.
+        size: Number of ranks, or the name of a test argument whose value or number of items is used.
         backend: A transport's name, or "process" for processes on this host with the fastest transport.
         torch: Whether each rank has torch's default process group.
         options: Options of `unisono.testing.pool`.
@@ -57,10 +57,10 @@ class MarkedRanks:
     def run_test(
         self, test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, comm: bool
     ) -> list[Any]:
-        """Return each rank's `test(*args, **kwargs)`; with `comm`, its communicator is passed as well.
+        """Return each rank's `test(*args, **kwargs)`; with `comm`, the rank's communicator is also passed.
 
         Raises:
-            Exception: The error of the first failing rank; notes name the rank, and the errors of others.
+            Exception: The error of the first failing rank. Notes name the rank and the errors of other ranks.
         """
         from unisono.core.work import resolve_timeout
         from unisono.errors import CommTimeoutError
@@ -85,7 +85,7 @@ class MarkedRanks:
 
         @functools.wraps(test)
         def on_one_rank(one: Communicator) -> Any:
-            # Programs also run on ranks without pytest.
+            # Call `own_fixtures` only if needed, because it imports pytest, which may not be installed.
             instead: AbstractContextManager[dict[str, Any]] = own_fixtures(own) if own else nullcontext({})
             with instead as fixtures:
                 result = test(*args, **shared, **fixtures, **({"comm": one} if comm else {}))
@@ -114,8 +114,9 @@ class MarkedRanks:
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
         """As a decorator: return a test that runs `test` on the ranks.
 
-        It returns one rank's result, and is a coroutine function if `test` is, so the test runner decides how to handle
-        both. If it takes these ranks as `comm`, the test gets its rank's communicator.
+        The returned function returns one rank's result. It is a coroutine function if `test` is one, so that the test
+        runner handles coroutines in its own way. If an argument is these ranks, `test` gets the rank's communicator as
+        `comm` instead.
         """
 
         @functools.wraps(test)
@@ -131,7 +132,8 @@ class MarkedRanks:
         async def in_loop(*args: Any, **kwargs: Any) -> Any:
             import asyncio
 
-            # Servers of asynchronous fixtures keep running while ranks, each in its own event loop, use them.
+            # Servers started by asynchronous fixtures keep running in this event loop while ranks use them from their
+            # own loops.
             return await asyncio.to_thread(on_ranks, *args, **kwargs)
 
         return in_loop
@@ -147,18 +149,19 @@ def _processes() -> str:
 
 
 def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> MarkedRanks:
-    """Return a decorator that runs a test on ranks, on each of which torch's default process group exists.
+    """Return a decorator that runs a test on ranks, each with torch's default process group.
 
-    For unittest, and for use under Hypothesis' `given`; with pytest, the marker `ranks(3, torch=True)` does the same.
+    Use it with unittest, or below Hypothesis' `given`. With pytest, the marker `ranks(3, torch=True)` does the same.
 
     Args:
-        size: Number of ranks, or the name of a test argument whose value or number of items it is.
-        backend: "thread"; "process" for processes on this host; "sim" for threads that take turns, controlled by a
-            seed; or another transport's name.
+        size: Number of ranks, or the name of a test argument whose value or number of items is used.
+        backend: "thread"; "process" for processes on this host; "sim" for simulated ranks, scheduled by a seed; or
+            another transport's name.
         options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".
 
     Raises:
-        Exception: From the test: the error of the first failing rank; notes name the rank, and the errors of others.
+        Exception: From the test: the error of the first failing rank. Notes name the rank and the errors of other
+            ranks.
 
     Cost: a few milliseconds per run on threads or on processes that are already running.
 

@@ -21,11 +21,11 @@ _PATTERN = 77
 
 @dataclass(slots=True)
 class LaidOutTensor:
-    """A view inside a larger piece of memory.
+    """A view into a larger block of memory.
 
     Attributes:
         view: The tensor to pass to a call.
-        whole: All of the memory, one-dimensional.
+        whole: The whole block, as a one-dimensional tensor.
 
     Example:
         >>> placed = place(torch.arange(3), "offset")
@@ -48,7 +48,7 @@ class LaidOutTensor:
         return torch.empty(self.view.numel(), dtype=self.view.dtype).copy_(self.view.detach().reshape(-1))
 
     def guard_bytes(self) -> bool:
-        """Return whether anything outside the view has changed since it was placed."""
+        """Return whether any byte outside the view has changed since the view was created."""
         view = self.view
         inside = (view.shape, view.stride(), view.storage_offset())
         self._before.as_strided(*inside).copy_(self.whole.as_strided(*inside))
@@ -60,11 +60,11 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
 
     Args:
         values: One-dimensional.
-        layout: One of `LAYOUTS`; the nearest possible one if the number of elements does not allow it (a prime number
-            of elements forms no matrix).
+        layout: One of `LAYOUTS`; a similar layout is used if the number of elements does not allow the requested one (a
+            prime number of elements forms no matrix).
 
     Raises:
-        ValueError: An unknown layout.
+        ValueError: The layout is unknown.
 
     Example:
         >>> placed = place(torch.arange(6), "transposed")
@@ -76,7 +76,7 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
     columns = count // rows
     shape, strides, margin = _geometry(layout, count, rows, columns)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
-    # Both values of a bool occur, so that neither can be written unnoticed.
+    # Guard elements alternate, so that a stray write of either bool value changes some of them.
     whole = torch.zeros(extent + 2 * margin, dtype=values.dtype, device=values.device)
     whole[::2] = _PATTERN
     view = whole.as_strided(shape, strides, margin)
@@ -87,7 +87,7 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
 
 
 def _geometry(layout: str, count: int, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides in elements, and elements before and after the view."""
+    """Return shape, strides in elements, and the number of guard elements before and after the view."""
     match layout:
         case "contiguous" | "conjugate":
             return (count,), (1,), 0

@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a `Network`: processes of `launch`'s forkserver that first enter their host's namespace."""
+"""Ranks on the hosts of a `Network`: processes from `launch`'s forkserver that first enter their host's namespace."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ __all__ = [
 ]
 
 _ports = itertools.count(29600)
-"""Ports of this process's jobs: the previous job's port may not be free yet."""
+"""Rendezvous ports. Each job gets a new port, because the previous job's port may not be free yet."""
 TIMEOUT_S = 10.0
 """Timeout of one operation in a test: a hanging test should fail soon."""
 
 
 class HostRanks(Closing):
-    """Ranks that each run `program(comm, *args)` on a communicator made by `init` from their environment.
+    """Ranks that each run `program(comm, *args)` on a communicator that `init` creates from environment variables.
 
     Args:
         network: The hosts.
@@ -61,7 +61,7 @@ class HostRanks(Closing):
         program: The program of every rank; must be importable.
         args: Passed to the program.
         backend: Backend for `init`.
-        options: Function that takes a rank and returns further options for `init`; `timeout` defaults to 10 s.
+        options: Function that takes a rank and returns more options for `init`; `timeout` defaults to 10 s.
         variables: Further variables of the ranks' environment.
 
     Example:
@@ -128,7 +128,7 @@ class HostRanks(Closing):
 
 
 def send_signal() -> None:
-    """Tell the test that this rank has reached this point."""
+    """Notify the test that this rank has reached this point."""
     own_link().send_bytes(b"word")
 
 
@@ -155,10 +155,11 @@ def live(
 
 
 _numbers = itertools.count()
-"""Numbers of this process's networks, because namespace names are global to the machine."""
+"""Numbers of this process's networks, used to make the names of namespaces unique on the machine."""
 _INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
-# Removes the hosts named in its arguments when its input yields a line or ends, so also if the caller was killed.
+# Shell script that removes the hosts named in its arguments once it reads a line or standard input closes. Input also
+# closes if the caller is killed.
 _REMOVE = """read _
 for name; do
     for process in $(ip netns pids "$name"); do kill -9 "$process"; done
@@ -175,7 +176,7 @@ class LinkReport:
     Attributes:
         processor: Fraction of one core that the relay has used since the previous report; 0 without a relay.
         rate: Bits per second that TCP delivered from host 0 to host 1, without headers.
-        round_trip: Seconds from host 0 to host 1 and back, the median over UDP datagrams.
+        round_trip: Round-trip time in seconds from host 0 to host 1, as the median of several UDP datagrams.
     """
 
     processor: float
@@ -188,12 +189,12 @@ class LinkReport:
 
 
 class Network(Closing):
-    """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
+    """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (or fd77::1, ...), isolated from other networks.
 
-    Each host is a network namespace with one interface, eth0. A context manager: on exit, even after an error or if the
-    caller is killed, it kills all processes on these hosts and removes the hosts. `tc` limits the rate with tbf, and
-    delays and loses packets with netem. If the kernel has no netem, a relay, which is a Python process, moves packets
-    between TUN devices instead.
+    Each host is a network namespace with one interface, eth0. Use it as a context manager: on exit, even after an error
+    or if the caller is killed, all processes on the hosts are killed and the hosts are removed. `tc` limits the rate
+    with tbf, and delays and drops packets with netem. If the kernel has no netem, a relay, which is a Python process,
+    moves packets between TUN devices instead.
 
     Args:
         hosts: Number of hosts.
@@ -202,10 +203,10 @@ class Network(Closing):
         ipv6: Whether the hosts have only IPv6 addresses.
         delay: One-way delay of each packet: seconds, or a string with a unit, such as "2ms" or "50us".
         loss: Probability that a packet is lost, from 0 to 1.
-        seed: Seed that determines which packets the relay loses, in the order in which it reads them.
+        seed: Seed that determines which packets the relay drops, counted in the order in which it reads them.
 
-    Cost: 0.1 s for two hosts. A relay takes about 20 us of one core for each packet of up to 1,500 bytes, at the
-        highest priority, and adds about 0.1 ms to the delay; `report()` measures both.
+    Cost: 0.1 s for two hosts. A relay runs at the highest priority, uses about 20 us of CPU time for each packet of up
+    to 1,500 bytes, and adds about 0.1 ms to the delay; `report()` measures both.
 
     Raises:
         ValueError: The delay or the loss is invalid.
@@ -264,7 +265,7 @@ class Network(Closing):
         slow = self._delay > 0 or self._loss > 0
         names = [*map(self.name, hosts), switch]
         guard = ["sh", "-c", _REMOVE, "sh", *names]
-        # In its own session, which Ctrl-C and a kill of the caller's process group do not reach.
+        # Run it in its own session, so that it survives Ctrl-C and a kill of the caller's process group.
         self._guard = subprocess.Popen(
             guard,
             text=True,
@@ -299,7 +300,7 @@ class Network(Closing):
         _run("ip", "-n", host, "link", "add", _INTERFACE, "type", "veth", *peer)
         _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
         if slow:
-            # TCP packets that the kernel merges would be delayed, and lost, as one.
+            # Do not let the kernel merge TCP packets, because netem would delay or drop the merged packets together.
             _run("ip", "-n", host, "link", "set", _INTERFACE, "gso_max_segs", "1")
             way = ("delay", f"{self._delay * 1e6:.0f}us", "loss", f"{self._loss:.6%}", "limit", "10000")
             _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "netem", *way)
@@ -319,7 +320,7 @@ class Network(Closing):
         self._await_relay()
 
     def _await_relay(self) -> None:
-        """Wait until the relay is ready, or has carried out a command."""
+        """Wait until the relay is ready, or has executed a command."""
         relay = self._relay
         assert relay is not None
         assert relay.stdout is not None
@@ -345,7 +346,7 @@ class Network(Closing):
         return ["ip", "netns", "exec", self.name(host), *words]
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and everything that it starts from now on, to a host. Irreversible.
+        """Move the calling thread, and all threads and processes that it starts later, to a host. Irreversible.
 
         Args:
             host: Number of the host.
@@ -372,7 +373,7 @@ class Network(Closing):
         return subprocess.Popen(self.command(host, *words), text=True, **options)
 
     def sent(self, host: int) -> int:
-        """Return the bytes that a host has sent to the others so far, counted at its interface.
+        """Return the number of bytes that a host has sent to other hosts so far, counted at its interface.
 
         Args:
             host: Number of the host.
@@ -408,7 +409,7 @@ class Network(Closing):
         """Measure the link from host 0 to host 1, which should be idle.
 
         Args:
-            seconds: Duration of the rate measurement, which starts after a burst.
+            seconds: Duration of the rate measurement, and of the warm-up before it, which uses up the burst.
 
         Returns:
             Rate, round trip, and the fraction of a core that the relay used since the previous report, excluding these
@@ -447,7 +448,7 @@ class Network(Closing):
 
     def _measured_rate(self, seconds: float) -> float:
         def send() -> None:
-            # Until the receiver has closed the connection.
+            # Send until the receiver closes the connection.
             with contextlib.suppress(ConnectionError):
                 while True:
                     sender.sendall(bytes(1 << 16))
@@ -478,7 +479,7 @@ class Network(Closing):
                 with contextlib.suppress(TimeoutError):
                     began = time.perf_counter()
                     near.sendto(bytes([number]), far.getsockname())
-                    # A reply that comes too late for its own probe must not count for the next one.
+                    # Skip packets that belong to an earlier probe, so that they are not counted for this one.
                     while (reply := far.recvfrom(1))[0] != bytes([number]):
                         pass
                     far.sendto(*reply)
@@ -495,7 +496,7 @@ class Network(Closing):
             self._guard.communicate("\n")
             self._guard = None
         if self._relay is not None:
-            # Leaving the context closes the pipes, and waits.
+            # Exiting the context closes the pipes, and waits for the process.
             with self._relay:
                 self._relay.kill()
             self._relay = None
@@ -533,7 +534,7 @@ def has_netem() -> bool:
 
 @cache
 def obstacle(*, slow: bool = False) -> str | None:
-    """Return the reason why this machine does not support such hosts; None if it does.
+    """Return the reason why this machine does not support hosts of a `Network`; None if it does.
 
     Args:
         slow: Whether the network will have a delay or lose packets.

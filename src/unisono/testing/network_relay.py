@@ -1,10 +1,10 @@
-"""Program that moves packets between the hosts of a `Network`, each after a delay, and loses some of them.
+"""Program that forwards packets between the hosts of a `Network`, delays each packet, and drops some.
 
     python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
 
-It creates a TUN device in each namespace, and writes a byte to standard output when all of them exist. On standard
-input it reads pairs of bytes, a host's number and whether the host is connected, and answers each pair with a byte. It
-exits at end of input. It does not import unisono, because it must start fast.
+It creates a TUN device in each namespace, and writes a byte to standard output once all devices exist. A command on
+standard input is a pair of bytes: a host's number, and whether to connect the host. The program answers each command
+with a byte, and exits at end of input. It does not import unisono, because it must start fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PR_SET_TIMERSLACK = 29
 _LARGEST = 1 << 16
 # Number of reads from one device before due packets are delivered.
 _BATCH = 32
-# More than a 1 Gbit/s link transfers in 100 ms.
+# Maximum number of delayed packets: more than a 1 Gbit/s link transfers in 100 ms.
 _ROOM = 10_000
 
 
@@ -39,7 +39,7 @@ class Relay:
     """The hosts' devices, and the delayed packets.
 
     Args:
-        delay: Seconds from the sender's device to the receiver's.
+        delay: Delay in seconds between the sender's device and the receiver's device.
         loss: Probability that a packet is lost.
         seed: Seed for the losses.
         hosts: Namespace of each host, by address.
@@ -53,11 +53,11 @@ class Relay:
         self._files = list(self._devices)
         self._routes = {ipaddress.ip_address(address).packed: number for number, address in enumerate(hosts)}
         self._connected = [True] * len(hosts)
-        # Time, source, destination and packet.
+        # Delayed packets: due time, source, destination and contents.
         self._waiting: deque[tuple[float, int, int, bytes]] = deque()
 
     def run(self) -> None:
-        """Move packets until standard input ends."""
+        """Forward packets until standard input closes."""
         waiting = self._waiting
         files = [0, *self._files]
         while True:
@@ -78,8 +78,8 @@ class Relay:
                 packet = os.read(file, _LARGEST)
                 target = self._routes.get(packet[16:20] if packet[0] >> 4 == 4 else packet[24:40])
                 if target is None:
-                    # For example the kernel's own multicast announcements, whose timing is random: they must not
-                    # consume random numbers.
+                    # Packets to other addresses, such as the kernel's multicast announcements, arrive at random times,
+                    # so they must not consume random numbers.
                     continue
                 lost = self._loss and self._drawn.random() < self._loss
                 if not lost and len(self._waiting) < _ROOM:
@@ -104,11 +104,11 @@ class Relay:
 
 
 def _device(namespace: str) -> int:
-    """Move to a namespace, and return the file of its new device."""
+    """Move to a namespace, and return the file descriptor of a new device in it."""
     with Path("/run/netns", namespace).open() as entered:
         if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
-    # Only Linux has this function, and these devices.
+    # Imported here, because only Linux has TUN devices, and Windows has no fcntl.
     import fcntl
 
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)

@@ -2,7 +2,7 @@
 
     check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
 
-Every rank creates its own partitioner, as in a real job.
+The checks create a separate partitioner for each rank, as in a real job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Make = Callable[[Any], Partitioner]
 
 
 class PartitionResult(Protocol):
-    """Protocol for a division into parts, such as a `DataPartitioner`.
+    """Protocol for samples divided into parts, such as a `DataPartitioner`.
 
     Example:
         >>> result: PartitionResult = un.data.DataPartitioner(range(4), [0.5, 0.5], partition="strided")
@@ -95,7 +95,7 @@ def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: in
     Args:
         make: Factory of the partitioner.
         dataset: A dataset such as `Samples`.
-        sizes: The fraction of each part; they sum to 1.
+        sizes: Fraction of the samples in each part; the fractions sum to 1.
         seed: 0 or more.
 
     Raises: AssertionError otherwise.
@@ -163,14 +163,14 @@ def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -
 def check_resume(
     make: Make, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]], seed: int, epoch: int = 0
 ) -> None:
-    """Check that successive phases cover every sample once, however far each rank has come in its part.
+    """Check that successive phases cover every sample once, wherever each rank stops in its part.
 
-    In each phase, the remaining samples must be dealt as evenly as a whole epoch.
+    In each phase, the remaining samples must be divided as evenly as a whole epoch.
 
     Args:
         make, dataset: As in `check_partitioner`.
         counts: Number of ranks in each phase.
-        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank takes.
+        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank consumes.
         seed, epoch: 0 or more.
 
     Raises: AssertionError otherwise.
@@ -198,7 +198,7 @@ def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int
 
     Args:
         divide: Function that divides samples.
-        count: Number of samples, which are the numbers from 0.
+        count: Number of samples, which are the integers from 0 to `count` - 1.
         sizes, seed: As in `check_partitioner`.
 
     Raises: AssertionError otherwise.

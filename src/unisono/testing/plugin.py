@@ -6,8 +6,8 @@
         comm.all_reduce(t)
         assert t.tolist() == [4.0] * 3
 
-A failing assertion on any rank fails the test, and a note names the rank. Hypothesis draws once for all ranks, in
-pytest's process. Every pytest run imports this file, so it must not import slow modules.
+A failing assertion on any rank fails the test, and a note names the rank. Hypothesis draws each example once for all
+ranks, in pytest's process. Every pytest run imports this file, so it must not import slow modules.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """End the ranks that tests have used."""
+    """Stop the ranks that tests have used."""
     if pools := sys.modules.get("unisono.testing.pools"):
         pools.close_pools()
 
@@ -80,13 +80,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.fixturenames.append("comm")
     if "comm" not in metafunc.fixturenames:
         return
-    # If the first test's time limit interrupted torch's import, torch would be broken for all others.
+    # Import torch now: if the first test's time limit interrupted the import, torch would be broken for all later
+    # tests.
     importlib.import_module("unisono.testing.pools")
     made = MarkedRanks(*marker.args, **marker.kwargs)
     sizes = [made.size] if isinstance(made.size, str) else metafunc.config.getoption("ranks") or [made.size]
     backends = metafunc.config.getoption("backends") or [made.backend]
     variants = [MarkedRanks(size, backend, torch=made.torch, **made.options) for backend in backends for size in sizes]
-    # Hypothesis refuses function-scoped fixtures, because examples share them.
+    # Hypothesis rejects function-scoped fixtures, because all examples would share them.
     drawn = hasattr(metafunc.function, "hypothesis")
     metafunc.parametrize("comm", variants, ids=repr, scope="class" if drawn else "function")
 
@@ -117,10 +118,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Run a marked test on its ranks, inside whatever pytest and other plugins wrap around a test.
+    """Run a marked test on its ranks, inside the wrappers of pytest and other plugins.
 
-    The function that they call is replaced temporarily, before any of them wraps it. So they, not this plugin, handle
-    coroutines, return values and expected failures.
+    The test function is replaced temporarily, before pytest and other plugins wrap it. They handle coroutines, return
+    values and expected failures, so this plugin need not.
     """
     marker = item.get_closest_marker("ranks")
     if marker is None or not isinstance(item, pytest.Function):
@@ -141,14 +142,14 @@ def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPa
         pytest.fail("each rank would draw its own examples: decorate with `torch_ranks` below `given`", pytrace=False)
     cls = item.cls
     own = vars(cls(item.name))
-    # Class fixtures have set these on pytest's instance.
+    # Attributes that class fixtures have set on pytest's instance.
     given = {name: value for name, value in vars(item.instance).items() if name not in own}
     debugged = item.config.getoption("usepdb")
 
     def on_rank(name: str) -> bool:
         return run_case(cls(name), given, debugged=debugged)
 
-    # It is sent to processes by value, like everything in its module.
+    # Functions of the test's module are pickled by value for rank processes. Make `on_rank` one of them.
     on_rank.__module__ = cls.__module__
 
     def run(result: object) -> None:
@@ -179,7 +180,7 @@ def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
 def _patched(test: Any) -> Any:
     """Return the closure cell of the function under all `unittest.mock` decorators; None if there are no decorators.
 
-    A patch stores only one original. If several threads enter it, the module stays patched for good.
+    A patch stores only one original value. If several threads entered the patch, the module would remain patched.
     """
     mock = sys.modules.get("unittest.mock")
     cell = None
@@ -193,9 +194,9 @@ def _for_ranks(chosen: Any) -> Any:
     """Return Hypothesis settings for a test whose examples run on ranks."""
     from hypothesis import Phase, settings
 
-    # The default deadline is a few hundred milliseconds, and an example may have to start its ranks.
+    # Drop the default deadline of a few hundred milliseconds, because an example may have to start its ranks.
     deadline = None if chosen.deadline == settings().deadline else chosen.deadline
-    # Explanations would name lines that ran here, which are the library's. One mistake may show as several failures on
-    # several ranks; one of them is enough.
+    # Explanations would name lines that ran in this process, which belong to this library. One bug may cause different
+    # failures on several ranks; it is enough to report one of them.
     phases = [phase for phase in chosen.phases if phase is not Phase.explain]
     return settings(chosen, deadline=deadline, phases=phases, report_multiple_bugs=False)

@@ -30,7 +30,7 @@ def run_limited(
     """Return the result of `run_ranks`; abandon the ranks at the time limit, or if the caller is interrupted.
 
     Raises:
-        CommTimeoutError: The program took longer than `limit_s`; the message says where each rank is.
+        CommTimeoutError: The program took longer than `limit_s`; the message has the stack of each rank.
     """
     running: dict[int, int] = {}
     over = threading.Event()
@@ -38,7 +38,7 @@ def run_limited(
     def program(comm: Communicator, *args: Any) -> Any:
         running[comm.rank] = threading.get_ident()
         try:
-            # The caller cannot end ranks that start after it has left.
+            # The caller has returned and cannot stop this rank, so the rank stops itself.
             if over.is_set():
                 raise SystemExit
             return fn(comm, *args)
@@ -54,7 +54,8 @@ def run_limited(
             ended.put(([], error))
 
     try:
-        # Inside the block, because ranks may already run, and the caller may be interrupted, before this returns.
+        # Start inside the `try` block: ranks may already run, and the caller may be interrupted, before `start`
+        # returns.
         threading.Thread(target=start, name="unisono launch", daemon=True).start()
         results, error = ended.get(timeout=limit_s)
     except Empty:
@@ -73,26 +74,26 @@ def run_limited(
 
 
 def _end(running: dict[int, int], stopped: set[int]) -> bool:
-    """End the abandoned ranks, except those that are importing a module; return whether there are any.
+    """Stop the abandoned ranks, except ranks that are importing a module; return whether such ranks remain.
 
-    An exception in a thread that waits for another one's import would leave that module's lock held, and later programs
-    of this process would wait for it forever.
+    An exception in a thread that waits for another thread's import would leave the module's import lock held. Later
+    programs in this process would then wait for the lock forever.
 
     Args:
-        running: The thread of each rank; one that ends removes itself.
-        stopped: The threads already ended; extended here.
+        running: Thread of each rank; a thread that exits removes itself.
+        stopped: Threads stopped so far; updated by this function.
     """
     frames = thread_frames()
     for thread in set(running.copy().values()) - stopped:
         if not _imports(frames.get(thread)):
-            # Ends a Python loop. A thread blocked in C only ends with this process.
+            # This interrupts Python code. A thread that is blocked in C code exits only with this process.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
             stopped.add(thread)
     return bool(set(running.copy().values()) - stopped)
 
 
 def _end_importing(running: dict[int, int], stopped: set[int]) -> None:
-    """End the remaining threads once they have finished importing."""
+    """Stop the remaining threads once they have finished importing."""
     while _end(running, stopped):
         time.sleep(_IMPORTING_S)
 
@@ -106,7 +107,7 @@ def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:
     """Return the error for a program that took too long.
 
     Args:
-        limit_s: Its limit in seconds.
+        limit_s: The program's time limit in seconds.
         stacks: The stack of each rank that has not ended.
     """
     ranks = ", ".join(map(str, sorted(stacks)))
@@ -116,7 +117,7 @@ def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:
 
 
 def where(stacks: Mapping[int, str]) -> str:
-    """Return the locations of ranks as text."""
+    """Return the stacks of ranks as text."""
     return "\n".join(f"Rank {rank} was at:\n{stack}" for rank, stack in sorted(stacks.items()))
 
 

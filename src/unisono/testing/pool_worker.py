@@ -23,11 +23,11 @@ __all__ = ["LEAVE", "serve"]
 
 
 LEAVE = b""
-"""Command to a rank, instead of a program."""
+"""Message that is sent instead of a program to make a rank exit."""
 
 
 def serve(comm: Communicator, folder: str) -> None:
-    """Run programs until the driver dismisses this rank or is gone.
+    """Run programs until the driver tells this rank to exit, or the driver has exited.
 
     Programs get their own communicators, so that a failing program does not break `comm`.
 
@@ -63,17 +63,18 @@ def _next(link: Connection[Any, Any]) -> bytes:
 
 
 def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
-    """Run one program; return its outcome for `reported`, and whether the communicator is still usable."""
+    """Run one program; return its serialized outcome, and whether the communicator is still usable."""
 
     def run() -> Any:
         try:
             fn, args = pickle.loads(program)
             return fn(comm, *args)
         except BaseException as error:
-            # As at the end of a launched rank, notify the peers, so that they do not wait for this rank.
+            # Notify the peers of the failure, as a launched rank does at its end, so that they do not wait for this
+            # rank.
             comm.__exit__(type(error), error, error.__traceback__)
             if type(error).__name__ == "Skipped":
-                # Pytest makes its class look like a Python built-in, so pickle cannot find it by name.
+                # Pytest makes the class `Skipped` look like a Python built-in, so pickle cannot find the class by name.
                 raise SkipTest(str(error)) from None
             raise
 
@@ -84,6 +85,6 @@ def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
     except CommError:
         usable = False
     else:
-        # A stop request is permanent, and ranks may have counted different numbers of steps.
+        # Do not reuse a communicator that counted steps: a stop request is permanent, and the ranks' counts may differ.
         usable = comm.exception() is None and boundaries_of(comm).unused
     return outcome, usable

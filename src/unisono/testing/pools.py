@@ -38,18 +38,18 @@ _KEPT = 8
 
 
 class RankPool(Closing):
-    """Ranks reused for many small programs: about a millisecond each, where starting ranks takes a second.
+    """Ranks reused for many small programs: a program takes about a millisecond, but starting ranks takes a second.
 
     Each program starts with torch's random generator freshly seeded. After an error raised by a program itself, the
     next program gets a new communicator. Ranks are replaced if they failed in another way or took too long, or if the
     driver has since changed its environment, working directory or standard output. With a backend that runs ranks as
-    threads, each program gets new ranks, at no cost.
+    threads, each program gets new ranks, which costs little.
 
     Args:
         size: Number of ranks; a program may use fewer.
         backend: A transport's name.
         limit_s: Time limit of one program in seconds. Ranks that take longer are killed, and the error contains the
-            stack of each.
+            stack of each rank.
         options: Options of `unisono.launch`; `timeout` defaults to 10 s.
 
     Attributes:
@@ -77,18 +77,18 @@ class RankPool(Closing):
         size: int | None = None,
         on_failure: Literal["end", "continue"] = "end",
     ) -> list[Any]:
-        """Return each rank's `fn(comm, *args)`, on the first `size` ranks (all if None); the others idle.
+        """Return each rank's `fn(comm, *args)`, on the first `size` ranks (all if None); other ranks stay idle.
 
         Args:
             fn: The program. Like `args`, it is pickled by value, and need not be importable.
             args: Passed to the program, the same on every rank.
-            size: Number of participating ranks, in their own communicator.
+            size: Number of participating ranks, which get their own communicator.
             on_failure: As for `unisono.launch`.
 
         Raises:
             Exception: The first failing rank's error, preceded by its traceback.
             CommTimeoutError: The program took longer than the pool's `limit_s`.
-            ValueError: `size` is less than 1, or more than the pool's.
+            ValueError: `size` is less than 1, or more than the size of the pool.
         """
         size = self.size if size is None else size
         if not 1 <= size <= self.size:
@@ -109,7 +109,7 @@ class RankPool(Closing):
         return conclude(ended, size, on_failure)
 
     def _ready(self) -> PoolProcesses:
-        """Return running ranks: new ones if there are none or if the driver's environment has changed."""
+        """Return running ranks. Starts new ranks if none are running or if the driver's environment has changed."""
         here = _surroundings()
         if self._staff is not None and here == self._started_in:
             return self._staff
@@ -119,7 +119,7 @@ class RankPool(Closing):
         return PoolProcesses(self.size, self.backend, self._options)
 
     def close(self) -> None:
-        """End the ranks. Idempotent; a later `run` starts new ones."""
+        """Stop the ranks. Idempotent; a later `run` starts new ranks."""
         with self._lock:
             staff = self._staff
             self._staff = None
@@ -132,12 +132,12 @@ _pools: OrderedDict[str, RankPool] = OrderedDict()
 
 
 def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
-    """Return this process's pool for these arguments; its ranks end with the process.
+    """Return this process's pool for these arguments; its ranks exit with the process.
 
     Ranks of the 8 most recently used pools are kept.
 
     Args:
-        backend, size, options: As in `RankPool`. Equal `repr`s of these select the same pool.
+        backend, size, options: As in `RankPool`. Arguments with equal `repr`s select the same pool.
 
     Example:
         >>> pool("thread") is pool("thread")
@@ -154,7 +154,7 @@ def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
 
 @atexit.register
 def close_pools() -> None:
-    """End the ranks of all pools that `pool` returned."""
+    """Stop the ranks of all pools that `pool` returned."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -174,7 +174,7 @@ def _file(number: int) -> tuple[int, int] | None:
 
 
 def _of_the_first(size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for launching fewer ranks: hosts keep their remaining ranks."""
+    """Return the options for launching fewer ranks: the other ranks are removed from `hosts`."""
     hosts = options.get("hosts")
     if hosts is None:
         return options
@@ -190,7 +190,7 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _TestPickler(FunctionPickler):
-    """Pickler that sends tests without Hypothesis' and unittest's machinery around them, which holds open files."""
+    """Pickler that omits Hypothesis' and unittest's wrappers around tests, which refer to open files."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TestCase):
@@ -206,7 +206,7 @@ _LEAVE_S = 10.0
 class PoolProcesses:
     """Running ranks, each waiting for programs on its connection.
 
-    The constructor starts the ranks. They end on `close`, or when this process ends.
+    The constructor starts the ranks. They exit on `close`, or when this process exits.
     """
 
     def __init__(self, size: int, backend: str, options: dict[str, Any]) -> None:
@@ -228,17 +228,18 @@ class PoolProcesses:
     def run(self, program: bytes, size: int, limit_s: float, on_failure: str) -> tuple[list[Outcome], bool]:
         """Return the first `size` ranks' outcomes, in order of completion, and whether the ranks are still usable.
 
-        If not, they have been closed. After an error raised by the program itself they are usable.
+        Unusable ranks have been closed. Ranks remain usable after an error raised by the program itself.
         """
         key = size, self._failures
-        # All ranks take part in creating the communicator of the first `size` ranks: once, and again after a failure.
+        # All ranks must participate to create the communicator of the first `size` ranks, which happens once, and again
+        # after a failure.
         called = size if key in self._connected else self._size
         self._connected.add(key)
         order = pickle.dumps((*key, program))
         self._usable = True
         self._ranks.running.update(range(size))
         try:
-            # Inside the block, because once ranks run the program, the caller may be interrupted.
+            # Send inside the `try` block, because the caller may be interrupted while ranks run the program.
             for rank in range(size, called):
                 self._send(order, rank)
             ended = Supervisor(partial(self._send, order), self._ends, range(size), on_failure).run(limit_s)
@@ -256,7 +257,7 @@ class PoolProcesses:
         return ended, False
 
     def _send(self, order: bytes, rank: int, attempt: int = 0) -> None:
-        # If a rank has ended since its last program, waiting for its answer reports that.
+        # If a rank has exited since its last program, the wait for its outcome reports this.
         with suppress(ConnectionError):
             self._ranks.links[rank].send_bytes(order)
 
@@ -267,13 +268,13 @@ class PoolProcesses:
             try:
                 usable = self._ranks.links[outcome.rank].recv()
             except (EOFError, OSError):
-                # Without a second message, the first one reported the rank's end, not its program's result.
+                # Without a second message, the first message reported that the rank exited, not its program's outcome.
                 outcome.reported = usable = False
             self._usable = self._usable and usable
         return ended
 
     def _stop(self) -> dict[int, str]:
-        """Kill all ranks; return the stacks of those that are running a program."""
+        """Kill all ranks; return the stacks of ranks that are running a program."""
         ranks = sorted(self._ranks.running)
         self._signal(ranks, signal.SIGUSR1)
         time.sleep(_DUMP_S)
@@ -283,7 +284,7 @@ class PoolProcesses:
         return stacks
 
     def close(self) -> None:
-        """Dismiss the ranks, and wait until they have ended."""
+        """Tell the ranks to exit, and wait until they have exited."""
         self._ranks.running.update(self._ranks.links)
         try:
             Supervisor(partial(self._send, LEAVE), self._ranks.ends, self._ranks.links, "continue").run(_LEAVE_S)
@@ -301,7 +302,7 @@ class PoolProcesses:
 
 
 def _shown(dump: str) -> str:
-    """Return the program's frames from a dump of all threads, leaving out the library's."""
+    """Return the program's frames from a dump of all threads, without the library's frames."""
     for thread in dump.split("\n\n"):
         above, found, _ = thread.partition(f'File "{pool_worker.__file__}"')
         if found:

@@ -1,4 +1,4 @@
-"""The part of pytest's and unittest's behaviour that applies on one rank of a marked test. Imports nothing slow."""
+"""Behaviour of pytest and unittest on one rank of a marked test. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["own_fixtures", "run_case"]
 
 
 class _Subtests:
-    """Stand-in for `subtests`: thread ranks cannot capture output separately, and processes cannot report."""
+    """Replacement for `subtests`: pytest cannot capture output per thread, nor report subtests of other processes."""
 
     @contextmanager
     def test(self, msg: str | None = None, **kwargs: Any) -> Iterator[None]:
@@ -32,7 +32,7 @@ class _Subtests:
 
 @contextmanager
 def own_fixtures(names: Set[str]) -> Iterator[dict[str, Any]]:
-    """Context with a rank's replacements for these fixtures, `subtests` and `monkeypatch`."""
+    """Context with a rank's own versions of these fixtures (`subtests` and `monkeypatch`)."""
     import pytest
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,16 +40,16 @@ def own_fixtures(names: Set[str]) -> Iterator[dict[str, Any]]:
 
 
 class _Errors(TestResult):
-    """Test result that keeps the errors themselves, in order."""
+    """Test result that stores the exception objects, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        # As in `_Subtests`.
+        # Stop at the first failure, because other ranks would wait for this rank, as in `_Subtests`.
         self.failfast = True
         self.raised: list[BaseException] = []
 
     def _exc_info_to_string(self, info: Any, test: TestCase) -> str:
-        """Keep an error that unittest is about to format as text."""
+        """Store an error that unittest is about to format as text."""
         self.raised.append(info[1])
         return ""
 
@@ -58,7 +58,7 @@ def run_case(case: TestCase, given: dict[str, Any], *, debugged: bool) -> bool:
     """Run a unittest test, and return whether it passed although it was expected to fail.
 
     Args:
-        case: The test, not yet used.
+        case: The test case, which has not run yet.
         given: Attributes set by fixtures.
         debugged: Whether failures open a debugger.
 

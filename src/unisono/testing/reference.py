@@ -25,10 +25,10 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
+"""Every dtype with which collectives are tested."""
 
 EXACT = tuple(dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex))
 """Dtypes whose sums are not rounded."""
-"""Every dtype with which collectives are tested."""
 
 _REAL = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 _BITS = {
@@ -72,7 +72,7 @@ class Expected:
     slack: torch.Tensor | None = None
 
     def complaint(self, found: torch.Tensor) -> str:
-        """Return a description of the first wrong element of a result; empty if there is none.
+        """Return a description of the first wrong element of a result; empty if all elements are right.
 
         Args:
             found: The result: one-dimensional, with the dtype of the tensors that were reduced.
@@ -111,13 +111,13 @@ def permuted(tensor: torch.Tensor) -> Expected:
 def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
     """Return the expected reduction of all ranks' one-dimensional tensors.
 
-    Integers and bools are exact (they wrap around, as in torch), as are minimum and maximum (NaN wins), and sums and
-    products of integer-valued floats that stay small enough. Otherwise the slack is the usual bound: the rounding unit
-    times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical Algorithms",
-    chapters 3 and 4).
+    These results must be exact: integers and bools (which wrap around, as in torch), minima and maxima (NaN wins), and
+    sums and products of integer-valued floats if they are small enough. Otherwise the slack is the usual bound: the
+    rounding unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical
+    Algorithms", chapters 3 and 4).
 
     Args:
-        tensors: One from each rank, of equal length and one of `DTYPES`, on the CPU.
+        tensors: CPU tensors, one from each rank, of equal length and the same dtype (one of `DTYPES`).
         op: An operation that is defined for the dtype, see `ops_for`.
 
     Example:
@@ -154,7 +154,8 @@ def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
     value, magnitude = (
         (wide.prod(0), magnitudes.prod(0)) if op is ReduceOp.PRODUCT else (wide.sum(0), magnitudes.sum(0))
     )
-    # A complex product consists of four real products, and the magnitudes of a number's parts sum to more than its own.
+    # A complex product consists of four real products, and the magnitudes of a number's real and imaginary parts add up
+    # to more than the number's magnitude.
     slack = magnitude * info.eps * size * (4 if wide.is_complex() else 1) + size * info.smallest_normal * info.eps
     if op is ReduceOp.AVG:
         return Expected(value / size, (slack + magnitude * info.eps) / size + size * info.smallest_normal * info.eps)

@@ -2,7 +2,7 @@
 
     check_ranks(partial(un.data.PartitionSampler, partition="grouped"), Samples(1000), ranks=3)
 
-Every rank creates its own sampler, as in a real job.
+The checks create a separate sampler for each rank, as in a real job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MakeSampler = Callable[..., PartitionSampler]
 
 
 def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
-    """Check that all ranks' samplers yield every sample once, match their lengths, and repeat in the same epoch.
+    """Check that all ranks' samplers yield every sample once, have the right lengths, and repeat the order of an epoch.
 
     Args:
         make: Factory of a rank's sampler.
@@ -68,12 +68,12 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
 
 
 def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]]) -> None:
-    """Check that samplers yield every sample once across saved states, however far each rank has come.
+    """Check that samplers yield every sample once across saves and loads of their state, wherever each rank stops.
 
     Args:
         make, dataset: As in `check_ranks`.
         counts: Number of ranks in each phase.
-        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank takes.
+        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank consumes.
 
     Raises: AssertionError otherwise.
 
@@ -96,13 +96,13 @@ def check_states(make: MakeSampler, dataset: Any, counts: Sequence[int], taken: 
 
 
 def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], done: Sequence[int]) -> None:
-    """Check that ranks that take turns follow one global order, so a job resumed on other ranks sees the same order.
+    """Check that interleaved ranks follow one global order, even if the job resumes with a different number of ranks.
 
     Args:
-        make: As in `check_ranks`, with a partitioner that deals in turns (`Partitioner.interleaves`).
+        make: As in `check_ranks`, with a partitioner that assigns samples to ranks in turn (`Partitioner.interleaves`).
         dataset: As in `check_ranks`.
         counts: Number of ranks in each phase.
-        done: Number of samples that all ranks together take in each phase but the last.
+        done: Number of samples that all ranks together consume in each phase but the last.
 
     Raises: AssertionError otherwise.
 
@@ -113,7 +113,7 @@ def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], d
     states: list[dict[str, Any]] = []
     place = turn = before = 0
     for parts, count in zip(counts, [*done, len(whole)], strict=True):
-        # With an unchanged number of ranks, the turn continues with the next rank.
+        # If the number of ranks is unchanged, the next rank continues; otherwise rank 0 starts.
         turn = turn if parts == before else 0
         ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
         for sampler in ranks if states else ():

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for all arguments of collectives. Draw in the driver and send the values to the ranks.
+"""Hypothesis strategies for all arguments of collectives. Draw values in the driver, and send them to the ranks.
 
     @given(data=st.data(), size=strategies.worlds(4), dtype=strategies.dtypes())
     def test_all_reduce(data, size, dtype):
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 4096
-"""As in the worlds of `unisono.testing.conformance`, so that even short tensors are chunked."""
+"""Default chunk size, as in `unisono.testing.conformance.World`: small, so that even short tensors are chunked."""
 
 
 def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
@@ -146,9 +146,9 @@ def algorithms(
 
     Args:
         collective: A key of `unisono.algorithms.ALGORITHMS`, such as "all_reduce".
-        size: Number of ranks; if not given, only algorithms that work for any number are drawn.
+        size: Number of ranks; if None, only algorithms that work for any number of ranks are drawn.
         rounded: Whether the call adds or multiplies floating-point numbers.
-        uneven: Whether parts may differ in length.
+        uneven: Whether lengths may differ between ranks.
 
     Example:
         >>> from hypothesis import find
@@ -165,7 +165,7 @@ def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
 
     Args:
         size: Number of lengths.
-        total: Their sum.
+        total: Sum of the lengths.
 
     Example:
         >>> from hypothesis import find
@@ -198,7 +198,7 @@ def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
     """Return a strategy for one-dimensional CPU tensors of any elements, including NaN and infinities.
 
     Args:
-        dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from float16's values.
+        dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from the values of float16.
         count: Number of elements.
 
     Example:
@@ -238,9 +238,10 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 def inputs(
     draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
 ) -> list[torch.Tensor]:
-    """Return a strategy for lists of equally long tensors, one per rank. Number of ranks and elements shrink.
+    """Return a strategy for lists of equally long tensors, one per rank. Hypothesis shrinks both numbers.
 
-    With `@pytest.mark.ranks("inputs")`, a test runs on one rank per tensor in its argument `inputs`, drawn from this.
+    With `@pytest.mark.ranks("inputs")`, a test runs on one rank per tensor in its argument `inputs`, which this
+    strategy draws.
 
     Args:
         draw: Passed by Hypothesis.
@@ -264,7 +265,7 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
     Args:
         draw: Passed by Hypothesis.
         size: Number of ranks.
-        call: The method; any if None.
+        call: The collective's method; any collective if None.
         chunk_bytes: Chunk size of the ranks' communicator, used to draw counts just above one chunk.
 
     Example:

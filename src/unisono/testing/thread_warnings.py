@@ -15,14 +15,14 @@ from unisono.core.shared_context import SharedContext
 __all__ = ["warnings_by_thread"]
 
 _NAMES = ("filters", "showwarning", "_showwarnmsg_impl")
-"""What `warnings.catch_warnings` replaces in its module, and restores at its end."""
+"""Attributes of the module `warnings` that `warnings.catch_warnings` replaces, and restores on exit."""
 _process: dict[str, Any] = {}
-"""Attributes for threads that have replaced nothing."""
+"""Values of these attributes for threads that have not replaced them."""
 _thread = threading.local()
 
 
 def _of_thread(name: str) -> Any:
-    """Return an attribute that is local to each thread that sets it."""
+    """Return a property that is local to each thread that sets it."""
 
     def get(_: object) -> Any:
         return vars(_thread).get(name, _process[name])
@@ -34,7 +34,7 @@ def _of_thread(name: str) -> Any:
 
 
 def _call_of_thread(name: str) -> Any:
-    """Return a function that calls the calling thread's version."""
+    """Return a function that forwards calls to the current thread's version of a function in `warnings`."""
 
     def call(*args: Any) -> Any:
         return getattr(warnings, name)(*args)
@@ -64,6 +64,6 @@ def _replaced() -> Iterator[None]:
 warnings_by_thread = SharedContext(_replaced)
 """Context in which threads that use `catch_warnings` have their own filters and records of warnings.
 
-Otherwise threads share what `catch_warnings` replaces and restores, so a test that expects a warning on several ranks
-would miss its own, or find others'.
+Without it, `catch_warnings` affects all threads: a test that expects a warning on several ranks could miss a rank's own
+warning, or see the warning of another rank.
 """

@@ -1,9 +1,9 @@
 """The torch.distributed environment of a rank in a test: its own groups and environment variables.
 
-Ranks may be threads of this process. So while such a test runs, per-process state of torch and Python becomes
+Ranks may be threads of this process. While a test runs on such ranks, per-process state of torch and Python becomes
 per-thread: torch's table of groups, its registry of their names, and RANK and the other environment variables of
-torchrun. Threads that a rank starts belong to it. If ranks are processes, the same groups are created, with the same
-ranks.
+torchrun. A thread started by a rank belongs to this rank. Ranks that are processes get the same groups and the same
+rank numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # whose functions capture the default group when they are imported
 
-# Not in torch's annotations.
+# This function is missing from torch's type annotations.
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
 
@@ -43,14 +43,14 @@ from unisono.transports.hierarchical import transport_named
 __all__ = ["run_with_torch"]
 
 _BACKEND = "unisono_test"
-"""Name of the backend that makes the groups of tests, in place of gloo or unisono in the tested code."""
+"""Name of the backend that creates the groups of tests, in place of gloo or unisono in the tested code."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _runs = itertools.count()
-"""Numbers of runs on processes, whose control plane keeps group names from one run to the next."""
+"""Numbers for runs on processes. They make group names unique, because the control plane keeps names between runs."""
 
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-# In torch, these are properties that return the process's maps.
+# In torch, these attributes are properties that return the process's maps.
 _Maps: Any = type("_Maps", (type(distributed_c10d._world),), {**dict.fromkeys(_MAPS), "group_count": 0})
 
 
@@ -65,8 +65,8 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        # The tested code may make the default group, as under torchrun; its call then replaces the group provided for
-        # the test.
+        # The tested code may create the default group itself, as under torchrun. In that case, the new group replaces
+        # the group provided for the test.
         given = self.given
         if given is not None and sys._getframe(3).f_code.co_name == "init_process_group":
             self.given = None
@@ -80,7 +80,7 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
 
 class _ThreadWorld:
-    """Stand-in for torch's table of groups: each rank sees its own, other threads the process's."""
+    """Replacement for torch's table of groups: each rank sees its own table, other threads see the process's."""
 
     def __init__(self, process: Any) -> None:
         self.__dict__["_process"] = process
@@ -117,7 +117,7 @@ class _TorchRank:
         self._run = run
         self._made: Counter[tuple[int, ...]] = Counter()
         self._comms: list[Communicator] = []
-        # Kept alive, because torch's C++ code holds only the C++ part of a store.
+        # Keeps stores alive, because torch's C++ code refers only to the C++ part of a store.
         self._stores: list[ControlStore] = []
 
     def store(self) -> ControlStore:
@@ -128,7 +128,7 @@ class _TorchRank:
         return self._stores[-1]
 
     def connect(self, ranks: Sequence[int], timeout_s: float) -> JoinedGroup:
-        """Join a new group of these ranks, all of which call this; like `Communicator.subgroup`, without the others."""
+        """Join a new group of these ranks. Unlike `Communicator.subgroup`, only the members of the group call this."""
         engine = engine_of(self.comm)
         members = tuple(ranks)
         self._made[members] += 1
@@ -141,13 +141,13 @@ class _TorchRank:
         return JoinedGroup(comm, engine.control, group)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of all groups why this rank ends, so that they do not wait for it."""
+        """Report the error that ends this rank to the other ranks of all groups, so that they do not wait for it."""
         for comm in self._comms:
             comm.__exit__(type(error), error, error.__traceback__)
 
 
 class _RankOfThread:
-    """Holder of the rank that this thread belongs to, or that the whole process is."""
+    """Lookup of the rank that the current thread belongs to, or the whole process if ranks are processes."""
 
     process: _TorchRank | None = None
 
@@ -178,7 +178,7 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     run = 0 if in_process else next(_runs)
 
-    # Pickling depends on the test's module.
+    # `wraps` copies the test's module, which determines how the function is pickled.
     @functools.wraps(program)
     def on_rank(comm: Communicator) -> Any:
         return _on_rank(_TorchRank(comm, meeting, timeout_s, run), program)
@@ -209,7 +209,7 @@ def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]
         result = program(rank.comm)
     except BaseException as error:
         rank.fail(error)
-        # Errors from destroying a group must not replace the one that ended the rank.
+        # Errors from destroying a group must not replace the error that ended the rank.
         with suppress(Exception):
             _leave()
         raise
@@ -226,7 +226,7 @@ def _leave() -> None:
 # -- replacements while a test runs ------------------------------------------------------------
 @contextmanager
 def _installed(*, threads: bool) -> Iterator[None]:
-    """Context in which a test's ranks have their own environment; `threads` says whether they are threads."""
+    """Context in which a test's ranks have their own environment. `threads`: Whether ranks are threads."""
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
     with _in_torch, _in_threads if threads else nullcontext():
@@ -240,7 +240,7 @@ def _torch_replaced() -> Iterator[None]:
         with replaced(_of_torch()):
             yield
     finally:
-        # Each default group has put another hook in front of it.
+        # Each default group has wrapped the exception hook. Restore the original one.
         sys.excepthook = hook
 
 
@@ -322,7 +322,7 @@ _PROFILES = (
 
 
 def _refused(owner: type, name: str) -> Callable[..., Any]:
-    """Wrap a profiler's method to refuse calls from a rank that shares the process."""
+    """Wrap a profiler's method to reject calls from a rank that shares its process with other ranks."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
@@ -339,7 +339,7 @@ def _refused(owner: type, name: str) -> Callable[..., Any]:
 
 
 class _Environment(os._Environ[str]):
-    """The environment, with each rank's own rank variables; other variables are the process's."""
+    """Environment variables: RANK and the other variables in `_PLACE` are per rank, all others are the process's."""
 
     def __init__(self, process: os._Environ[str]) -> None:
         vars(self).update(vars(process))

@@ -18,19 +18,19 @@ CHECKS: tuple[Check, ...] = (
     *(getattr(family, name) for family in _FAMILIES for name in family.__all__ if name != "equals_reference"),
     *(collectives.equals_reference(call) for call in CALLS),
 )
-"""Every check. Its name is a sentence, and its docstring has the details."""
+"""All checks. The name of a check is a sentence, and the docstring has the details."""
 
 
 class TransportConformance:
     """Base class for a transport's tests: pytest collects one test for each check.
 
-    Takes four ranks and about ten seconds. If a transport cannot pass a check, override that check's method, preferably
-    with one that states the reason.
+    The checks use up to four ranks and take about ten seconds. If a transport cannot pass a check, override the check's
+    method, preferably with a method that states the reason.
 
     Attributes:
         backend: The name of the transport.
         wrap: Static method applied to each rank's transport, to run the checks on a wrapper.
-        hosts: Grouping of the four ranks into hosts, as for `launch`, for transports across hosts.
+        hosts: Grouping of the four ranks into hosts, as for `launch`, for transports that connect hosts.
         device: Device of the tensors, as for `launch`: "cuda" to run the checks on GPUs.
 
     Example:
@@ -59,6 +59,6 @@ def _test(check: Check) -> Callable[[TransportConformance], None]:
     return test
 
 
-# Methods rather than one parametrised test, so that each can be overridden.
+# Each check gets a method, because a subclass cannot override a single case of a parametrised test.
 for _method in map(_test, CHECKS):
     setattr(TransportConformance, _method.__name__, _method)

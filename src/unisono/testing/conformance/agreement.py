@@ -1,4 +1,4 @@
-"""Laws of agreement: if the ranks' calls do not match, all ranks get a `MismatchError`, and nothing hangs."""
+"""Laws of agreement: if the ranks' calls do not match, all ranks get a `MismatchError`, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["different_calls_are_rejected_on_every_rank"]
 
 
 def different_calls_are_rejected_on_every_rank(world: World) -> None:
-    """If calls differ in count, dtype, op, root, operation, algorithm, lengths or number, the error quotes both."""
+    """If ranks differ in count, dtype, op, root, operation, algorithm, lengths or order, the error quotes both."""
     for difference, (call, quoted) in _DIFFERENCES.items():
         for rank, message in enumerate(world.run(_program, call, size=3)):
             missing = [word for word in quoted if word not in message]

@@ -1,4 +1,4 @@
-"""Laws of any-source receives and probes. A backend that declares no `any_source` refuses both with a clear error."""
+"""Laws of any-source receives and probes. A backend without `any_source` rejects these calls with a clear error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EACH = 5
 
 
 def _where_offered(check: Check) -> Check:
-    """Return the check; for backends without any-source receives, one that requires a clear error."""
+    """Wrap a check: if the backend has no any-source receives, only require a clear error."""
 
     def tried(world: World) -> None:
         if all(world.run(_is_offered)):
@@ -73,7 +73,7 @@ def receive_any_gets_each_message_once(world: World) -> None:
 
 @_where_offered
 def receive_any_starves_no_sender(world: World) -> None:
-    """Senders with pending messages are served in turn, however much one of them has sent."""
+    """Senders with pending messages are served in turn, even if one of them has sent more messages."""
 
     def program(comm: Communicator, probes: bool) -> list[int]:
         got: list[int] = []
@@ -83,7 +83,7 @@ def receive_any_starves_no_sender(world: World) -> None:
         else:
             for turn in range(3 * _EACH + 2 * (comm.size - 2)):
                 for rank in range(1, comm.size) if turn in (0, comm.size - 1) else ():
-                    # Every sender has a message pending, even after the first round.
+                    # Wait until every sender has a message pending, also after the first round.
                     comm.probe(rank)
                 got.append(comm.recv(numbers(comm, 0), comm.probe() if probes else None))
         return got
@@ -117,7 +117,7 @@ def receive_any_is_served_in_order(world: World) -> None:
 
 @_where_offered
 def probe_consumes_nothing(world: World) -> None:
-    """A probe returns the sender, any number of times; a receive from that rank or any rank still gets the message."""
+    """Repeated probes return the sender; a receive from that rank or from any rank then still gets the message."""
 
     def program(comm: Communicator) -> list[object]:
         got = numbers(comm, -1)
@@ -144,7 +144,7 @@ def probe_consumes_nothing(world: World) -> None:
 
 @_where_offered
 def receive_any_separates_tags_and_subgroups(world: World) -> None:
-    """A receive ignores messages with another tag or from another sub-group; ranks are those of the sub-group."""
+    """A receive ignores messages with another tag or from another sub-group; ranks are relative to the sub-group."""
 
     def program(comm: Communicator) -> list[tuple[int, float]]:
         got = numbers(comm, -1)
@@ -190,7 +190,7 @@ def receive_any_completes_without_polling(world: World) -> None:
 
 @_where_offered
 def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
-    """A wait that times out names the ranks that have not sent, and may be repeated."""
+    """The error of a wait that times out names the ranks that have not sent, and the wait may be repeated."""
 
     def program(comm: Communicator) -> tuple[str, str, float]:
         part = comm.dup()
@@ -218,13 +218,14 @@ def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
 
 @_where_offered
 def receive_any_ends_with_an_error(world: World) -> None:
-    """The receive fails on abort, on a mismatched message (the sender may get the error) and when no peer is left."""
+    """The receive fails on abort, on a mismatched message (then the sender may also fail), and if no peer is left."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
         aborted = comm.dup()
         unfit = comm.dup()
         left = comm.dup()
-        # Some backends connect two ranks at their first message, and cannot detect earlier that one has left.
+        # Some backends connect two ranks at their first message, and cannot detect before this message that a peer has
+        # left.
         together(left)
         if comm.rank == 0:
             works = [aborted.irecv(numbers(comm, 0)), left.irecv(numbers(comm, 0))]
@@ -253,7 +254,7 @@ def receive_any_ends_with_an_error(world: World) -> None:
 
 @_where_offered
 def receive_any_reports_a_lost_sender(world: World) -> None:
-    """A failed rank ends the wait, or the probe, even if others could still send, and is the error's `peer`."""
+    """If a rank fails, a receive or probe raises an error with this rank as `peer`, even if others can still send."""
 
     def program(comm: Communicator, probes: bool, never_s: float) -> int:
         if comm.rank == 1:
@@ -263,7 +264,7 @@ def receive_any_reports_a_lost_sender(world: World) -> None:
         return comm.recv(numbers(comm, 0), timeout=never_s)
 
     for probes in (False, True):
-        # Before the clock starts, restart ranks that an earlier failure has ended.
+        # Restart the ranks that an earlier failure has killed before starting the clock.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, probes, world.never_s, size=3, on_failure="continue")

@@ -1,4 +1,4 @@
-"""Laws of bad input: a clear error on the rank at fault, before anything is sent."""
+"""Laws of bad input: the rank at fault raises a clear error before anything is sent."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def equals_reference(call: str) -> Callable[[World], None]:
 
 
 def every_op_and_dtype_equals_reference(world: World) -> None:
-    """All pairs of op and dtype, each with and without NaN, with the algorithm that the backend chooses."""
+    """All pairs of op and dtype equal the reference, with and without NaN, with the backend's default algorithm."""
     for size in (2, 3):
         cases = [
             Case("all_reduce", size, count, dtype, op, numbers=kind, seed=count)
@@ -69,7 +69,7 @@ def results_are_bitwise_reproducible(world: World) -> None:
 
 
 def concurrent_subgroups_equal_reference(world: World) -> None:
-    """Sub-groups of different sizes run different collectives; each gets its own result."""
+    """Sub-groups of different sizes run different collectives at the same time, and each gets its own result."""
     parts = [[0, 2, 3], [1]], [[0, 3], [2, 1]]
     for groups in parts:
         cases = {
@@ -108,11 +108,11 @@ def native_collective_is_selectable_by_name(world: World) -> None:
 
 
 def barrier_waits_for_all_ranks(world: World) -> None:
-    """No rank leaves the barrier before the last has reached it, with any algorithm."""
+    """No rank leaves the barrier before the last rank has entered it, with any algorithm."""
 
     def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
         others = [rank for rank in range(comm.size) if rank != last]
-        # The last rank to arrive knows that all others have entered or are about to.
+        # The last rank enters only after all other ranks have announced that they enter next.
         if comm.rank == last:
             for rank in others:
                 comm.recv(numbers(comm, 0), rank)
@@ -154,7 +154,7 @@ def _plain(value: dict[str, object]) -> tuple[object, ...]:
 
 
 def _hold(world: World, cases: list[Case], size: int) -> list[str]:
-    """Check many cases in one program, which is much faster than one program each; return rank 0's digests."""
+    """Check many cases in one program, which is faster than a program per case; return rank 0's digests."""
     found = world.run(_check_all, cases, size=size)
     for case, *reports in zip(cases, *found, strict=True):
         check_reports(case, reports)
@@ -166,7 +166,7 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 
 
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
-    """Yield error-prone counts for each algorithm, with everything else drawn at random, reproducibly.
+    """Yield cases with error-prone counts for each algorithm; other parameters come from a seeded generator.
 
     A named algorithm runs half of the counts on an odd number of ranks, and the other half on an even number.
     """
@@ -179,7 +179,7 @@ def _sample(world: World, call: str, size: int) -> Iterator[Case]:
             if algorithm and (number + size + seed + seed // 4) % 2:
                 continue
             dtype = chance.choice(dtypes)
-            # An element reduced twice or not at all shows in a sum; in a maximum it often does not.
+            # A sum reveals an element that was reduced twice or not at all; a maximum often does not.
             ops = ops_for(dtype)[:1] if seed % 2 else ops_for(dtype)
             yield Case(
                 call,

@@ -1,4 +1,4 @@
-"""Laws of failure: every wait ends, on every rank, with an error that names the rank and the cause."""
+"""Laws of failure: every wait ends, on every rank, with an error that names the failed rank and the cause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def abort_ends_every_wait(world: World) -> None:
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
         part = comm.dup()
-        # Before the abort, in flight on every rank except the aborting one.
+        # These operations are in flight before the abort, on every rank except the aborting one.
         works = {
             0: lambda: part.irecv(numbers(comm, 0), 3),
             1: lambda: part.barrier(async_op=True),
@@ -45,7 +45,7 @@ def abort_ends_every_wait(world: World) -> None:
         return message, later
 
     for rank, (message, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
-        # A send may have completed already, into a buffer.
+        # A buffered send may already have completed.
         assert "enough" in message or (rank == 2 and message == NOTHING), f"rank {rank}: {message}"
         assert "enough" in later, f"rank {rank}: {later}"
 
@@ -83,7 +83,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
         return "nothing happened"
 
     for collective in (True, False):
-        # Before the clock starts, restart ranks that an earlier failure has ended.
+        # Restart the ranks that an earlier failure has killed before starting the clock.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")
@@ -96,7 +96,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
 
 
 def failed_rank_is_reported_in_subgroups(world: World) -> None:
-    """Ranks that wait for the failed rank in a sub-group also get the error, as do the work and its future."""
+    """Waits for the failed rank in a sub-group also raise the error, and the work and its future report it."""
 
     def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
         part = comm.dup()
@@ -105,7 +105,7 @@ def failed_rank_is_reported_in_subgroups(world: World) -> None:
             raise KeyError("my own mistake")
         work = part.irecv(numbers(comm, 0), 1)
         future = work.get_future()
-        # The other rank fails only after this barrier, perhaps before this rank has left it.
+        # The peer fails after this barrier, perhaps before the barrier has returned on this rank.
         with suppress(PeerLostError):
             comm.barrier()
         raised: list[BaseException | None] = []

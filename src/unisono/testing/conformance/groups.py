@@ -1,4 +1,4 @@
-"""Laws of sub-groups: each is independent, and works concurrently with its parent and siblings."""
+"""Laws of sub-groups: each sub-group is independent, and works concurrently with its parent and siblings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def split_orders_ranks_by_key(world: World) -> None:
-    """A sub-group's ranks are ordered by key, and its calls use its own rank numbers."""
+    """Ranks of a sub-group are ordered by key, and its methods take and return ranks in the sub-group."""
 
     def program(comm: Communicator) -> tuple[int, list[float]]:
         part = comm.split(0, key=-comm.rank)
@@ -31,7 +31,7 @@ def split_orders_ranks_by_key(world: World) -> None:
 
 
 def split_without_color_returns_none(world: World) -> None:
-    """`subgroup` keeps the order of its list, and returns None on other ranks, like `split` for a color of None."""
+    """`subgroup` keeps the listed order, and returns None on unlisted ranks, as `split` does for a color of None."""
 
     def program(comm: Communicator) -> tuple[int | None, int | None]:
         listed = comm.subgroup([3, 1])
@@ -46,14 +46,14 @@ def split_without_color_returns_none(world: World) -> None:
 
 
 def subgroups_run_concurrently(world: World) -> None:
-    """Siblings run different collectives while their parent's are in flight."""
+    """Sibling sub-groups run different collectives while a collective of their parent is in flight."""
 
     def program(comm: Communicator) -> tuple[list[float], list[float]]:
         part = comm.split(comm.rank % 2)
         whole = torch.full((3000,), 1.0, device=comm.device)
         work = comm.all_reduce(whole, algorithm="ring", async_op=True)
         mine = torch.full((2000,), float(comm.rank), device=comm.device)
-        # One part makes more calls than the other.
+        # One sub-group runs more collectives than the other.
         for _ in range(1 + 2 * (comm.rank % 2)):
             part.all_reduce(mine, "max", algorithm="ring")
         work.wait()
@@ -84,7 +84,7 @@ def messages_of_parent_and_subgroup_are_separate(world: World) -> None:
 
 
 def nested_subgroups_work(world: World) -> None:
-    """Sub-groups nest to any depth; ranks are those of the communicator in use."""
+    """Sub-groups nest to any depth; rank numbers refer to the communicator in use."""
 
     def program(comm: Communicator) -> float:
         back = comm.split(0, key=-comm.rank)
@@ -99,7 +99,7 @@ def nested_subgroups_work(world: World) -> None:
 
 
 def closing_a_subgroup_keeps_its_parent(world: World) -> None:
-    """Parent and siblings keep working; the parent can be split again."""
+    """After a sub-group is closed, its parent and siblings keep working, and the parent can be split again."""
 
     def program(comm: Communicator) -> None:
         first = comm.dup()

@@ -1,4 +1,4 @@
-"""Laws of messages: every message arrives, in order, at its destination, and nothing else does."""
+"""Laws of messages: every message arrives once, in order, at its destination."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
 
 
 def tags_are_separate(world: World) -> None:
-    """A receive gets the message with its tag, whatever was sent before; a backend without tags raises an error."""
+    """A receive gets the message with its tag, whatever the order of sends; a backend without tags raises an error."""
 
     def program(comm: Communicator) -> list[float] | str:
         tags = [0, 1, 7, 2**24 - 1]
@@ -97,7 +97,7 @@ def tags_are_separate(world: World) -> None:
 
 
 def peers_are_separate(world: World) -> None:
-    """A receive gets its message from the rank it names, whichever rank sent first."""
+    """A receive gets its message from the rank that it names, even if another rank sent first."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, -1, -1, -1, -1)
@@ -154,7 +154,7 @@ def batch_does_not_deadlock(world: World) -> None:
 
 
 def batch_keeps_its_order(world: World) -> None:
-    """Messages to one rank in one batch arrive in the batch's order, among others to and from other ranks."""
+    """Messages to one rank in one batch arrive in the batch's order, even if the batch has messages to other ranks."""
 
     def program(comm: Communicator) -> list[list[float]]:
         others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -170,7 +170,7 @@ def batch_keeps_its_order(world: World) -> None:
 
 
 def messages_to_oneself_arrive(world: World) -> None:
-    """Messages to oneself arrive by tag and in order, alongside others, as in a periodic halo exchange on few ranks."""
+    """A rank's messages to itself are matched by tag and in order, as in a periodic halo exchange on few ranks."""
 
     def program(comm: Communicator) -> list[list[float]]:
         mine = comm.rank
@@ -199,7 +199,7 @@ def messages_to_oneself_arrive(world: World) -> None:
 
 
 def empty_messages_arrive(world: World) -> None:
-    """An empty message is a message: it keeps its place in the order, and its receiver waits for it."""
+    """An empty message is delivered like any other: it arrives in order, and its receiver waits for it."""
 
     def program(comm: Communicator) -> float:
         got = numbers(comm, -1)
@@ -255,7 +255,7 @@ def long_messages_arrive(world: World) -> None:
 
 
 def strided_messages_arrive(world: World) -> None:
-    """Both ends may be views of any kind, even different ones; nothing outside of them is touched."""
+    """Sender and receiver may pass any kinds of views, even different kinds; bytes outside the views are untouched."""
 
     def program(comm: Communicator) -> list[str]:
         wrong = []
@@ -283,7 +283,7 @@ def receive_of_wrong_size_is_rejected(world: World) -> None:
         part = comm.dup()
         try:
             if part.rank == 0:
-                # The sender may get the error, or have completed already.
+                # The send may fail with the same error, or may already have completed.
                 part.isend(torch.ones(sent, device=comm.device), 1)
             else:
                 part.recv(torch.zeros(count, dtype=dtype, device=comm.device), 0)

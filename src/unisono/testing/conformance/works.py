@@ -1,4 +1,4 @@
-"""Laws of works: which state the handle of an operation in flight reports, and when."""
+"""Laws of works, the handles of operations in flight: which state a work reports, and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def work_reports_completion(world: World) -> None:
             return None
         work = comm.irecv(numbers(comm, -1), 1)
         before = work.is_completed()
-        # The other rank may send only now.
+        # The peer sends its message only after receiving this one.
         comm.send(numbers(comm, 1), 1)
         work.wait()
         return before, work.is_completed(), work.exception()
@@ -41,7 +41,7 @@ def work_reports_completion(world: World) -> None:
 
 
 def timed_out_wait_may_be_repeated(world: World) -> None:
-    """The error names the rank and the time waited; the message can still arrive."""
+    """A wait that times out raises an error with the rank and the time waited; the message can still arrive."""
 
     def program(comm: Communicator) -> tuple[str, int | None, float | None, float] | None:
         if comm.rank == 1:
@@ -80,7 +80,7 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
         total = numbers(comm, comm.rank + 1)
         waits = [-1.0]
         if comm.rank == 1:
-            # By now the other rank's first wait has timed out.
+            # When this message arrives, the first wait on rank 0 has timed out.
             comm.recv(numbers(comm, 0), 0)
         work = comm.all_reduce(total, async_op=True)
         if comm.rank == 0:
@@ -98,7 +98,7 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
 
 
 def work_completes_without_polling(world: World) -> None:
-    """`is_completed` turns true without a wait, and the message has then arrived; also for collectives."""
+    """`is_completed` becomes true without a wait, once the message has arrived or the collective is complete."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)
@@ -112,7 +112,7 @@ def work_completes_without_polling(world: World) -> None:
 
 
 def future_completes_without_polling(world: World) -> None:
-    """`get_future` completes without a wait on the work, and the message has then arrived; also for collectives."""
+    """The work's future completes without a wait, once the message has arrived or the collective is complete."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)
@@ -141,7 +141,7 @@ def works_can_be_waited_for_in_any_order(world: World) -> None:
 
 
 def wait_for_one_of_many_works(world: World) -> None:
-    """`wait_any` returns the work that is done, not the first one in the list."""
+    """`wait_any` returns the index of the work that is complete, not of the first work in the list."""
 
     def program(comm: Communicator, within_s: float) -> int | None:
         if comm.rank > 0:
@@ -160,7 +160,7 @@ def wait_for_one_of_many_works(world: World) -> None:
 
 
 def collectives_can_be_waited_for_in_any_order(world: World) -> None:
-    """Collectives run in call order, blocking ones among asynchronous ones, however they are waited for."""
+    """Blocking and asynchronous collectives run in call order, regardless of the order of waits."""
 
     def program(comm: Communicator) -> list[list[float]]:
         tensors = [torch.full((1000,), float(comm.rank + n), device=comm.device) for n in range(6)]

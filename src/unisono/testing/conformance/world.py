@@ -1,4 +1,4 @@
-"""Test bed of a check: ranks of one backend, to run programs on."""
+"""Test bed for checks: ranks of one backend that run programs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class World:
         backend: A transport's name.
         wrap: Function applied to each rank's transport.
         timeout: Timeout of one operation: seconds or a `timedelta`.
-        chunk_bytes: Largest message of a schedule; small, so that even short tensors are chunked.
-        hosts: Grouping of the four ranks into hosts; all share this one if None.
+        chunk_bytes: Maximum message size in collectives, in bytes; small, so that even short tensors are chunked.
+        hosts: Grouping of the four ranks into hosts; all ranks share this host if None.
         device: Device of the tensors, as for `launch`; the backend's default if None.
 
     Example:
@@ -48,12 +48,12 @@ class World:
 
     @property
     def soon_s(self) -> float:
-        """Seconds within which any operation that does not block has long completed."""
+        """Time in seconds that is ample for any operation that does not block."""
         return resolve_timeout(self.timeout) / 2
 
     @property
     def never_s(self) -> float:
-        """Timeout in seconds for a wait that another event must end: longer than `soon_s`, shorter than others."""
+        """Timeout in seconds of a wait that must end earlier: longer than `soon_s`, shorter than the default."""
         return 0.9 * resolve_timeout(self.timeout)
 
     def run(
@@ -86,7 +86,7 @@ def numbers(comm: Communicator, *values: float, dtype: torch.dtype = torch.float
 
 
 def together(comm: Communicator) -> None:
-    """Assert that the communicator works: a sum over all ranks, and a message around the ring."""
+    """Assert that the communicator works, with an all-reduce and a message around the ring."""
     total = numbers(comm, 1.0, comm.rank)
     comm.all_reduce(total)
     assert total.tolist() == [comm.size, comm.size * (comm.size - 1) / 2]
@@ -104,7 +104,7 @@ def wait_all(works: Iterable[Work]) -> None:
 
 
 def until(done: Callable[[], bool], within_s: float) -> None:
-    """Assert that something completes in time without being waited for."""
+    """Assert that an operation completes in time without a wait."""
     deadline = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"

@@ -35,13 +35,13 @@ TIMEOUT_S = 60.0
 
 
 class Agent:
-    """One rank's part in remote calls. Created by `unisono.rpc.init`; its methods are thread-safe.
+    """A rank's endpoint for remote calls. Created by `unisono.rpc.init`; its methods are thread-safe.
 
     Args:
-        comm: Communicator of the ranks; closing it ends the agent.
+        comm: Communicator of the ranks; closing it also closes the agent.
         name: Name of this rank for callers.
         timeout_s: Default timeout of a call, in seconds.
-        trusted: Whether peers may call anything importable here, and send pickled values.
+        trusted: Whether peers may call any function that can be imported here, and send pickled values.
         expose: Functions and classes to expose on this rank only.
         workers: Maximum number of functions that run concurrently here.
 
@@ -91,9 +91,9 @@ class Agent:
         self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]
         register(self)
         close_at_exit(self)
-        # The communicator may long outlive a closed agent, and must not keep its objects alive.
+        # The communicator may outlive a closed agent, and must not keep the agent's objects alive.
         comm.after_close(partial(_close, weakref.ref(self)))
-        # Last, because other ranks may be calling already.
+        # Start receiving last, because other ranks may already be calling.
         self.receiver.start(self._handlers())
 
     # -- messages ------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Agent:
             to: A rank's name or number, or its `WorkerInfo`.
 
         Raises:
-            ValueError: No such rank.
+            ValueError: There is no such rank.
         """
         return self.client.rank_of(to)
 
@@ -209,7 +209,7 @@ class Agent:
 
         Returns: The started thread.
         """
-        # A thread started by a function belongs to the call that the function serves.
+        # Copy the context, because a thread started by a remote function belongs to the call that this function serves.
         context = copy_context()
         context.run(self._adopt_thread)
         thread = threading.Thread(
@@ -219,7 +219,7 @@ class Agent:
         return thread
 
     def idle(self) -> bool:
-        """Return whether no call that this rank makes or serves is in progress."""
+        """Return whether this rank is neither making nor serving a call."""
         return not len(self.client.calls) and not len(self.server)
 
     def _counts(self) -> tuple[list[int], list[int]] | None:
@@ -234,14 +234,14 @@ class Agent:
         return [rank for rank in range(self.size) if rank not in self.receiver.ended and rank not in self.box.lost]
 
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None:
-        """End this agent; see `unisono.rpc.shutdown`.
+        """Shut this agent down; see `unisono.rpc.shutdown`.
 
         Args:
             graceful, timeout: As for `unisono.rpc.shutdown`.
 
         Raises:
             CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-            CommError: Called inside a function that another rank called, whose call would never end.
+            CommError: Called inside a function that another rank called: that call would never end.
         """
         if graceful and not self.closed:
             if self.server.runs_here():
@@ -255,7 +255,7 @@ class Agent:
         self.close("it shut its agent down")
 
     def close(self, reason: str = "it shut its agent down") -> None:
-        """Stop serving immediately; pending calls fail on both sides. Idempotent.
+        """Stop serving immediately; pending calls to and from this rank fail. Idempotent.
 
         Args:
             reason: Text for the errors on other ranks.
@@ -273,7 +273,7 @@ class Agent:
         self.termination.finish()
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close the agent when the process ends.
+        """Close the agent when the process exits.
 
         Args:
             error: Exception that ends the process; None if it ends normally.
@@ -309,16 +309,18 @@ def init(
 
     Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other ranks,
     and in every thread if the process has only one agent. The agent uses its own message channel, so the communicator
-    remains usable, and its failure does not affect calls: a dead rank affects only the ranks that call it.
+    remains usable for collectives, and a broken communicator does not affect calls. A dead rank affects only the ranks
+    that call it.
 
     Args:
-        comm: Any communicator, including one made by `split`. Closing it ends the agent.
+        comm: Any communicator, including one made by `split`. Closing it also closes the agent.
         name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
-        timeout: Default for every call: seconds or a `timedelta`.
-        trusted: Whether peers may call anything importable here and send pickled values, which lets them run arbitrary
-            code. Otherwise only exposed functions can be called.
+        timeout: Default timeout of every call: seconds or a `timedelta`.
+        trusted: Whether peers may call any function that can be imported here, and send pickled values, which lets them
+            run arbitrary code. Otherwise only exposed functions can be called.
         expose: Functions and classes to expose on this rank only.
-        workers: Maximum number of functions that run concurrently here, not counting those that wait for other ranks.
+        workers: Maximum number of functions that run concurrently here, not counting functions that wait for other
+            ranks.
 
     Returns: This rank's agent, whose methods match the functions of this package.
 
@@ -357,16 +359,16 @@ def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
 
 
 def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
-    """End this rank's agent. No effect if there is none.
+    """Shut down this rank's agent, if there is one.
 
     Args:
-        graceful: Whether to keep serving until every living rank has called this and all calls are done, including the
-            callbacks of their futures. Otherwise end immediately; pending calls fail.
+        graceful: Whether to keep serving until every living rank has called `shutdown` and all calls are done,
+            including the callbacks of their futures. Otherwise shut down immediately; pending calls fail.
         timeout: Limit (seconds or a `timedelta`) on the wait for the other living ranks; no limit if None.
 
     Raises:
         CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-        CommError: Called inside a function that another rank called, whose call would never end.
+        CommError: Called inside a function that another rank called: that call would never end.
     """
     agent = find_agent()
     if agent is not None:
@@ -381,7 +383,7 @@ _LONGEST_S = 0.2
 
 
 class TerminationDetector:
-    """One rank's part in distributed termination.
+    """Distributed termination detection on one rank.
 
     Args:
         box: Mailbox of this rank.
@@ -390,7 +392,7 @@ class TerminationDetector:
             progress.
 
     Attributes:
-        over: Whether all ranks have agreed to end.
+        over: Whether all ranks have agreed to shut down.
     """
 
     def __init__(self, box: Mailbox, alive: Callable[[], list[int]], counts: Callable[[], _Report | None]) -> None:
@@ -407,14 +409,15 @@ class TerminationDetector:
         self._reports: dict[int, dict[int, _Report]] = {}
 
     def wait(self, timeout: Timeout | None) -> None:
-        """Wait until all ranks are done. Raises CommTimeoutError if that takes too long; all then continue."""
+        """Wait until all ranks are done. On a timeout, raises CommTimeoutError, and all agents keep running."""
         self._requested = True
         self._query_ranks()
         limit_s = None if timeout is None else resolve_timeout(timeout)
         limit = None if limit_s is None else clock.now() + limit_s
         pause = _SHORTEST_S
         while not self._ended.wait(pause if limit is None else min(pause, max(limit - clock.now(), 0))):
-            # Polled periodically, not after each call: a rank that only serves calls waits here all the time.
+            # Poll periodically instead of after each call, because a rank that only serves calls waits here all the
+            # time.
             pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
             if limit is not None and clock.now() >= limit:
                 self._requested = False
@@ -438,7 +441,7 @@ class TerminationDetector:
         return f"; no report yet from rank {', '.join(late)}" if late else ""
 
     def _query_ranks(self) -> None:
-        """Query all ranks if this rank wants to end and is the one that decides."""
+        """Query all ranks, if this rank is the coordinator: the living rank with the lowest number."""
         rank = self._rank
         alive = self._alive()
         if rank == min(alive):
@@ -456,7 +459,7 @@ class TerminationDetector:
         self._ended.set()
 
     def look(self) -> bool:
-        """Report that this rank is idle, if it is; return whether the report was new."""
+        """If this rank is idle, report this to the coordinator; return whether the report was new."""
         report = self._counts() if self._requested and not self._ended.is_set() else None
         if report is None:
             return False
@@ -485,7 +488,7 @@ class TerminationDetector:
             self._ended.set()
 
     def _record(self, peer: int, wave: int, report: _Report) -> None:
-        """Handle a report, as the rank that decides."""
+        """Handle a report on the coordinator."""
         rank = self._rank
         alive = self._alive()
         with self._lock:
@@ -502,7 +505,7 @@ class TerminationDetector:
             self.arrived(rank, CLOSE, ())
 
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
-        """Return what to do: nothing, close, or query all; a negative wave queries only this rank, which is behind."""
+        """Return the next action (None, CLOSE or CONFIRM) and its wave; a negative wave is for `peer` only."""
         if wave < self._wave:
             return CONFIRM, -self._wave
         self._wave = wave
@@ -521,7 +524,8 @@ class TerminationDetector:
         try:
             self._box.send(peer, control_message(kind, words), (), _SEND_S)
         except CommError:
-            # The peer is gone, or is about to be declared lost. Then another rank decides, or the peer does not count.
+            # The peer is gone, or is about to be declared lost. Its answer is not needed, and if it was the
+            # coordinator, another rank takes over.
             return
 
 

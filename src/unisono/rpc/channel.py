@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 SEND_S = 60.0
-"""Seconds to wait for a rank to make room for a message."""
+"""Timeout in seconds for sending a message to a rank whose buffer is full."""
 _BYE_S = 0.5
 
 
@@ -65,11 +65,11 @@ class MessageChannel:
     """Writes, sends and reads one rank's messages.
 
     Args:
-        agent: The agent it belongs to.
-        box: Mailbox that carries the messages.
+        agent: The agent that uses this channel.
+        box: Mailbox that transports the messages.
         exposed: Functions exposed on this rank.
-        receiver: Dispatches messages that this rank sends to itself.
-        aside: Runs a task in another thread.
+        receiver: Receiver that dispatches messages that this rank sends to itself.
+        aside: Function that runs a task in another thread.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class MessageChannel:
     def pack(
         self, peer: int, head: tuple[int, int, int], values: Sequence[object], call: bytes = b"", positional: int = 0
     ) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
-        """Return head and bodies of a message with some values, and the actions that undo this if it is not sent.
+        """Return head and bodies of a message with some values, and the actions to run if the message is not sent.
 
         Args:
             peer: Receiver.
             head: Kind, number, and autograd context.
-            values: Values that the message carries.
+            values: Values to put into the message.
             call: Header of a call.
             positional: Number of values that are positional arguments of a call, for error messages.
 
@@ -168,12 +168,12 @@ class MessageChannel:
 
     # -- sending -----------------------------------------------------------------------------------
     def send(self, peer: int, head: tuple[int, int, int], values: Sequence[object]) -> None:
-        """Send an answer."""
+        """Send a reply."""
         content, bodies, undo = self.pack(peer, head, values)
         try:
             self.post(peer, content, bodies, SEND_S)
         except BaseException as error:
-            # Even on an interrupt, because references that were not sent would otherwise remain counted forever.
+            # Roll back even on an interrupt: references that were not sent would otherwise remain counted forever.
             if not self.may_arrive(peer, error):
                 rollback(undo)
             raise
@@ -192,13 +192,13 @@ class MessageChannel:
             self._aside(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
-        """Send a few numbers, in order; nothing if the rank is gone. During a dispatch, they are sent soon after it."""
+        """Send a few numbers, in order, unless the rank is gone. During a dispatch, the message is queued."""
         self._outbox.append((peer, control_message(kind, words)))
         if not self._receiver.dispatching:
             self.empty_outbox()
 
     def empty_outbox(self) -> None:
-        """Send queued messages, unless another thread is doing so, and release freed objects."""
+        """Send queued messages, unless another thread is already doing this, and release freed objects."""
         while self._outbox and self._posting.acquire(blocking=False):
             try:
                 self._empty()
@@ -227,7 +227,7 @@ def control_message(kind: int, words: tuple[object, ...]) -> bytes:
 
 
 def words_of(envelope: Envelope) -> Any:
-    """Return the plain values of such a message. Raises ValueError for malformed bytes."""
+    """Return the plain values of a control message. Raises ValueError for malformed bytes."""
     return serialization.decode(envelope.head[HEADER.size :])
 
 
@@ -253,10 +253,10 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
 
 
 class MessageWriter(list[Any]):
-    """Parts and state of a message being written.
+    """A message being written: its encoded parts, and state.
 
     Attributes:
-        channel, peer: Sender and receiver.
+        channel, peer: Channel of the sender, and rank of the receiver.
         bodies: Tensors sent separately.
         context: Autograd context, or `NO_CONTEXT`.
         recorded: Tensors through which gradients flow back.
@@ -274,15 +274,15 @@ class MessageWriter(list[Any]):
 
 
 class MessageReader(bytes):
-    """Bytes and state of a received message.
+    """A received message: its bytes, and state.
 
     Attributes:
-        channel, peer: Receiver and sender.
+        channel, peer: Channel of the receiver, and rank of the sender.
         bodies: Tensors received separately.
         context, message: Autograd context, and the number of the message in it.
         tensors: Number of bodies read.
-        refused: Error for a function in the message that is not exposed here. Raised only after everything has been
-            read, because references further on have to be counted.
+        refused: Error for a function in the message that is not exposed here. Raised only after the whole message has
+            been read, because references later in the message must be counted.
     """
 
     channel: MessageChannel
@@ -295,7 +295,7 @@ class MessageReader(bytes):
 
 
 _INLINE_BYTES = 8192
-"""A tensor of up to this many bytes is copied among the other values; a longer one is sent as a separate body."""
+"""A tensor of up to this many bytes is copied into the message's head; a larger tensor is sent as a separate body."""
 _MOST_BODIES = 200
 
 _ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
@@ -304,7 +304,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 # -- tensors ---------------------------------------------------------------------------------------
 def _find(cls: type[Any]) -> Encoder | None:
-    """Find encoders for types that only calls support; other messages encode tensors as usual."""
+    """Return the encoder of a type that only calls support. Other messages encode tensors with the default encoder."""
     if issubclass(cls, torch.Tensor):
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):
@@ -434,7 +434,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 # -- any object, among ranks that trust each other -------------------------------------------------
 class _CallPickler(FunctionPickler):
-    """Pickler that encodes references, and the tensors that calls support, as in any other call."""
+    """Pickler that leaves references and supported tensors to the encoders of calls."""
 
     def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:
         super().__init__(file)
@@ -461,7 +461,7 @@ class _CallUnpickler(pickle.Unpickler):
 
 
 def put_pickled(parts: Parts, value: Any, depth: int) -> None:
-    """Append a value of any type."""
+    """Append a value of any type, pickled."""
     assert isinstance(parts, MessageWriter)
     file = io.BytesIO()
     pickler = _CallPickler(file, parts)
@@ -487,10 +487,10 @@ def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _install() -> None:
-    """Register the call codecs with the serialization. Idempotent."""
+    """Register the encoders and decoders of calls in `unisono.serialization`. Idempotent."""
     if _find not in finders:
         finders.insert(0, _find)
-        # The most frequent of the classes that `_find` handles.
+        # Register the most frequent class directly, because `_find` is slower.
         encoders[torch.Tensor] = _put_tensor
         kinds = {
             _ASIDE: _take_aside,

@@ -1,4 +1,4 @@
-"""Calls that an agent makes: sends requests, and handles the answers."""
+"""Client side of an agent: sends requests, and handles the replies."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def rpc_sync(
 
     Args:
         to: A rank's name or number, or its `WorkerInfo`; may be this rank.
-        func: Function exposed there with `expose`. Only its name is sent.
+        func: Function that the called rank has exposed with `expose`. Only its name is sent.
         args: Plain values, containers, dataclasses, tensors, `RRef`s or exposed functions.
         kwargs: Same types as `args`.
-        timeout: Seconds or a `timedelta`; the agent's if None.
+        timeout: Seconds or a `timedelta`; the agent's timeout if None.
 
     Returns: The function's result, with copies of tensors, and with functions and `RRef`s as references.
 
     Raises:
         Exception: The function's error, of the same class if that class is known here, with the remote traceback in its
-        text. It is also an instance of `RemoteError`.
-        NotExposedError: The function is not exposed there, and nothing ran; or its result contains a function that is
-            not exposed here.
+            text. It is also an instance of `RemoteError`.
+        NotExposedError: The called rank does not expose the function, so nothing ran; or the result contains a function
+            that this rank does not expose.
         CommTimeoutError: No answer arrived in time; the function may still be running.
-        PeerLostError: That rank died, or shut down.
+        PeerLostError: The called rank died, or shut down its agent.
         TypeError: An argument cannot be sent; the message says which.
-        ValueError: No such rank, or the timeout is not positive.
+        ValueError: There is no such rank, or the timeout is not positive.
 
     Cost: on shared memory about 30 us and two copies of each tensor's bytes.
     """
@@ -72,8 +72,8 @@ def rpc_async(
 ) -> CallFuture:
     """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
 
-    When this returns, the arguments have been sent and may be modified. It blocks while too many calls to that rank are
-    pending (16384, or 256 MiB).
+    On return, the arguments have been sent and may be modified. `rpc_async` blocks while too many calls to the same
+    rank are pending (16384, or 256 MiB).
 
     Args:
         to, func, args, kwargs, timeout: As for `rpc_sync`.
@@ -120,16 +120,16 @@ class Client:
     """Makes calls.
 
     Args:
-        channel: Sends the requests.
-        receiver: Receives the answers.
-        references: Counts the references left on other ranks by answers.
+        channel: Channel that sends the requests.
+        receiver: Receiver of the replies.
+        references: Table that creates and counts references.
         infos: Addresses of all ranks.
         timeout_s: Default timeout, in seconds.
-        not_counted: Context in which this thread waits for another rank.
+        not_counted: Context manager to enter while a thread waits for another rank.
 
     Attributes:
         calls: The pending calls.
-        closed: Whether calls are refused.
+        closed: Whether the client is closed, and rejects calls.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Client:
         if not call.done:
             self._receiver.wait_for_reply(call)
             if not call.done and not self.calls.give_up(call, call.late()):
-                # Another thread is about to complete it.
+                # Another thread is about to complete the call.
                 call.sleep(SEND_S)
         return self._result(call)
 
@@ -214,7 +214,7 @@ class Client:
         try:
             self._request(call, key, args, kwargs, new.number)
         except CommError:
-            # The request may have reached the owner all the same.
+            # Despite the error, the request may have reached the owner.
             self._references.dropped(peer, new)
             raise
         except Exception:
@@ -255,13 +255,13 @@ class Client:
                 calls.retract(call)
                 rollback(undo)
                 raise
-            # The peer will serve it, or find it cancelled.
+            # The peer may still receive the request, and then serves it or finds it cancelled.
             calls.pop(call.number)
             calls.forget(call)
             self._cancel(call)
             raise
         if (self.closed or peer in self._receiver.ended) and calls.pop(call.number) is not None:
-            # While this call was being sent, the peer left or this agent was closed, and the pending calls had already
+            # The peer left or this agent was closed while this call was being sent, perhaps after all pending calls had
             # been failed.
             calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
@@ -269,10 +269,10 @@ class Client:
         self._channel.send_control(call.peer, protocol.CANCEL, call.number)
 
     def answered(self, reply: Envelope) -> tuple[Task, bool] | None:
-        """Handle an answer; return the remaining work, and whether it is short."""
+        """Handle a reply; return the remaining work, and whether it is short."""
         call = self.calls.pop(HEADER.unpack_from(reply.head)[1])
         if call is None:
-            # No caller waits, but references in the answer have to be counted and dropped.
+            # No caller waits, but references in the reply must be counted and dropped.
             return lambda: self._drop(reply), True
         call.reply = reply
         if call.future is None:
@@ -281,7 +281,7 @@ class Client:
         return lambda: self.calls.end(call), True
 
     def close(self) -> None:
-        """Refuse calls, and fail the pending ones."""
+        """Reject new calls, and fail pending calls."""
         self.closed = True
         self.calls.fail(None, self.closed_error)
 
@@ -305,6 +305,6 @@ class Client:
         return value
 
     def _drop(self, reply: Envelope) -> None:
-        # No caller waits, so errors are ignored; but references in the answer have to be counted and dropped.
+        # No caller waits, so errors are ignored; but references in the reply must be counted and dropped.
         with contextlib.suppress(Exception):
             self._channel.unpack(reply, HEADER.size)

@@ -1,4 +1,4 @@
-"""The agent that the functions of this package act on: that of the calling thread's rank."""
+"""Lookup of the agent that the functions of this package use: the agent of the calling thread's rank."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class ReferenceTable(Protocol):
         """Register an object of this rank; return its key. Counts one reference."""
 
     def wait(self, key: Any, timeout: Timeout | None) -> Any:
-        """Return the value of an object of this rank."""
+        """Wait until an object of this rank exists, and return it."""
 
     def dropped(self, owner: int, key: Any) -> None:
-        """Note that a reference of this rank is gone."""
+        """Record that this rank has dropped a reference."""
 
     def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
         """Prepare a reference for sending to a rank; return the numbers to send."""
@@ -71,7 +71,7 @@ class ReferenceTable(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Record of the tensors with a history that are sent in the messages of an autograd context."""
+    """Record of the tensors with an autograd history that are sent in messages of an autograd context."""
 
     def met(self, number: int, peer: int) -> None:
         """Record that a message of the context is being sent to a rank."""
@@ -80,20 +80,20 @@ class GraphRecorder(Protocol):
         """Record tensors that are sent to a rank. Return the number of their message."""
 
     def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a received tensor. Return it connected to its sender's graph."""
+        """Record a received tensor. Return the tensor, connected to the sender's graph."""
 
     def backward_from(self, reference: Any, number: int, retain_graph: bool) -> None:
-        """Back-propagate from the tensor of a reference, in a context."""
+        """Back-propagate from the tensor that a reference points to, in a context."""
 
 
 class Peers(Protocol):
-    """Interface through which an agent's parts, which are in lower layers, reach the parts created after them.
+    """Interface of an agent, through which its components reach other components that are created later.
 
     Attributes:
         rank: This rank.
         infos: Addresses of all ranks.
-        closed: Whether calls are refused.
-        client, references, contexts: Parts of the agent.
+        closed: Whether the agent is closed, and rejects calls.
+        client, references, contexts: Components of the agent.
     """
 
     @property
@@ -112,39 +112,39 @@ class Peers(Protocol):
 
 
 _agents: ContextVar[tuple[Peers, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
-"""The agents of this thread's rank; its functions act on the latest one."""
+"""The agents of this thread's rank; the functions of this package use the latest agent."""
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
 """The autograd context of this thread."""
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
 """The call of another rank that this thread serves."""
 
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
-"""The agents of this process, for threads that belong to no rank."""
+"""The agents of this process, for threads that do not belong to a rank."""
 
 
 def set_agent(agent: Peers) -> None:
-    """Make an agent the latest of this thread's rank."""
+    """Make an agent the current agent of this thread's rank."""
     leave_agent(agent)
     _agents.set((*(_agents.get() or ()), agent))
 
 
 def leave_agent(agent: Peers) -> None:
-    """Remove an agent from those of this thread's rank; its previous agent becomes current again."""
+    """Remove an agent of this thread's rank; the rank's previous agent becomes current again."""
     _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
 def register(agent: Peers) -> None:
-    """Add an agent to those of this process; threads that belong to no rank use it if it is the only agent."""
+    """Add an agent of this process. Threads that do not belong to a rank use it while it is the only agent."""
     _open.add(agent)
 
 
 def unregister(agent: Peers) -> None:
-    """Remove an agent from those of this process."""
+    """Remove an agent of this process."""
     _open.discard(agent)
 
 
 def find_agent() -> Peers | None:
-    """Return the latest agent of this thread's rank; for other threads, this process's only agent; None if none."""
+    """Return the latest agent of this thread's rank. Other threads get the process's only agent, or None."""
     agents = _agents.get()
     if agents is not None:
         return agents[-1] if agents else None

@@ -16,14 +16,14 @@ __all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expo
 
 T = TypeVar("T")
 
-# A script's module name, in the script itself and in processes that multiprocessing starts from it.
+# Names of a script's module, in the script itself and in processes that multiprocessing starts from it.
 _MAIN = ("__main__", "__mp_main__")
 _MARK = "__unisono_exposed__"
 _ASYNC = "__unisono_async__"
 _NAMES_KEPT = 4096
 
 _names: dict[Any, str] = {}
-"""Cache of names: each call needs one, and finding it takes longer than everything else."""
+"""Cache of names: each call needs the function's name, and finding it is the slowest part of a call."""
 
 
 class _Table(dict[str, Any]):
@@ -41,7 +41,7 @@ _exposed = _Table()
 
 
 class NotExposedError(CommError, PermissionError):
-    """Raised for a call to a function that is not exposed there, or with one as an argument. The call did not run.
+    """Raised if a call's function, or a function among its arguments, is not exposed on the called rank. Nothing ran.
 
     Args:
         message, group, call, rank, size, operation, peer, nbytes, waited_s: As for `CommError`.
@@ -75,11 +75,11 @@ class _Mark:
 def expose(target: T) -> T:
     """Allow other ranks to call a function, or to create objects of a class and call their public methods.
 
-    Returns its argument, so that it can be used as a decorator. Any peer that can reach the agent can call it with
-    any arguments, so expose only functions that are harmless to call.
+    It can be used as a decorator. Any peer that can reach the agent can call the function with any arguments, so expose
+    only functions that are harmless to call.
 
-    A process has one table of names, shared by ranks that are threads. Pass a function that each rank creates for
-    itself, such as a closure over its rank, to `init(expose=[...])` instead, which exposes it on that rank only.
+    A process has one table of names, shared by ranks that are threads. If each rank creates its own function, such as a
+    closure over its rank, pass the function to `init(expose=[...])` instead, which exposes it on that rank only.
 
     Args:
         target: A function or class.
@@ -87,7 +87,7 @@ def expose(target: T) -> T:
     Returns: The same function or class.
 
     Raises:
-        TypeError: It is not callable, or has no name under which peers could request it.
+        TypeError: The target is not callable, or has no name under which peers could request it.
 
     Example:
         >>> @un.rpc.expose
@@ -114,7 +114,7 @@ def expose(target: T) -> T:
 def async_execution(function: T) -> T:
     """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when the future completes.
 
-    The thread that ran the function is free in the meantime. Usable as a decorator, beneath `expose`.
+    In the meantime, the thread that ran the function serves other calls. Use it as a decorator below `expose`.
 
     Args:
         function: A function, static method or class method.
@@ -142,7 +142,7 @@ def async_execution(function: T) -> T:
 
 
 def changes() -> int:
-    """Return how often the table of exposed functions has changed; any change invalidates caches of it."""
+    """Return how often the table of exposed functions has changed; a change invalidates caches of the table."""
     return _exposed.changes
 
 
@@ -166,7 +166,7 @@ def name_of(target: Any) -> str:
         return known
     name = _find_name(target)
     if "<" in name:
-        # Caching nested functions would keep everything they hold alive.
+        # Do not cache nested functions, because the cache would keep all objects in their closures alive.
         return name
     if len(_names) >= _NAMES_KEPT:
         _names.clear()
@@ -192,7 +192,7 @@ def _find_name(target: Any) -> str:
 
 
 def _plain(target: Any) -> bool:
-    """Return whether it is a function of a C module; such a function has the module as its `__self__`."""
+    """Return whether the target is a function of a C module: its `__self__` is that module."""
     return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
 
 
@@ -224,7 +224,7 @@ class ExportTable:
         return found  # type: ignore[no-any-return]  # callable, as checked
 
     def lists(self, name: str) -> bool:
-        """Return whether this name is in a table, and so maps to the same function until `changes` changes."""
+        """Return whether this name is in a table, and so maps to the same function until `changes()` changes."""
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
@@ -249,7 +249,7 @@ class ExportTable:
         return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as checked
 
     def _open(self, cls: type, name: str) -> bool:
-        """Return whether a class, one of its bases, or this method alone is exposed. Tensors always are."""
+        """Return whether a class, one of its bases, or this method alone is exposed. Tensor classes always are."""
         if issubclass(cls, torch.Tensor):
             return True
         for base in cls.__mro__:

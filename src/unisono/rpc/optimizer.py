@@ -1,4 +1,4 @@
-"""Optimizer for parameters on several ranks; each parameter is stepped by its owner."""
+"""Optimizer for parameters on several ranks; the owner of a parameter updates it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 
 @expose
 class LocalOptimizer:
-    """One rank's part: a torch optimizer for local parameters.
+    """One rank's part of a `DistributedOptimizer`: a torch optimizer for local parameters.
 
     Args:
-        name: Module and name of the optimizer's class, which must already be imported here.
+        name: Module and name of the optimizer's class, which must already be imported on this rank.
         params: References to parameters of this rank.
         args, kwargs: Arguments for the optimizer.
     """
@@ -33,13 +33,13 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Return True. That this can be called means that the optimizer exists."""
+        """Return True. A successful call shows that the optimizer has been created."""
         return True
 
     def step(self, context: int) -> None:
-        """Do one step with the gradients of a context. `.grad` is restored afterwards."""
+        """Do one optimizer step with the gradients of a context. `.grad` is restored afterwards."""
         gradients = get_gradients(context)
-        # Ranks that train asynchronously may step at the same time.
+        # Ranks that train asynchronously may step at the same time, so reserve the parameters.
         with current_contexts().leaves.swapped(self._params, gradients):
             self._optimizer.step()
 
@@ -49,7 +49,7 @@ def _parameters(value: Any) -> list[torch.Tensor]:
 
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:
-    """Return an optimizer's class, by name; any other class is refused."""
+    """Return an optimizer's class, by name; any other class is rejected."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -60,7 +60,7 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
-    """Return whether its `step` has required arguments."""
+    """Return whether the `step` of an optimizer class has required arguments."""
     _, *further = inspect.signature(cls.step).parameters.values()
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
 
@@ -72,9 +72,9 @@ class DistributedOptimizer:
     parameters are serialized.
 
     Args:
-        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step: all of torch's
-            except `LBFGS`. It must also be imported on the owners.
-        params_rref: References to parameters, or to modules to optimize all of their parameters.
+        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step: all optimizers of
+            torch except `LBFGS`. The class must also be imported on the owners.
+        params_rref: References to parameters, or to modules, whose parameters are all optimized.
         args, kwargs: Arguments for the optimizer, sent like the arguments of calls.
 
     Example:
@@ -119,14 +119,14 @@ class DistributedOptimizer:
             optimizer.rpc_sync().ready()
 
     def step(self, context_id: int) -> None:
-        """Do one step on every rank that has parameters; return when all are done.
+        """Do one optimizer step on every rank that owns parameters; return when all ranks are done.
 
         Args:
             context_id: Number of the autograd context whose gradients are applied.
 
         Raises:
             CommError: The context has ended, and its gradients have been discarded.
-            PeerLostError: One of the ranks has died; the others have done the step.
+            PeerLostError: One of the ranks has died; the other ranks have done the step.
         """
         current_contexts().ongoing(context_id)
         steps = [optimizer.rpc_async().step(context_id) for optimizer in self.remote_optimizers]

@@ -43,7 +43,7 @@ REPLY = 2
 ERROR = 3
 """The error that the call raised: see `unisono.rpc.remote_errors`."""
 CANCEL = 4
-"""The call of this number is cancelled."""
+"""The caller has cancelled the call of this number."""
 REMOTE = 5
 """A call that leaves its result on the callee."""
 ADD = 6
@@ -51,13 +51,13 @@ ADD = 6
 ADD_ACK = 7
 """Reply to an `ADD`: whether the owner knows the key."""
 DROP = 8
-"""The sender holds one reference less."""
+"""The sender has dropped one reference to this key."""
 RELEASE = 9
-"""A reference that the receiver passed on has been added, or was for the owner itself, and may be unpinned."""
+"""The owner has counted a reference that the receiver passed on, so the receiver may unpin its own."""
 EXIT = 10
-"""The sender serves no more; the reason follows."""
+"""The sender no longer serves calls; the message has the reason."""
 IDLE = 11
-"""The sender wants to shut down and is idle; carries the numbers of calls sent to and served for each rank."""
+"""The sender wants to shut down and is idle; the message has the numbers of calls sent to and served for each rank."""
 CONFIRM = 12
 """Request to report `IDLE` again."""
 CLOSE = 13
@@ -71,8 +71,8 @@ class WorkerInfo:
     """Address of a rank for calls.
 
     Args:
-        name: As passed to `init`.
-        id: Its rank.
+        name: Name of the rank, as passed to `init`.
+        id: Number of the rank.
 
     Example:
         >>> un.rpc.WorkerInfo("worker1", 1).id

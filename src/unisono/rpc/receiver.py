@@ -1,4 +1,4 @@
-"""Receives from the mailbox in one permanent thread or, temporarily, in a thread that waits for an answer."""
+"""Receives messages in one permanent thread or, temporarily, in a thread that waits for a reply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["CallFuture", "FlowControl", "Handler", "PendingCall", "PendingCalls"
 
 Task = Callable[[], object]
 Handler = Callable[[Envelope], tuple[Task, bool] | None]
-"""Handles a message quickly; returns the remaining task, if any, and whether it is short."""
+"""Function that handles a message quickly. It returns the remaining task and whether the task is short, or None."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ _LINGER_S = 100e-6
 """Time for which the receiving thread polls after a message, before it sleeps."""
 _SPINS = 30
 _POLL_S = 1e-3
-"""Time for which a thread that waits for an answer polls."""
+"""Time for which a thread that waits for a reply polls, before it sleeps."""
 _TICK_S = 2e-3
-"""The receiving thread is replaced if it runs one function for longer than this."""
+"""The receiving thread is replaced if it runs one function for longer than this time."""
 _QUIET_TICKS = 50
 _NAP_S = 0.5
 
@@ -46,20 +46,20 @@ class Receiver:
     """Receives messages from a mailbox, and runs the resulting tasks.
 
     The receiving thread runs short functions itself, because handing them to another thread would take longer. A second
-    thread, the deputy, checks whether one of them takes long after all, and if so takes over receiving. So a message
-    that a function waits for is never delayed by more than a few milliseconds.
+    thread, the deputy, takes over receiving if such a function takes longer than expected. A function that waits for a
+    message therefore delays this message by a few milliseconds at most.
 
     Args:
         box: The mailbox.
         workers: Other threads, which run long functions.
-        clock: Called between messages; returns when to call it next, on the library's clock, and the tasks that are
-            due.
-        prepare: Called first in each new thread.
+        clock: Function called between messages. It returns the time of the next call, on the library's clock, and the
+            tasks that are due.
+        prepare: Function called at the start of each new thread.
         name: Name of the threads.
 
     Attributes:
         handlers: Handler of each kind of message, as passed to `start`.
-        ended: Ranks whose exit has been handled, or is about to be; their messages are dropped.
+        ended: Ranks whose exit has been handled or is being handled; their messages are dropped.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Receiver:
         threading.Thread(target=live, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Stop receiving; the threads end by themselves."""
+        """Stop receiving; the threads exit by themselves."""
         self.closed = True
         self._alarm.release()
         self._box.wake()
@@ -127,8 +127,8 @@ class Receiver:
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
-                # After the messages, because messages already received from a rank count even if it has been lost
-                # since.
+                # Check the clock after handling messages, because messages already received from a rank count, even if
+                # the rank has since been lost.
                 due, tasks = self._clock()
                 look_at = now + _TICK_S
                 if tasks:
@@ -153,7 +153,7 @@ class Receiver:
     def _move(self) -> bool:
         """Receive pending messages; return whether there were any."""
         if not self._token.acquire(blocking=False):
-            # Another thread polls, and dispatches what it receives.
+            # Another thread is polling, and dispatches the messages.
             return False
         self._dispatcher = threading.get_ident()
         try:
@@ -165,7 +165,7 @@ class Receiver:
         return bool(messages)
 
     def _run_all(self, mine: int) -> bool:
-        """Run the queued tasks in order; return False if this thread was replaced and the deputy does the rest."""
+        """Run the queued tasks in order; return False if the deputy has replaced this thread."""
         todo = self._todo
         while todo:
             task, short = todo.popleft()
@@ -176,7 +176,7 @@ class Receiver:
         return True
 
     def _run(self, task: Task, mine: int) -> bool:
-        """Run a task here; return False if this thread was replaced meanwhile."""
+        """Run a task in this thread; return False if the deputy has replaced this thread in the meantime."""
         self._runs += 1
         self._running = self._runs
         if not self._armed:
@@ -204,11 +204,11 @@ class Receiver:
                 quiet = 0 if self._runs != total or self._running else quiet + 1
                 if quiet > _QUIET_TICKS:
                     self._armed = False
-                    # A function that has just started may have found the deputy still awake, and not woken it.
+                    # A function that has just started may have seen that the deputy was still armed, and not woken it.
                     self._armed = self._running > 0
 
     def _replace(self, seen: int) -> bool:
-        """Become the receiving thread, if the other still runs the same function."""
+        """Become the receiving thread, if the current one is still running the same function."""
         with self._swap:
             if self._running != seen:
                 return False
@@ -218,9 +218,9 @@ class Receiver:
             self._armed = False
         return True
 
-    # -- threads waiting for an answer -----------------------------------------------------------------
+    # -- threads that wait for a reply -----------------------------------------------------------------
     def wait_for_reply(self, call: PendingCall) -> None:
-        """Wait until a call has ended or its time is up; poll for its answer if that pays off."""
+        """Wait until a call has ended or timed out; poll for its reply if this is likely to be faster."""
         box = self._box
         spins = 0
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
@@ -247,7 +247,7 @@ class Receiver:
                 call.sleep(call.timeout - (clock.now() - call.started))
 
     def _hand_over(self, task: Task, awaited: bool) -> None:
-        """Run the task of the awaited answer here, so that no other thread needs to complete its future."""
+        """Run the task of the awaited reply in this thread, and give any other task to the workers."""
         if awaited:
             _safely(task)
         else:
@@ -255,7 +255,7 @@ class Receiver:
 
 
 def _safely(task: Task) -> None:
-    """Run a task, which reports its errors itself; an unreported one must not end the receiving thread."""
+    """Run a task. Tasks report their own errors; an unreported error must not end the receiving thread."""
     try:
         task()
     except Exception:
@@ -264,21 +264,21 @@ def _safely(task: Task) -> None:
 
 _IDLE_S = 5.0
 _STUCK_S = 0.02
-"""If tasks are queued and none ends for this long, the running ones may be waiting for the queued ones."""
+"""If tasks are queued and no task ends for this long, the running tasks may be waiting for queued tasks."""
 _NOT_HERE = nullcontext()
 
 
 class Workers:
     """Runs tasks in order of arrival, at most `most` at a time, not counting tasks that wait for another rank.
 
-    Because waiting tasks do not count, nested callbacks of any depth cannot exhaust the threads. A task that waits
-    invisibly (for a lock, or inside torch) does count; so if tasks are queued and none has finished for a while, one
-    more thread is admitted.
+    Because waiting tasks do not count, nested callbacks of any depth cannot exhaust the threads. Waits that are
+    invisible to this class (for a lock, or inside torch) do count. Therefore, if tasks are queued and no task has
+    finished for a while, one more thread is admitted.
 
     Args:
         name: Name of the threads.
         most: Maximum number of tasks running concurrently.
-        prepare: Called first in each new thread.
+        prepare: Function called at the start of each new thread.
     """
 
     def __init__(self, name: str, most: int, prepare: Callable[[], object]) -> None:
@@ -294,13 +294,13 @@ class Workers:
         self._closed = False
 
     def run(self, task: Callable[[], object]) -> None:
-        """Run a task soon; it handles its own errors."""
+        """Queue a task. The task must handle its own errors."""
         with self._lock:
             self._tasks.append(task)
             self._start_threads()
 
     def not_counted(self) -> AbstractContextManager[object]:
-        """Context for this thread's waits for another rank."""
+        """Return a context in which this thread waits for another rank, and is not counted."""
         return self._aside() if threading.get_ident() in self._working else _NOT_HERE
 
     @contextmanager
@@ -315,7 +315,7 @@ class Workers:
         finally:
             self._working.add(here)
             with self._lock:
-                # May temporarily exceed the limit by one, because a running task cannot be paused.
+                # This may temporarily exceed the limit, because a running task cannot be paused.
                 self._running += 1
 
     def close(self) -> None:
@@ -370,7 +370,7 @@ class Workers:
                         self._further = 0
 
     def _next(self) -> Callable[[], object] | None:
-        """Return the next task; None when there has been none for a while. The caller counts as idle."""
+        """Return the next task; None if no task arrives for a while. The caller must be counted as idle."""
         with self._lock:
             while not self._tasks or self._running >= self._most + self._further:
                 if self._closed or not self._available.wait(_IDLE_S):
@@ -391,17 +391,17 @@ _MOST_BYTES = 256 << 20
 
 
 class PendingCall:
-    """One pending call. It ends once, with an answer or an error, whichever comes first.
+    """One pending call. It ends once, with a reply or an error, whichever comes first.
 
     Attributes:
         number, peer: The call's number, and the rank called.
         name: Name of the function, for messages.
-        started, timeout: Start on the library's clock, and timeout in seconds.
-        nbytes: Size of the request, as counted by the peer's window.
-        reply: The answer as received.
-        error: Error that ended the call without an answer.
-        within: The call's autograd context, and the call from another rank that it is part of; both also apply to
-            callbacks of its future.
+        started, timeout: Start time on the library's clock, and timeout in seconds.
+        nbytes: Size of the request in bytes, as counted by flow control.
+        reply: The reply as received.
+        error: Error that ended the call without a reply.
+        within: Autograd context of the call, and the request from another rank that the call is part of. Callbacks of
+            the call's future run in the same context and request.
     """
 
     __slots__ = (
@@ -428,9 +428,9 @@ class PendingCall:
         self._ended.set()
 
     def sleep(self, seconds: float) -> None:
-        """Wait until it has ended, or the time is up."""
+        """Wait until the call has ended, or the time is up."""
         if clock.wait(self._ended, clock.now() + seconds):
-            # Another thread may wait for the same future.
+            # Wake the next waiter, because another thread may wait for the same future.
             self._ended.set()
 
     def late(self) -> CommTimeoutError:
@@ -459,7 +459,7 @@ class CallFuture(torch.futures.Future[Any]):
         self._attend: Callable[[], None] | None = None
 
     def wait(self) -> Any:
-        """Wait for the result and return it, or raise the error; this thread helps to receive it."""
+        """Wait for the result and return it, or raise the error; this thread receives messages while it waits."""
         if not self.done() and self._attend is not None:
             self._attend()
         return super().wait()
@@ -474,7 +474,7 @@ class CallFuture(torch.futures.Future[Any]):
 
 
 class FlowControl:
-    """Limit on this rank's pending calls at one peer, which bounds the peer's queue.
+    """Limit on this rank's pending calls to one peer, which bounds the peer's queue.
 
     Args:
         most_calls: Maximum number of unanswered calls.
@@ -488,14 +488,14 @@ class FlowControl:
         self._available = threading.Condition(threading.Lock())
 
     def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any], nested: bool = False) -> bool:
-        """Wait until there is room for one more call, and count it; False if there is no room by the deadline.
+        """Wait until one more call is allowed, and count it; return False if the deadline passes first.
 
         Args:
             nbytes: Size of the call.
-            deadline: On the library's clock.
+            deadline: Deadline on the library's clock.
             blocked: A context manager to enter while waiting.
-            nested: Whether the call is part of another one, admitted elsewhere, which ends only after this one. It then
-                does not wait, because calls that wait for each other could otherwise take up all the room.
+            nested: Whether the call is made while serving another rank's call, which ends only after this call. A
+                nested call does not wait, because calls that wait for each other could otherwise exhaust the limit.
         """
         with self._available:
             while not nested and self._calls:
@@ -511,7 +511,7 @@ class FlowControl:
             return True
 
     def leave(self, nbytes: int) -> None:
-        """Release the room taken by a call that has been answered or never will be."""
+        """Stop counting a call that has been answered or never will be."""
         with self._available:
             self._calls -= 1
             self._bytes -= nbytes
@@ -519,17 +519,17 @@ class FlowControl:
 
 
 class PendingCalls:
-    """Table of calls: admits them, ends each one once, and enforces the deadlines of calls that no thread waits for.
+    """Table of calls: admits calls, ends each call once, and enforces the deadlines of calls that no thread waits for.
 
     Args:
         size: Number of ranks.
-        wake: Wakes the thread that checks the deadlines.
-        result: Returns the value of a call that has ended, or raises its error.
-        cancel: Notifies the peer that nobody waits for the answer to a call any more.
+        wake: Function that wakes the thread that checks the deadlines.
+        result: Function that returns the value of a call that has ended, or raises its error.
+        cancel: Function that notifies the peer that no thread waits for the reply to a call any more.
 
     Attributes:
         windows: Flow control, one per rank.
-        number: Returns the number of a new call.
+        number: Function that returns the number of a new call.
         sent: Number of requests sent to each rank.
     """
 
@@ -594,7 +594,7 @@ class PendingCalls:
         self._unfinished.discard(call.number)
 
     def of(self, peer: int | None = None) -> list[PendingCall]:
-        """Return the calls pending at this rank, or at any rank if None."""
+        """Return the pending calls to a rank, or to all ranks if None."""
         return [call for call in list(self._open.values()) if peer is None or call.peer == peer]
 
     def late(self) -> list[PendingCall]:
@@ -612,7 +612,7 @@ class PendingCalls:
 
     # -- completion ----------------------------------------------------------------------------
     def give_up(self, call: PendingCall, error: CommError) -> bool:
-        """End a call without its answer and notify its peer; False if it was answered in the meantime."""
+        """End a call without a reply, and notify its peer; return False if the reply arrived in the meantime."""
         if self.pop(call.number) is None:
             return False
         self._cancel(call)
@@ -620,24 +620,24 @@ class PendingCalls:
         return True
 
     def fail(self, peer: int | None, error: Callable[[], BaseException]) -> None:
-        """End the calls pending at a lost rank (at all ranks if None), each with its own error."""
+        """End the pending calls to a lost rank (to all ranks if None), each with its own error."""
         for call in self.of(peer):
             if self.pop(call.number) is not None:
                 self.end(call, error())
 
     def end(self, call: PendingCall, error: BaseException | None = None) -> None:
-        """End a popped call with its answer or an error: complete its future, and wake its waiter."""
+        """End a popped call with its reply or an error: complete its future, and wake its waiter."""
         call.error = error
         try:
             if call.future is not None:
                 self._complete(call.future, call)
         finally:
             self.forget(call)
-            # Last, so that a woken waiter finds the future complete.
+            # Wake the waiter last, so that it finds the future complete.
             call.end()
 
     def _complete(self, future: CallFuture, call: PendingCall) -> None:
-        """Complete a future and run its callbacks here. A future completed elsewhere remains unchanged."""
+        """Complete a future and run its callbacks in this thread. A future that is complete remains unchanged."""
         before = getattr(self._here, "call", None)
         self._here.call = call
         within = context.set(call.within[0])
@@ -656,7 +656,7 @@ class PendingCalls:
             self._here.call = before
 
     def leave_callback(self) -> None:
-        """Stop counting a call as pending if this thread runs its callback."""
+        """If this thread runs a callback of a call, stop counting the call as pending."""
         call = getattr(self._here, "call", None)
         if call is not None:
             self.forget(call)

@@ -1,23 +1,24 @@
 """Distributed reference counting, through which an owner learns when an object is no longer referenced.
 
-Reference listing, after Birrell, Evers, Nelson, Owicki and Wobber, *Distributed Garbage Collection for Network
-Objects* (1993). The owner counts, for each rank, the references that rank holds. Messages from one rank to another
-arrive in order; messages between different pairs of ranks are unordered. So rules are needed for the case that A passes
-a reference to O's object on to B and then drops its own: B's `ADD` and A's `DROP` race to O.
+The algorithm is reference listing, after Birrell, Evers, Nelson, Owicki and Wobber, *Distributed Garbage Collection for
+Network Objects* (1993). The owner counts the references that each rank holds. Messages from one rank to another arrive
+in order, but messages between different pairs of ranks are unordered. This causes a race if rank A passes a reference
+to B and then drops its own: A's `DROP` may reach the owner before B's `ADD`. The following rules keep the object alive.
 
-- The owner passes a reference to B: it counts one for B before it sends.
-- A, not the owner, passes a reference to B: A *pins* its own, so that it cannot be dropped. B notifies the owner
-  (`ADD`), the owner answers (`ADD_ACK`), and only then does B send A a `RELEASE` of the pin. If B is the owner, it
-  counts the reference and sends the release.
+- When the owner passes a reference to B, it counts a reference for B before it sends the message.
+- When A, which is not the owner, passes a reference to B, A *pins* its own reference, so that it cannot be dropped. B
+  notifies the owner (`ADD`), the owner answers (`ADD_ACK`), and only then does B send A a `RELEASE` of the pin. If B is
+  the owner, B counts the reference and sends the release.
 - A rank that drops a reference notifies the owner (`DROP`). When all counts are 0, the object is freed.
-- `remote` counts one reference for its caller when the owner receives the call. Another rank's `ADD` may arrive
-  earlier, when there is no object yet; an entry is then reserved for it. Objects are numbered per pair of creator and
-  owner, so that an owner can distinguish an object still to be created from one freed long ago, and reports the latter
-  in its `ADD_ACK`.
-- A dead rank holds nothing any more: its counts are dropped, and references pinned for it are released.
+- When the owner receives a `remote` call, it counts one reference for the caller. Another rank's `ADD` may arrive
+  earlier, when the object does not exist yet; the owner then reserves an entry for the object. Objects are numbered per
+  pair of creator and owner, so that an owner can distinguish objects that are still to be created from freed objects.
+  It reports freed objects in its `ADD_ACK`.
+- When a rank dies, its counts are dropped, and references pinned for it are released.
 
-Every live reference is either counted, or covered by a pinned reference for which the same holds. So nothing that a
-living rank refers to is freed, unless the rank that passed it on died before the owner was notified.
+Every live reference is either counted, or covered by a pinned reference that is itself counted or covered. Therefore,
+an object that a living rank refers to is not freed, unless the rank that passed the reference on died before the owner
+was notified.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from unisono.rpc.protocol import ADD, ADD_ACK, DROP, RELEASE
 __all__ = ["CountedReference", "Key", "RefCounts", "References", "Send"]
 
 Send = Callable[..., None]
-"""Called with a rank, the kind of a message and its numbers."""
+"""Function called with a rank, the kind of a message, and the message's numbers."""
 
 
 class Key(NamedTuple):
-    """Identity of an object at its owner: the rank that requested it, and its number among those."""
+    """Identity of an object on its owner: the rank that requested the object, and a number assigned by that rank."""
 
     creator: int
     number: int
@@ -50,11 +51,11 @@ class CountedReference(Protocol):
 
 
 class _Entry:
-    """An object, or the entry reserved for one.
+    """Entry of an object that exists or is still to be created.
 
     Attributes:
         counts: Number of references held by each rank.
-        value: Opaque to this module.
+        value: The object, which this module does not inspect.
     """
 
     __slots__ = ("counts", "made", "value")
@@ -66,7 +67,7 @@ class _Entry:
 
 
 class _Numbers:
-    """Set of seen numbers; nearly all are consecutive, so few are stored."""
+    """Set of seen numbers. Nearly all numbers are consecutive, so only a few must be stored."""
 
     __slots__ = ("_beyond", "_next")
 
@@ -88,7 +89,7 @@ class RefCounts:
     """One owner's objects, with the references held by each rank. Not thread-safe.
 
     Args:
-        blank: Creates the placeholder for a value still to arrive.
+        blank: Function that creates a placeholder for a value that does not exist yet.
     """
 
     def __init__(self, blank: Callable[[], Any] = lambda: None) -> None:
@@ -100,7 +101,7 @@ class RefCounts:
         return len(self._entries)
 
     def make(self, key: Key, holder: int) -> Any:
-        """Create an object with one reference; return its value."""
+        """Register a created object with one reference; return its value."""
         self._made.setdefault(key.creator, _Numbers()).add(key.number)
         entry = self._entry(key)
         entry.made = True
@@ -112,7 +113,7 @@ class RefCounts:
         return key.number in self._made.get(key.creator, ())
 
     def add(self, key: Key, holder: int) -> bool:
-        """Add a reference; False if the object has been freed."""
+        """Add a reference; return False if the object has been freed."""
         if key not in self._entries and self.is_made(key):
             return False
         self._entry(key).counts[holder] += 1
@@ -127,7 +128,7 @@ class RefCounts:
         return self._free(key, entry)
 
     def lose(self, holder: int) -> tuple[list[Any], list[Any]]:
-        """Drop all references of a lost rank. Return the freed values, and those that will never be created."""
+        """Drop all references of a lost rank. Return the freed values, and the values that will never be created."""
         freed = []
         orphans = []
         for key, entry in list(self._entries.items()):
@@ -164,11 +165,11 @@ class References:
 
     Args:
         rank: This rank.
-        send: Sends a message to another rank, or to this one. Does nothing for a rank that is gone.
+        send: Function that sends a message to any rank, including this one, and ignores ranks that are gone.
         blank: As in `RefCounts`.
 
     Attributes:
-        freed: Unreferenced values, for the owner to release where running their finalizers does no harm.
+        freed: Unreferenced values. The owner releases them when their finalizers can run safely.
     """
 
     def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
@@ -197,12 +198,12 @@ class References:
             return Key(self.rank, next(numbers))
 
     def unused(self, owner: int, key: Key) -> None:
-        """Recycle a key that was neither requested from the owner nor passed on: the next object gets its number."""
+        """Recycle a key that was neither requested from the owner nor passed on: the next object gets this key."""
         with self.lock:
             self._unused.add((owner, key))
 
     def give(self, owner: int, key: Key, handle: CountedReference, peer: int) -> tuple[int, Callable[[], None]]:
-        """Pass a reference on. Return the token to send with it, and a function that undoes this if nothing is sent."""
+        """Pass a reference on. Return the token to send with it, and a function to undo this if nothing is sent."""
         if owner == self.rank:
             with self.lock:
                 self.ledger.add(key, peer)
@@ -229,7 +230,7 @@ class References:
                 self._send(owner, ADD, *key, tag)
 
     def dropped(self, owner: int, key: Key, holder: int | None = None) -> None:
-        """Queue a dropped reference. May be called by a finalizer, so it takes no lock; `flush` does the rest."""
+        """Queue a dropped reference. May be called by a finalizer, so it takes no lock; `flush` notifies the owner."""
         if holder is None or holder == self.rank:
             self._dropped.append((owner, key))
         else:
@@ -250,7 +251,7 @@ class References:
             if is_made:
                 self._drop(key, self.rank)
             else:
-                # A request of this rank to itself may be in flight, so this must follow it.
+                # A request of this rank to itself may be in flight, and the `DROP` must arrive after it.
                 self._send(owner, DROP, *key)
 
     @property
@@ -273,7 +274,7 @@ class References:
             self._unpin(words[0])
 
     def lose(self, peer: int) -> list[Any]:
-        """Handle a lost rank; return the values that will never be created because of that."""
+        """Handle a lost rank; return the values that will never be created because of the loss."""
         with self.lock:
             self._gone.add(peer)
             freed, orphans = self.ledger.lose(peer)

@@ -1,4 +1,4 @@
-"""Exceptions from other ranks, raised at the caller with their class and the remote traceback in their text."""
+"""Exceptions from other ranks, raised on the caller's rank with their class and the remote traceback in their text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RemoteError(Exception):
     """Error raised on another rank. If its class is known here, the error is also an instance of that class.
 
     Attributes:
-        rank: Rank that raised it.
+        rank: Rank that raised the error.
         remote_text: The error's `str` on that rank.
         remote_traceback: The error's traceback on that rank.
 
@@ -52,15 +52,15 @@ class RemoteError(Exception):
 
 
 _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteError, Exception: RemoteError}
-"""Classes made by `_joined`, one for each kind of error, so that `except` and `type` recognise it."""
+"""Classes created by `_joined`, cached so that all errors of one class have the same type."""
 
 
 def packed(error: BaseException) -> _Report:
     """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
-        # It was raised on a third rank, so report that rank.
+        # The error was raised on a third rank. Report its original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
-        # Without the whole text: the traceback below contains it, and each further rank would double the length.
+        # Use the text without traceback: `trace` already has the traceback, and the length would double with each rank.
         text = error.remote_text
     else:
         kind = type(error)
@@ -81,7 +81,7 @@ def rebuilt(report: _Report, rank: int) -> Exception:
     try:
         return _made(_class_of(name), args, fields, rank, text, trace)
     except TypeError:
-        # Creating an instance of its class (an exception group, for example) needs more than was sent.
+        # Some classes, such as exception groups, cannot be instantiated from the arguments that were sent.
         return _made(Exception, args, fields, rank, text, trace)
 
 

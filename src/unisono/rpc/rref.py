@@ -1,4 +1,4 @@
-"""References to objects that stay on their owner: this rank's objects, and `RRef`, through which others use them."""
+"""References to objects that remain on their owner: a rank's own objects, and `RRef`, which other ranks use."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class RRefContext:
 
     Args:
         agent: The agent; also an attribute, used by references.
-        channel: Notifies other ranks.
+        channel: Channel to notify other ranks.
         timeout_s: Default timeout for waiting for an object, in seconds.
-        not_counted: Context in which this thread waits.
+        not_counted: Context manager to enter while a thread waits.
         kind: Class of the references, such as `RRef`.
     """
 
@@ -95,7 +95,7 @@ class RRefContext:
 
     @property
     def pins(self) -> int:
-        """Return the number of references pinned for ranks that they were passed on to."""
+        """Return the number of references that are pinned because they were passed on."""
         return self._protocol.pins
 
     @property
@@ -104,12 +104,12 @@ class RRefContext:
         return self._protocol.waiting
 
     def flush(self) -> None:
-        """Notify owners of the references that were dropped here."""
+        """Notify owners of the references that this rank has dropped."""
         self._protocol.flush()
         self.collect_freed()
 
     def collect_freed(self) -> None:
-        """Release freed objects; their finalizers may do anything."""
+        """Release freed objects, whose finalizers may run any code."""
         freed = self._protocol.freed
         while freed:
             freed.popleft()
@@ -127,7 +127,7 @@ class RRefContext:
         return key
 
     def expect(self, key: Key, holder: int) -> OwnedValue:
-        """Return the outcome of an object about to be created; counts one reference."""
+        """Return the outcome of an object that is about to be created; counts one reference."""
         with self._protocol.lock:
             outcome: OwnedValue = self._protocol.ledger.make(key, holder)
         return outcome
@@ -172,7 +172,7 @@ class RRefContext:
         return rref._owner, *rref._key, token
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference for received numbers."""
+        """Return the reference that received numbers identify."""
         if not 0 <= owner < len(self.agent.infos) or not 0 <= creator < len(self.agent.infos):
             raise ValueError(f"an object names rank {owner} or {creator}, which does not exist")
         key = Key(creator, number)
@@ -189,8 +189,9 @@ class RRefContext:
 class RRef(Generic[T]):
     """A reference to an object that remains on the rank that owns it.
 
-    `remote` returns one immediately; `RRef(value)` creates one to a local object. References can be sent in
-    arguments and results. The object is freed when the last reference anywhere is dropped or its holder dies.
+    `remote` returns a reference immediately; `RRef(value)` creates a reference to a local object. References can be
+    sent in arguments and results. The object is freed when the last reference on any rank is dropped, or the rank that
+    has the last reference dies.
 
     Args:
         value: A local object; this rank becomes its owner.
@@ -251,13 +252,13 @@ class RRef(Generic[T]):
         return self._confirmation is None or self._confirmation.done()
 
     def to_here(self, timeout: Timeout | None = None) -> T:
-        """Return a copy of the object (on its owner, the object itself). Waits until it exists.
+        """Return a copy of the object (on its owner, the object itself). Waits until the object exists.
 
         Args:
-            timeout: Seconds or a `timedelta`; the agent's if None.
+            timeout: Seconds or a `timedelta`; the agent's timeout if None.
 
         Raises:
-            Exception: The error of the function that was to create the object.
+            Exception: The error of the function that should have created the object.
             PeerLostError: The owner has left, or the object was freed because all its holders had died.
         """
         if self.is_owner():
@@ -266,7 +267,7 @@ class RRef(Generic[T]):
         return cast(T, self._references.agent.client.call(self._owner, "@fetch", self._key, (), None, timeout))
 
     def local_value(self) -> T:
-        """Return the object itself, on its owner. Waits until it exists.
+        """Return the object itself, if this rank is its owner. Waits until the object exists.
 
         Raises:
             RuntimeError: This rank is not the owner.
@@ -279,35 +280,35 @@ class RRef(Generic[T]):
         """Return a proxy whose methods run on the object's owner and block until they return: `ref.rpc_sync().step(3)`.
 
         Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
+            timeout: Limit of each call: seconds or a `timedelta`; the agent's timeout if None.
         """
         return _Proxy(self, self._references.agent.client.call, timeout)
 
     def rpc_async(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy like `rpc_sync`, with methods that return futures.
+        """Return a proxy like that of `rpc_sync`, whose methods return futures.
 
         Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
+            timeout: Limit of each call: seconds or a `timedelta`; the agent's timeout if None.
         """
         return _Proxy(self, self._references.agent.client.start, timeout)
 
     def remote(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy like `rpc_sync`, with methods that return references to their results.
+        """Return a proxy like that of `rpc_sync`, whose methods return references to their results.
 
         Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
+            timeout: Limit of each call: seconds or a `timedelta`; the agent's timeout if None.
         """
         return _Proxy(self, self._references.agent.client.make, timeout)
 
     def backward(self, context: int, retain_graph: bool = False) -> None:
-        """Back-propagate from the object, a one-element tensor, in a context of distributed autograd.
+        """Back-propagate from the object, a one-element tensor, in a distributed autograd context.
 
         Args:
-            context: Number of the context in which it was computed.
-            retain_graph: Whether to keep the graph for another pass.
+            context: Number of the context in which the tensor was computed.
+            retain_graph: Whether to keep the graph for another backward pass.
 
         Raises:
-            RuntimeError: The graph was freed by an earlier pass that did not retain it.
+            RuntimeError: The graph was freed by an earlier backward pass that did not retain it.
             CommError: There is no such context.
         """
         self._references.agent.contexts.backward_from(self, context, retain_graph)

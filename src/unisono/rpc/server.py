@@ -29,7 +29,7 @@ __all__ = ["CallServer", "cancelled"]
 _log = logging.getLogger(__name__)
 
 _SLOW_S = 200e-6
-"""A function that took longer than this runs outside the receiving thread the next time."""
+"""A function that took longer than this time runs in a worker thread next time."""
 _LONG_BYTES = 64 << 10
 _MAX_CACHED = 1000
 
@@ -45,7 +45,7 @@ class _ServedCall:
         result: Number of the object to create; 0 if the result is returned.
         cancelled: Whether the caller has stopped waiting.
         thread: Thread that runs the function.
-        outcome: Holder of the result if it stays here.
+        outcome: Outcome of the call if its result remains on this rank.
         called: Object whose method is called, if any.
     """
 
@@ -81,11 +81,11 @@ def cancelled() -> bool:
 
 
 class CallServer:
-    """Other ranks' calls, from their arrival until they are answered.
+    """Serves other ranks' calls, from their arrival until the reply is sent.
 
     Args:
-        channel: Reads calls and sends answers.
-        references: Holds the objects of this rank.
+        channel: Channel that decodes calls and sends replies.
+        references: Table of this rank's objects.
 
     Attributes:
         served: Number of calls served for each rank.
@@ -109,16 +109,16 @@ class CallServer:
         """Accept a call. Return its task, and whether the task is likely to be short."""
         call = _ServedCall(message)
         if call.kind == REMOTE:
-            # Counted now, because the caller's later messages about the object must find it.
+            # Register the object now, because later messages of the caller may refer to it.
             call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
         if call.key is not None:
-            # Resolved before the caller's next message is handled, because that one may drop the reference. An unknown
-            # key is reported to the caller when the call is served.
+            # Resolve the key before the caller's next message is handled, because this message may drop the reference.
+            # An unknown key is reported to the caller when the call is served.
             with contextlib.suppress(PeerLostError):
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
         short = call.target in self._quick if long else call.target not in self._slow
-        # Registered only after malformed calls have been rejected, because those would never end.
+        # Register the call only now, because malformed calls, which are rejected above, would never end.
         self._open[message.peer, call.number] = call
         return lambda: self._serve(call, message), short
 
@@ -150,7 +150,7 @@ class CallServer:
         try:
             self._run(call, message)
         except BaseException as error:
-            # Including SystemExit or KeyboardInterrupt from the function: reported to the caller; this thread
+            # Report every error to the caller, even SystemExit or KeyboardInterrupt from the function; this thread
             # continues.
             self._fail(call, error)
         finally:
@@ -169,7 +169,7 @@ class CallServer:
                 self._quick.add(target)
 
     def _run(self, call: _ServedCall, message: Envelope) -> None:
-        """Run the function, and answer once its result is available."""
+        """Run the function, and reply once its result is available."""
         if call.kind == REMOTE:
             # The object remains counted even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
@@ -182,13 +182,13 @@ class CallServer:
             raise CommError("this call was cancelled before it began")
         if call.key is not None and call.target == b"@fetch":
             outcome = call.called or self._references.outcome(call.key)
-            # The object may not exist yet.
+            # The object may not exist yet, so reply once it exists.
             return outcome.when_known(lambda: self._settle(call, outcome.value, outcome.error))
         function = self._function(call, args)
         result = function(*args, **kwargs[0])
         if not is_async(function):
             return self._settle(call, result, None)
-        # A future's `then` returns the base class.
+        # Check for the base class, because a future's `then` returns an instance of it.
         if not isinstance(result, torch._C.Future):
             raise CallTypeError(
                 f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "
@@ -197,7 +197,7 @@ class CallServer:
         result.add_done_callback(lambda future: self._settle_by(call, future))
 
     def _function(self, call: _ServedCall, args: list[Any]) -> Callable[..., Any]:
-        """Return the function to call; if it was sent along, remove it from the arguments."""
+        """Return the function to call; if it was sent with the call, remove it from the arguments."""
         exposed = self._channel.exposed
         references = self._references
         if call.key is not None:
@@ -220,7 +220,7 @@ class CallServer:
         try:
             value = future.value()
         except BaseException as error:
-            # Report whatever the future ended with.
+            # Report any error of the future.
             self._settle(call, None, error)
         else:
             self._settle(call, value, None)
@@ -243,7 +243,7 @@ class CallServer:
 
     def _fail(self, call: _ServedCall, error: BaseException) -> None:
         report = packed(error)
-        # The caller, which may ignore the answer, gets the traceback.
+        # Log only a summary: the caller gets the traceback in the reply, but may ignore the reply.
         brief = brief_error(error, None, None).rstrip()
         _log.warning("a call by rank %d failed on rank %d: %s", call.peer, self._channel.rank, brief)
         if call.kind == REMOTE:

@@ -5,11 +5,11 @@
         un.rpc.autograd.backward(ctx, [loss])
         grads = un.rpc.autograd.get_gradients(ctx)
 
-Within a context, tensors with a history in arguments or results of calls are recorded on both sides. Gradients are kept
-in the context, on the rank of each leaf, and never in `.grad`, so passes started by several ranks over shared
-parameters do not mix. A leaf's hooks (tensor hooks, post-accumulate hooks, and those of `DistributedDataParallel` and
-`GradientAverager`) run once per pass, with the sum over all messages. Whatever they leave in `.grad` becomes the
-gradient, and `.grad` is then restored.
+Within a context, caller and callee record arguments and results that are tensors with an autograd history. Gradients
+are stored in the context, on the rank of each leaf, and never in `.grad`, so backward passes started by several ranks
+over shared parameters do not mix. A leaf's hooks (tensor hooks, post-accumulate hooks, and the hooks of
+`DistributedDataParallel` and `GradientAverager`) run once per backward pass, with the sum over all messages. The value
+that hooks leave in `.grad` is stored as the gradient, and `.grad` is then restored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["backward", "context", "get_gradients"]
 def context() -> Iterator[int]:
     """Record tensors that cross ranks, for `backward`.
 
-    Remote functions called within the context, and callbacks of `rpc_async` futures, run in it as well. When
-    the context ends, all ranks discard the record and the gradients.
+    Remote functions called within the context, and callbacks of `rpc_async` futures, also run in the context. When the
+    context ends, all ranks discard its record and gradients.
 
     Yields: The context's number, which may be sent to other ranks.
 
@@ -62,22 +62,22 @@ def context() -> Iterator[int]:
 
 
 def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Back-propagate from some tensors through all ranks involved. Returns when all are done.
+    """Back-propagate from some tensors through all ranks involved. Returns when all ranks are done.
 
     Args:
-        context: The number of the context in which they were computed.
+        context: Number of the context in which the roots were computed.
         roots: Tensors on this rank, with one element each.
-        retain_graph: Whether to keep the graph for another pass.
+        retain_graph: Whether to keep the graph for another backward pass.
 
     Raises:
-        TypeError: A root is not a tensor; for references, use their `backward`.
-        ValueError: There is no root, or one has several elements or no history.
+        TypeError: A root is not a tensor; for an `RRef`, use its `backward` method.
+        ValueError: There is no root, or a root has several elements or no autograd history.
         CommError: There is no such context.
-        RuntimeError: The graph was freed by an earlier pass that did not retain it, or a tensor was received in another
-        context.
+        RuntimeError: The graph was freed by an earlier backward pass that did not retain it, or a tensor was received
+            in another context.
         PeerLostError: A rank on the path of the gradients has died.
 
-    Cost: one round trip per message traversed backward, and one more per message to discover it.
+    Cost: two round trips per message on the path of the gradients, one to discover it and one to send its gradients.
     """
     start(find(context), roots, retain_graph)
 

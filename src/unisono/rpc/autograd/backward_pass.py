@@ -1,4 +1,4 @@
-"""One rank's part of an autograd context, and of the backward passes in it."""
+"""One rank's part of an autograd context, and of the context's backward passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Context:
         leaves: Leaves of all contexts of this rank.
 
     Attributes:
-        lock: Held while gradients flow here; serializes backward passes.
+        lock: Held while gradients are computed on this rank; serializes backward passes.
         sent: Sent tensors, by message number.
         received: Received tensors, by sender and message number.
         gradients: Gradients of this rank's leaves.
@@ -50,7 +50,7 @@ class Context:
         self.passes: dict[tuple[int, int], DistributedPass] = {}
 
     def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Add the gradients that leaves received in one pass, after their hooks."""
+        """Add the gradients that leaves received in one backward pass, after running the leaves' hooks."""
         found = self.leaves.accumulate(sums) if sums else {}
         with self.lock:
             for leaf, gradient in found.items():
@@ -65,7 +65,7 @@ class Output:
         record: Record of the message; None for the roots.
         tensors: Tensors to back-propagate from.
         leaves: Leaves reached on this rank.
-        received: Received messages that the pass reaches.
+        received: Received messages that the backward pass reaches.
     """
 
     def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
@@ -80,8 +80,8 @@ class DistributedPass:
     """One backward pass on one rank.
 
     Args:
-        context: Context that the pass belongs to.
-        retain_graph: Whether the graph is kept for another pass.
+        context: Context that the backward pass belongs to.
+        retain_graph: Whether the graph is kept for another backward pass.
     """
 
     def __init__(self, context: Context, retain_graph: bool) -> None:
@@ -94,7 +94,7 @@ class DistributedPass:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def join(self, number: int, output: Output) -> list[RecvRecord]:
-        """Add an output that gradients will flow back from. Return the messages that have not been queried yet."""
+        """Add an output from which gradients will flow back. Return the messages that have not been queried yet."""
         self._outputs[number] = output
         triggers = {id(trigger) for record in output.received for trigger in record.triggers}
         self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
@@ -114,7 +114,7 @@ class DistributedPass:
         return new
 
     def joined(self, number: int) -> bool:
-        """Return whether this output has joined."""
+        """Return whether this output has been added."""
         return number in self._outputs
 
     def flow(
@@ -142,7 +142,7 @@ class DistributedPass:
                 if not self._awaited[key]:
                     complete.append((record, self._gathered.pop(key)))
             if not self._retain_graph and output.record is not None:
-                # Its part of the graph has already been freed.
+                # The message's part of the graph has already been freed.
                 context.sent.pop(number, None)
             return complete, None if self._left else self._gradients
 
@@ -162,7 +162,7 @@ class DistributedPass:
                 raise
             raise RuntimeError(f"{GRAPH_GONE} ({error})") from None
         for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
-            # Triggers, which represent messages, get no gradient.
+            # Triggers, the leaves that represent received tensors, get no gradient.
             if gradient is not None:
                 known = self._gradients.get(leaf)
                 self._gradients[leaf] = gradient if known is None else known + gradient
@@ -177,7 +177,7 @@ class DistributedPass:
 
 
 def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> Gradients:
-    """Copy gradients to separate memory: autograd may return one tensor for all terms of a sum, or views."""
+    """Copy gradients that share memory: autograd may return one tensor for all terms of a sum, or return views."""
     taken = {_memory(other) for other in others if other is not None}
     apart: Gradients = []
     for gradient in found:

@@ -1,10 +1,11 @@
-"""Back-propagation over several ranks: first discover the participants, then let the gradients flow.
+"""Back-propagation over several ranks: the first phase discovers the participants, the second sends the gradients.
 
-A message between ranks is an edge of the graph: gradients return to the sender of its tensors once everything that the
-receiver computed from them has been back-propagated. The number of contributions is determined first: starting from the
-roots, each rank walks its graph from the queried outputs to the messages from which they were computed, and queries the
-senders (`discover`). So tensors that were sent but never used block nothing, and each gradient is sent once. In both
-phases, a call is answered only after all the calls it caused, so when the first one returns, everything is done.
+A message between ranks is an edge of the graph. Gradients return to the sender of the message once everything that the
+receiver computed from its tensors has been back-propagated. The receiver must therefore know the number of
+contributions. The first phase determines it: starting from the roots, each rank walks its graph from the queried
+outputs to the received messages from which these outputs were computed, and queries the senders (`discover`). As a
+result, tensors that were sent but never used block nothing, and each gradient is sent once. In both phases, a call is
+answered only after all calls that it caused have been answered, so the whole phase is done when the first call returns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from unisono.rpc.rref import RRef
 __all__ = ["Contexts", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
 
 _numbers = itertools.count(1)
-"""Numbers of passes begun by ranks of this process; unique together with the rank, even if ranks are threads."""
+"""Numbers of backward passes started in this process. A pass is identified by the starting rank and its number."""
 
 
 def current_contexts() -> Contexts:
@@ -51,7 +52,7 @@ def find(number: int) -> Context:
 
 
 def start(context: Context, roots: Any, retain_graph: bool) -> None:
-    """Run the whole pass from the rank that has the roots. Returns when all ranks are done."""
+    """Run the whole backward pass from the rank that has the roots. Returns when all ranks are done."""
     roots = _checked(roots)
     name = current_agent().rank, next(_numbers)
     beginning = context.passes[name] = DistributedPass(context, retain_graph)
@@ -83,7 +84,7 @@ def _checked(roots: Any) -> list[torch.Tensor]:
 def discover(
     number: int, name: tuple[int, int], messages: Sequence[int], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """Announce gradients to the sender of some messages. Answered once all senders further back have been notified."""
+    """Announce gradients to the sender of some messages. Replies once all senders further back are notified."""
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
@@ -100,13 +101,13 @@ def discover(
 @expose
 @async_execution
 def propagate(number: int, name: tuple[int, int], message: int, gradients: Gradients) -> torch.futures.Future[Any]:
-    """Pass the gradients of a message's tensors to its sender. Answered when they have been fully back-propagated."""
+    """Back-propagate gradients for a message that this rank has sent. Replies when back-propagation is complete."""
     return _all(_flow(_known(number), name, message, gradients))
 
 
 @expose
 def backward_of(number: int, reference: RRef[torch.Tensor], retain_graph: bool) -> None:
-    """Back-propagate from a tensor, on its owner."""
+    """Back-propagate from a tensor, on the rank that owns it."""
     start(_known(number), [reference.local_value()], retain_graph)
 
 
@@ -131,7 +132,7 @@ def _request(
 def _flow(
     context: Context, name: tuple[int, int], message: int, gradients: Gradients | None
 ) -> list[torch.futures.Future[Any]]:
-    """Back-propagate from an output here, and send the gradients that are complete."""
+    """Back-propagate from an output on this rank, and send the gradients that are complete."""
     taking_part = context.passes.get(name)
     if taking_part is None or not taking_part.joined(message):
         raise CommError(f"received gradients for message {message}, which is not part of this pass")
@@ -140,14 +141,14 @@ def _flow(
         rpc_async(record.peer, propagate, (context.number, name, record.message, grads)) for record, grads in complete
     ]
     if sums is not None:
-        # After the calls, because hooks may wait for ranks that wait for these.
+        # Run hooks after making the calls, because the hooks may wait for ranks that wait for these calls.
         context.passes.pop(name, None)
         context.accumulate(sums)
     return calls
 
 
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Return a future of all these, which fails with the first error. Torch's own version alters the error."""
+    """Return a future that waits for all of these, and fails with the first error. Torch's `collect_all` alters it."""
     done: torch.futures.Future[Any] = torch.futures.Future()
     left = itertools.count(len(futures) - 1, -1)
     errors = list[Exception]()
@@ -180,7 +181,7 @@ class Contexts:
 
     Args:
         rank: This rank.
-        send: Sends a message of a few numbers to a rank.
+        send: Function that sends a message of a few numbers to a rank.
 
     Attributes:
         leaves: Leaves of all contexts.
@@ -206,7 +207,7 @@ class Contexts:
         return number
 
     def get(self, number: int) -> Context | None:
-        """Return a context that this rank takes part in; None if there is none."""
+        """Return a context in which this rank participates; None if it does not."""
         return self._open.get(number)
 
     def ongoing(self, number: int) -> Context | None:
@@ -237,7 +238,7 @@ class Contexts:
                 self.discard(number)
 
     def backward_from(self, reference: RRef[Any], number: int, retain_graph: bool) -> None:
-        """Back-propagate from the tensor of a reference, on its owner."""
+        """Back-propagate from the tensor that a reference points to, on the tensor's owner."""
         if reference.is_owner():
             start(find(number), [reference.local_value()], retain_graph)
         else:
@@ -260,7 +261,7 @@ class Contexts:
         return message
 
     def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a received tensor with a history. Return it connected to its sender's graph."""
+        """Record a received tensor with a history. Return the tensor, connected to the sender's graph."""
         context = self.reach(number)
         if context is None or not message or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor

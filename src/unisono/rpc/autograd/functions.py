@@ -27,8 +27,8 @@ class RecvRecord:
     """Tensors received in one message.
 
     Attributes:
-        peer, message: The sender, and the message's number there.
-        triggers: For each tensor, the leaf that precedes it in the graph.
+        peer, message: The sender, and the message's number on that rank.
+        triggers: For each tensor, an artificial leaf from which the tensor's history begins.
         found: Gradients stored by a backward pass, by the tensor's index in the message.
     """
 
@@ -40,7 +40,7 @@ class RecvRecord:
 
 
 class _SendBackward(torch.autograd.Function):
-    """Map many tensors to a token; backward returns the gradients received for them."""
+    """Map many tensors to a token; `backward` returns the gradients received for the tensors."""
 
     @staticmethod
     def forward(ctx: Any, record: SendRecord, *tensors: torch.Tensor) -> torch.Tensor:
@@ -53,13 +53,14 @@ class _SendBackward(torch.autograd.Function):
 
 
 class _RecvBackward(torch.autograd.Function):
-    """Create a tensor that depends only on a trigger; its gradient is kept for the sender."""
+    """Create a tensor that depends only on a trigger; `backward` stores the tensor's gradient for the sender."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, index: int, content: list[torch.Tensor]) -> Any:
         ctx.record = record
         ctx.index = index
-        # A copy, because the receiver may modify it in place, which views of the received bytes would share.
+        # `.data` makes this a tensor of its own instead of a view of the received bytes, so the receiver may modify it
+        # in place.
         return content.pop().data
 
     @staticmethod
@@ -88,7 +89,7 @@ def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[RecvRecord]]:
-    """Return the leaves (including triggers) and messages that a backward pass from `tensors` reaches here."""
+    """Return the leaves (including triggers) and messages that a backward pass from `tensors` reaches on this rank."""
     leaves: dict[int, torch.Tensor] = {id(t): t for t in tensors if t.grad_fn is None and t.requires_grad}
     records: dict[int, RecvRecord] = {}
     for node in _nodes([t.grad_fn for t in tensors if t.grad_fn is not None]):

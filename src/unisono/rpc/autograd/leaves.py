@@ -22,15 +22,15 @@ _PATIENCE_S = 1.0
 class Leaves:
     """Leaves of all contexts of one rank.
 
-    A backward pass over ranks reaches a leaf once per message, but its hooks must run once, with the sum. So a pass
-    collects gradients with the leaves' hooks disabled, and runs each leaf's AccumulateGrad node at the end: tensor
-    hooks, post-accumulate hooks and those of DistributedDataParallel see the same as in a local `backward()`. The
-    user's p.grad is saved and restored.
+    A distributed backward pass reaches a leaf once per message, but the leaf's hooks must run once, with the sum. The
+    pass therefore collects gradients with hooks disabled, and runs each leaf's AccumulateGrad node at the end: tensor
+    hooks, post-accumulate hooks and the hooks of DistributedDataParallel see the same gradient as in a local
+    `backward()`. The user's p.grad is saved and restored.
 
-    One lock serialises computation. It is not held while hooks run, because hooks that average gradients may wait for
-    other ranks, which may need this rank; meanwhile only the leaves of these hooks are in use. A local `backward()` in
-    another thread waits for a CPU leaf before adding to it. On other devices, hooks run in autograd's threads, and the
-    local pass does not wait.
+    One lock serialises computation. The lock is not held while hooks run, because hooks that average gradients may wait
+    for other ranks, which may in turn wait for this rank; only the leaves whose hooks run are reserved. A local
+    `backward()` in another thread waits until a CPU leaf is free before adding to its gradient. On other devices, hooks
+    run in autograd's threads, and the local backward pass does not wait.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Leaves:
         self._adding: dict[int, int] = {}
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
-        """From now on, make local passes wait at these leaves while they are in use here."""
+        """Make local backward passes wait at these leaves while a distributed backward pass uses them."""
         for leaf in leaves:
             with self._lock:
                 if leaf.is_cpu and leaf not in self._watched:
@@ -50,7 +50,7 @@ class Leaves:
                     leaf.register_post_accumulate_grad_hook(self._end)
 
     def _begin(self, leaf: int, gradient: torch.Tensor) -> None:
-        """Hook that runs before a backward pass adds to a leaf."""
+        """Hook that runs before a backward pass adds to a leaf's gradient."""
         with self._freed:
             self._freed.wait_for(lambda: self._free([leaf]))
             self._adding[leaf] = threading.get_ident()
@@ -65,14 +65,14 @@ class Leaves:
         numbers = [id(leaf) for leaf in leaves]
         with self._freed:
             self._freed.wait_for(lambda: self._free(numbers))
-            # A hook may re-enter; then the outer context releases the leaves.
+            # A hook may re-enter this context. In that case, the outer context releases the leaves.
             taken = [number for number in numbers if number not in self._used]
             self._used.update(dict.fromkeys(taken, here))
         try:
             until = clock.now() + _PATIENCE_S
             while any(self._adding.get(number, here) != here for number in numbers):
                 if clock.now() > until:
-                    # A pass failed between the two hooks, in a user's hook.
+                    # A local backward pass failed in a user's hook, between `_begin` and `_end`.
                     self._adding.clear()
                 # Let other threads continue.
                 time.sleep(1e-5)
@@ -81,7 +81,7 @@ class Leaves:
             with self._freed:
                 for number in taken:
                     self._used.pop(number, None)
-                # A hook that raised has left its leaf marked.
+                # A hook that raised has left its leaf in `_adding`.
                 for number in numbers:
                     self._adding.pop(number, None)
                 self._freed.notify_all()
@@ -112,7 +112,7 @@ class Leaves:
         leaves = [leaf for leaf in gradients if leaf.requires_grad]
         with self.swapped(leaves):
             torch.autograd.backward(leaves, [gradients[leaf] for leaf in leaves])
-            # p.grad may be part of a bucket, which the next pass overwrites.
+            # p.grad may be a view of a bucket, which the next backward pass overwrites.
             return {leaf: leaf.grad.detach().clone() for leaf in leaves if leaf.grad is not None}
 
     @contextmanager
@@ -133,7 +133,7 @@ class Leaves:
 
 @contextmanager
 def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Iterator[None]:
-    """Disable leaves' hooks in this thread. Other threads run them when the lock is free."""
+    """Disable leaves' hooks in this thread. Other threads still run the hooks, once the lock is free."""
     saved = [(leaf, table, dict(table)) for leaf in leaves if (table := leaf._backward_hooks)]
     try:
         for leaf, table, hooks in saved:
@@ -150,11 +150,11 @@ def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Ite
 def _elsewhere(
     hooks: Sequence[Callable[..., Any]], lock: threading.RLock, on_cpu: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that runs these only in threads other than this one."""
+    """Return a hook that runs these hooks only in threads other than the current thread."""
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:
-        # Except on a CPU, hooks run in autograd's threads.
+        # For devices other than the CPU, all hooks run in autograd's threads, so threads cannot be distinguished.
         if on_cpu and threading.get_ident() != here:
             with lock:
                 pass

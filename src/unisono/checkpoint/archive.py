@@ -93,7 +93,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
         return flat.view(entry.dtype).view(entry.shape)
 
     def state(self, rank: int = 0) -> Any:
-        """Return the whole state that a rank saved as plain values, with dicts in place of objects.
+        """Return the whole state of one rank as plain values, with dicts in place of objects.
 
         Args:
             rank: Rank whose per-rank values are returned; less than `manifest.ranks`.

@@ -93,7 +93,7 @@ class Checkpointer:
         return None if self._given is None else self._given.latest
 
     def step(self, step: int, state: Any) -> bool:
-        """Save if this step is due. Collective in that case.
+        """Save the state if `every` divides `step`. The call is collective if so.
 
         Args:
             step, state: As for `save`.
@@ -169,7 +169,7 @@ class Checkpointer:
             map_location: As for `un.checkpoint.load`.
 
         Returns:
-            The number of the step that was loaded. None, with an unchanged state, if there is no checkpoint yet.
+            The number of the step that was loaded. None if there is no checkpoint yet; the state is then unchanged.
 
         Raises:
             CheckpointError: As `un.checkpoint.load`; also raised if a save in progress fails. A damaged checkpoint is
@@ -233,8 +233,8 @@ class Checkpointer:
             self.save(*self._unsaved)
         self.wait()
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
-            # No training step has followed the last `step` call: boundaries between epochs, or before an evaluation,
-            # may have been passed since then, but do not count as training steps.
+            # The last `step` call has saved all training steps: boundaries passed since then, such as before an
+            # evaluation, do not belong to a training step.
             boundaries.saved_at = boundaries.passed
         if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(

@@ -45,7 +45,7 @@ class CollectiveScope:
         comm: Their communicator, or None.
         operation: Name of the operation in messages, such as "save".
         path: The checkpoint's path.
-        timeout: Limit on the wait for the slowest rank in each phase; the communicator's if None.
+        timeout: Limit on the wait for the slowest rank in each phase; the communicator's timeout if None.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CollectiveScope:
         """Raise `MismatchError` on every rank unless all digests are equal. Collective if they differ.
 
         Args:
-            digests: Each rank's digest, already exchanged.
+            digests: Digests of all ranks, already exchanged.
             describe: Function that returns a dict from names to digests or values; ranks exchange these dicts to find
                 the difference.
             advice: How to resolve the difference, for the message.
@@ -294,7 +294,7 @@ _alone: dict[str, SaveHandle] = {}
 
 
 def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
-    """Wait for the save in progress on `comm`, or to `path` if there is none; raise its error if still unseen."""
+    """Wait for the save in progress on `comm` (or to `path` if `comm` is None); raise its error if still unseen."""
     queue = _queues.get(comm) if comm is not None else None
     earlier = queue.last if queue is not None else _alone.get(path) if comm is None else None
     if earlier is None:

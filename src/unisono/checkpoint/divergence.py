@@ -66,10 +66,10 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
 
 
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
-    """Make every rank's state that of rank `src`, in place, and return it. Collective.
+    """Overwrite every rank's state with the state of rank `src`, in place, and return it. Collective.
 
-    Use it for ranks that have joined late or diverged. Samplers receive `src`'s state; random generators and `PerRank`
-    values remain unchanged on each rank.
+    Use this for ranks that have joined late or diverged. Samplers receive `src`'s state; random generators and
+    `PerRank` values remain unchanged on each rank.
 
     Args:
         state: As for `save`, with the same structure on every rank; an optimizer that has not stepped yet is also

@@ -68,10 +68,10 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. The number of ranks may differ from the save. Nothing is changed before these checks have passed: the
-    checkpoint fits the state, all files exist, and objects of up to 64 MiB accept their states. Optimizer states are
-    assigned to the parameters with the same names. Custom loading logic in modules, such as `load_state_dict` hooks,
-    runs as in torch.
+    Collective. The number of ranks may differ from that of the save. Nothing is changed before these checks have
+    passed: the checkpoint fits the state, all files exist, and objects of up to 64 MiB accept their states. Optimizer
+    states are assigned to the parameters with the same names. Custom loading logic in modules, such as
+    `load_state_dict` hooks, runs as in torch.
 
     Each host reads every byte from the disk once: each rank reads a share, and copies the other shares from the page
     cache. For storage without a page cache, such as `s3://...`, the ranks broadcast their shares.
@@ -83,8 +83,8 @@ def load(
             If None, everything is created, with dicts in place of objects. For a `TensorShard`, only the blocks of 4
             MiB that contain its elements are read.
         comm: The ranks that load together; None for this process alone.
-        map_location: Device for created tensors: a device, a dict from saved devices to others, or a function, as for
-            `torch.load`, except that None means the CPU. Existing tensors remain on their device.
+        map_location: Device for created tensors: a device, a dict from saved devices to new devices, or a function, as
+            for `torch.load`, except that None means the CPU. Existing tensors remain on their device.
         strict: Whether a name that exists only in the module or only in the checkpoint is an error.
         check: Whether to compare all bytes with their digests as they are read. "first" compares them in a separate
             pass before anything is changed. True also does this if a rank reads at most 4 MiB. If a larger checkpoint
@@ -240,7 +240,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
 
 
 def _pass(manifest: Manifest, restoration: Restorer, wanted: Wanted, names: Set[str], size: int) -> _Pass:
-    """Plan one pass. `names` has the names of all tensors that any rank needs."""
+    """Plan the reads of one pass. `names`: Tensors that any rank needs."""
     shared = [name for name in manifest.tensors if name in names and not name.startswith("@")]
     own = [name for name in wanted.needed if name.startswith("@")]
     ranges = _ranges(restoration, wanted, {*shared, *own})
@@ -333,7 +333,7 @@ class TensorLoader:
 
     Args:
         files: The files to read from.
-        restoration: Receives the tensors.
+        restoration: Restorer that receives the tensors.
         wanted: The tensors to load.
         host: Communicator of the ranks on this host; None if this rank is alone.
         options: Options of the load.

@@ -1,7 +1,8 @@
-"""The manifest: a checkpoint's table of contents, with digests. A directory without it is not a checkpoint.
+"""The manifest: a checkpoint's table of contents, with digests. A directory without a manifest is not a checkpoint.
 
-The manifest is one line of JSON, preceded by the digest of the line. A manifest read from a file is validated before
-use: every byte of every file must belong to one tensor or header, and file names must not point outside the directory.
+The manifest is one line of JSON, preceded by the digest of the line. Every manifest that is read from a file is
+validated first: every byte of every file must belong to one tensor or header, and file names must not point outside the
+directory.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Metadata of a checkpoint: everything except its bytes.
+    """Metadata of a checkpoint: everything except the tensors' bytes.
 
     Attributes:
         id: A hexadecimal number, unique to each save.
@@ -378,7 +379,7 @@ def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
     The limit allows twice the files' size. Up to `HELD` bytes of tensors are in memory twice; other tensors are in
-    memory once, which leaves memory of their size for the values.
+    memory once, so values may use the memory of a second copy.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

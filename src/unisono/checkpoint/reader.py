@@ -115,7 +115,7 @@ class Files(Closing):
     """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
-        cached: Whether this host's page cache keeps bytes that one process has read for its other processes.
+        cached: Whether bytes that one process has read remain cached for other processes of this host.
         identities: Identity of each opened file, equal on two ranks of a host if both read the same file from the same
             memory. None if the storage does not report an identity.
     """

@@ -71,7 +71,7 @@ class Wanted:
 
     Attributes:
         needed: Names of the tensors.
-        targets: Existing tensors of the same dtype and shape to read into, for some of the names.
+        targets: Existing tensors with a matching dtype and shape, by name, which are filled in place.
         shards: Shards to fill, each with the name of the full tensor.
     """
 
@@ -117,7 +117,7 @@ class _EarlyObject:
 
 
 class Restorer:
-    """Matches a target with a saved tree.
+    """Matches a target state with a saved tree.
 
     Args:
         entries: All saved tensors; also an attribute.
@@ -368,7 +368,7 @@ class Restorer:
             try:
                 load(made)
             except Exception as error:
-                # An object may raise any error to refuse its state.
+                # An object may raise any error to reject its state.
                 where = repr(path) if path else "the object"
                 raise StateError(f"{where} refuses its state ({type(error).__name__}: {error})") from error
             return target
@@ -501,7 +501,7 @@ class Restorer:
 
 
 def _adapts(module: torch.nn.Module) -> bool:
-    """Return whether the module or any submodule may change or reject what it loads, so that torch must load it."""
+    """Return whether the module or any submodule has custom loading logic, so that torch must load the state."""
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
         one._load_state_dict_pre_hooks
         or not all(isinstance(hook, LoadHook) for hook in one._load_state_dict_post_hooks.values())

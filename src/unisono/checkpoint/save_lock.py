@@ -60,7 +60,7 @@ class SaveLock:
         self._held = False
 
     def acquire(self) -> None:
-        """Take the lock, and record which files this save replaces.
+        """Acquire the lock, and record which files this save replaces.
 
         Raises:
             CheckpointError: Another save holds the lock.
@@ -91,8 +91,8 @@ class SaveLock:
             if other or tries >= _WAITS:
                 self._storage.remove(_NAME)
             else:
-                # The lock has either just been released, or another process has created the file and not written it
-                # yet.
+                # Either the lock has just been released, or another process has created the file but not yet written
+                # it.
                 time.sleep(_WAIT_S)
         raise CheckpointError(_held_by(other))
 

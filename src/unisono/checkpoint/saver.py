@@ -197,7 +197,7 @@ def start(
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """Implement `async_save`. `newest`: As for `write`. Every rank calls `after` in the background once published."""
+    """Implement `async_save`. `newest`: As for `write`. Every rank calls `after` after publication."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
@@ -391,7 +391,7 @@ def _publish(
     newest: Callable[[], int],
     lock: SaveLock,
 ) -> None:
-    """Assemble the manifest from what all ranks have written, and publish it."""
+    """Assemble the manifest from the entries of all ranks, and publish it."""
     files: list[FileEntry] = []
     tensors = dict(snapshot.entries)
     # The pieces of each tensor, keyed by first byte.
@@ -489,9 +489,9 @@ class PreparedState:
 
     Attributes:
         tree, entries: The part common to all ranks: its structure, and dtype, shape and device of its tensors.
-        own_trees, own_entries: The part that differs between ranks.
+        own_trees, own_entries: The part that belongs to this rank only.
         shards: Tensors that are `TensorShard`s.
-        ranges: Start and stop of the elements that this rank saves of each sharded tensor.
+        ranges: For each sharded tensor, start and stop of the elements that this rank saves.
         digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
         portions: The slices that this rank writes.
     """
@@ -517,7 +517,7 @@ class PreparedState:
         self.portions: list[Portion] = []
 
     def fingerprint(self) -> bytes:
-        """Fingerprint that is equal on two ranks if their states are equal."""
+        """Return a fingerprint that is equal on two ranks if their states are equal."""
         tensors = {
             name: (DTYPE_NAMES[entry.dtype], entry.shape, name in self.shards, self.digests.get(name))
             for name, entry in self.entries.items()
@@ -537,7 +537,7 @@ class PreparedState:
 
 
 def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
-    """Take a state apart, compute the digests to compare, and select this rank's share.
+    """Capture a state, compute the digests to compare, and select this rank's share.
 
     Args:
         state: As passed to `save`.
@@ -565,7 +565,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
             if mine:
                 known = found if size > 1 else None
                 snapshot.portions.append(Portion(name, snapshot.entries[name], part.start, data, known))
-    # Elements that only this rank has. Rank 0 writes a sharded tensor without elements.
+    # Add the elements that only this rank has. Rank 0 writes a sharded tensor without elements.
     alone = [(name, snapshot.own_entries[name], tensor, 0) for name, tensor in captured.own_tensors.items()]
     for name, shard in captured.shards.items():
         if name in snapshot.ranges or (rank == 0 and not shard.shape.numel()):
@@ -606,7 +606,7 @@ class ByteShare:
 
 
 def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[ByteShare]]:
-    """Return the slices that each rank writes: disjoint, complete, and of the same size up to 4 KiB.
+    """Return the slices that each rank writes: disjoint, complete, and equal in size to within 4 KiB.
 
     The concatenation of all tensors is cut into equal parts, without splitting elements or tensors of up to 4 KiB.
     Tensors with the widest elements come first, so that every slice is aligned in its file.

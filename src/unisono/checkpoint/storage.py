@@ -228,7 +228,7 @@ def contents(storage: Storage, name: str) -> bytearray:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     source = storage.open(name)
     try:
@@ -250,7 +250,7 @@ class LocalStorage:
 
     def __init__(self, path: str) -> None:
         self.where: str = os.path.normpath(path)
-        # An absolute path, so that a later change of the working directory has no effect.
+        # Use an absolute path, so that a later change of the working directory has no effect.
         self._root = Path(path).absolute()
         self.name: str = self._root.name
 

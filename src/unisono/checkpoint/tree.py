@@ -80,7 +80,7 @@ _POLICIES = ("modulo", "keep", "shared", "all", "refuse")
 
 
 class PerRank:
-    """Marks a value in a state as differing between ranks: each rank saves and loads its own.
+    """Marks a value in a state as differing between ranks: each rank saves and loads its own value.
 
     Samplers, data loaders, random generators, `GradientAverager` and codecs need no marker.
 
@@ -285,7 +285,7 @@ class Packer:
         memory = memory_of_tensor(value)
         if (shard or tensor.numel()) and memory in self._seen:
             return self._seen[memory]
-        # Escape paths that begin with "@", because only names of per-rank tensors do.
+        # Escape paths that begin with "@", because this prefix marks per-rank tensors.
         name = "~" + path if path.startswith("@") else path or "state"
         name = base = name if self._rank is None else f"@{self._rank}.{name}"
         number = 1

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint, and finds the newest or the last good one."""
+"""Verifies a checkpoint, and finds the newest or the last good checkpoint."""
 
 from __future__ import annotations
 

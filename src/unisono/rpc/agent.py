@@ -258,7 +258,7 @@ class Agent:
         """Stop serving immediately; pending calls to and from this rank fail. Idempotent.
 
         Args:
-            reason: Text for the errors on other ranks.
+            reason: Reason, for the errors raised on other ranks.
         """
         if self.closed:
             return

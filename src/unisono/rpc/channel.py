@@ -344,7 +344,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the dimensions in order of decreasing stride, if storage in that order is dense."""
+    """Return the dimensions in order of decreasing stride, if storage in that order is dense, otherwise None."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.detach().permute(order).is_contiguous() else None
 

@@ -64,7 +64,7 @@ class ReferenceTable(Protocol):
         """Prepare a reference for sending to a rank; return the numbers to send."""
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference for received numbers."""
+        """Return the reference that received numbers identify."""
 
     def collect_freed(self) -> None:
         """Release freed objects."""

@@ -75,8 +75,8 @@ class _Mark:
 def expose(target: T) -> T:
     """Allow other ranks to call a function, or to create objects of a class and call their public methods.
 
-    It can be used as a decorator. Any peer that can reach the agent can call the function with any arguments, so expose
-    only functions that are harmless to call.
+    `expose` can be used as a decorator. Any peer that can reach the agent can call the function with any arguments, so
+    expose only functions that are harmless to call.
 
     A process has one table of names, shared by ranks that are threads. If each rank creates its own function, such as a
     closure over its rank, pass the function to `init(expose=[...])` instead, which exposes it on that rank only.
@@ -249,7 +249,7 @@ class ExportTable:
         return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as checked
 
     def _open(self, cls: type, name: str) -> bool:
-        """Return whether a class, one of its bases, or this method alone is exposed. Tensor classes always are."""
+        """Return whether a class, a base, or this method alone is exposed. Tensor classes are always exposed."""
         if issubclass(cls, torch.Tensor):
             return True
         for base in cls.__mro__:

@@ -204,7 +204,8 @@ class Receiver:
                 quiet = 0 if self._runs != total or self._running else quiet + 1
                 if quiet > _QUIET_TICKS:
                     self._armed = False
-                    # A function that has just started may have seen that the deputy was still armed, and not woken it.
+                    # A function that has just started may have seen `_armed` still set, and so not have woken the
+                    # deputy.
                     self._armed = self._running > 0
 
     def _replace(self, seen: int) -> bool:
@@ -214,7 +215,7 @@ class Receiver:
                 return False
             self._generation += 1
             self._running = 0
-            # The next function wakes the next deputy.
+            # Starting the next function wakes the next deputy.
             self._armed = False
         return True
 
@@ -478,7 +479,7 @@ class FlowControl:
 
     Args:
         most_calls: Maximum number of unanswered calls.
-        most_bytes: Maximum total size of these calls; a single call may be larger.
+        most_bytes: Maximum total size of these calls in bytes; a single call may be larger.
     """
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:

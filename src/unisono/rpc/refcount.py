@@ -169,7 +169,7 @@ class References:
         blank: As in `RefCounts`.
 
     Attributes:
-        freed: Unreferenced values. The owner releases them when their finalizers can run safely.
+        freed: Unreferenced values, which the owner releases when their finalizers can run safely.
     """
 
     def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
@@ -239,7 +239,7 @@ class References:
 
     @property
     def waiting(self) -> bool:
-        """Return whether there is something to `flush`."""
+        """Return whether dropped references wait for `flush`."""
         return bool(self._dropped)
 
     def flush(self) -> None:
@@ -261,7 +261,7 @@ class References:
 
     # -- messages from other ranks -------------------------------------------------------------
     def arrived(self, peer: int, kind: int, words: tuple[int, ...]) -> None:
-        """Handle a protocol message. Messages from one rank must be passed one at a time, in order."""
+        """Handle a protocol message. Messages from one rank must be handled one at a time, in order."""
         if kind == ADD:
             with self.lock:
                 known = self.ledger.add(Key(*words[:2]), peer)

@@ -58,7 +58,7 @@ _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteErr
 def packed(error: BaseException) -> _Report:
     """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
-        # The error was raised on a third rank. Report its original class.
+        # The error was raised on a third rank, so report its original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
         # Use the text without traceback: `trace` already has the traceback, and the length would double with each rank.
         text = error.remote_text
@@ -76,7 +76,7 @@ def packed(error: BaseException) -> _Report:
 
 
 def rebuilt(report: _Report, rank: int) -> Exception:
-    """Return the exception to raise for the values made by `packed`. Classes are looked up, never imported."""
+    """Return the exception to raise, from the values that `packed` returned. Classes are looked up, never imported."""
     name, text, (args, fields), trace = report
     try:
         return _made(_class_of(name), args, fields, rank, text, trace)

@@ -100,7 +100,7 @@ class RRefContext:
 
     @property
     def waiting(self) -> bool:
-        """Return whether there is something to `flush`."""
+        """Return whether dropped references wait for `flush`."""
         return self._protocol.waiting
 
     def flush(self) -> None:
@@ -163,7 +163,7 @@ class RRefContext:
                 )
 
     def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
-        """Prepare a reference for a rank; return the numbers to send."""
+        """Prepare a reference for sending to a rank; return the numbers to send."""
         if rref._references is not self:
             raise CommError("this RRef belongs to another agent, on another communicator")
         rref._check()

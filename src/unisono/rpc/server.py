@@ -112,8 +112,8 @@ class CallServer:
             # Register the object now, because later messages of the caller may refer to it.
             call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
         if call.key is not None:
-            # Resolve the key before the caller's next message is handled, because this message may drop the reference.
-            # An unknown key is reported to the caller when the call is served.
+            # Resolve the key before handling the caller's next message, which may drop the reference. An unknown key is
+            # reported to the caller when the call is served.
             with contextlib.suppress(PeerLostError):
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES

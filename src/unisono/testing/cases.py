@@ -22,7 +22,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A collective call with all its parameters. It is small, and sent to the ranks, which create the tensors.
+    """A collective call with all its parameters. Cases are small and sent to the ranks, which create the tensors.
 
     Attributes:
         call: The method, such as "all_reduce".
@@ -32,8 +32,8 @@ class Case:
         op: Reduction operation, for collectives that reduce.
         root: Root rank, for collectives that have a root.
         layout: Memory layout of the tensors; see `unisono.testing.memory_layouts`.
-        algorithm: Argument of the call.
-        async_op: Argument of the call.
+        algorithm: Name of the algorithm, or None for the default.
+        async_op: Whether the call is asynchronous.
         uneven: Whether lengths differ between ranks, if the collective allows this; some lengths are then zero.
         numbers: "whole" for integer values (exact sums), "any", or "nan" to include some NaNs.
         seed: Seed for the elements.
@@ -93,7 +93,7 @@ class Case:
         return self._laid_out(row) if what.scatters else (row[rank],)
 
     def taken_lengths(self, rank: int) -> Row:
-        """Return the lengths of the tensors that a rank receives, for calls that are not in place.
+        """Return the lengths of the tensors that a rank receives, for collectives that are not in place.
 
         Args:
             rank: The receiving rank.
@@ -160,7 +160,7 @@ def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count
     if case.numbers == "whole":
-        # With 1 and 2 only, products also stay small and exact.
+        # Use only 1 and 2 and their negatives, so that products also stay small and exact.
         values = torch.randint(1, 3, (parts,), generator=generator) * 1.0
         values *= torch.randint(0, 2, (parts,), generator=generator) * 2 - 1
     else:

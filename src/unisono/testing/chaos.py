@@ -1,4 +1,4 @@
-"""Repeated runs of a program under random faults: each must return the right result or raise an error naming a rank.
+"""Repeated runs of a program under random faults: each run must be right or raise an error naming a rank.
 
     chaos.check(program, 3, seeds=range(100))
 

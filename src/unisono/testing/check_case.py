@@ -19,7 +19,7 @@ __all__ = ["Report", "check_case", "check_reports"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Findings of one rank.
+    """Result of checking a case on one rank.
 
     Attributes:
         complaints: Descriptions of the errors.
@@ -69,7 +69,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
 
 
 def check_reports(case: Case, reports: Sequence[Report]) -> None:
-    """Raise `AssertionError` if any rank has complaints, or if results differ that must be bitwise equal."""
+    """Raise `AssertionError` if any rank has complaints, or if results that must be bitwise equal differ."""
     complaints = [message for report in reports for message in report.complaints]
     assert not complaints, f"{case}\n" + "\n".join(complaints)
     if case.what.same_everywhere:

@@ -1,6 +1,6 @@
 """Conformance checks for codecs: plain functions that raise `AssertionError` on a violation.
 
-`check_codec` starts ranks and runs all checks. Every rank of the communicator must call a check that takes one.
+`check_codec` starts ranks and runs all checks. A check that takes a communicator must be called on each of its ranks.
 
     >>> def program(comm):
     ...     for check in (check_average, check_state, check_nonfinite, check_input, check_mismatch):
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def check_codec(make: Make, size: int, bucket: Bucket) -> None:
-    """Run all of the checks below except `check_feedback`, on ranks that are threads.
+    """Run all of the checks below except `check_feedback`, on thread ranks.
 
     Args:
         make: Function that makes the codec.
@@ -68,7 +68,7 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that the result is the mean of the `kept` values, respects `error_bound`, and is equal on all ranks.
+    """Check that the result is the mean of the ranks' `kept`, respects `error_bound`, and is equal on all ranks.
 
     Args:
         make, bucket: As in `check_codec`.
@@ -141,7 +141,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that one rank's NaN or infinity appears at the same index on all ranks, and not in the next step.
+    """Check that one rank's NaN or infinity appears at the same index on all ranks, but not in the next average.
 
     Args:
         make, comm, bucket: As in `check_average`.
@@ -222,7 +222,7 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
         make: Function that makes the codec, possibly with feedback already included.
         comm: Communicator of the averaging ranks.
         bucket: Contributions, the same in each step; preferably float64, so that rounding is negligible.
-        steps: Number of steps; should be several times the number in which the codec sends every element once.
+        steps: Number of steps; should be several times as many as the codec needs to send every element once.
 
     Raises: AssertionError otherwise.
 

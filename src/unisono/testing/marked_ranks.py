@@ -112,10 +112,10 @@ class MarkedRanks:
             raise
 
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
-        """As a decorator: return a test that runs `test` on the ranks.
+        """Decorate a test: return a function that runs `test` on the ranks.
 
         The returned function returns one rank's result. It is a coroutine function if `test` is one, so that the test
-        runner handles coroutines in its own way. If an argument is these ranks, `test` gets the rank's communicator as
+        runner handles coroutines in its own way. If an argument is this object, `test` gets the rank's communicator as
         `comm` instead.
         """
 

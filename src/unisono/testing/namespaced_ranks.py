@@ -191,10 +191,10 @@ class LinkReport:
 class Network(Closing):
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (or fd77::1, ...), isolated from other networks.
 
-    Each host is a network namespace with one interface, eth0. Use it as a context manager: on exit, even after an error
-    or if the caller is killed, all processes on the hosts are killed and the hosts are removed. `tc` limits the rate
-    with tbf, and delays and drops packets with netem. If the kernel has no netem, a relay, which is a Python process,
-    moves packets between TUN devices instead.
+    Each host is a network namespace with one interface, eth0. Use the network as a context manager: on exit, even after
+    an error or if the caller is killed, all processes on the hosts are killed and the hosts are removed. `tc` limits
+    the rate with tbf, and delays and drops packets with netem. If the kernel has no netem, a relay, which is a Python
+    process, moves packets between TUN devices instead.
 
     Args:
         hosts: Number of hosts.
@@ -203,7 +203,7 @@ class Network(Closing):
         ipv6: Whether the hosts have only IPv6 addresses.
         delay: One-way delay of each packet: seconds, or a string with a unit, such as "2ms" or "50us".
         loss: Probability that a packet is lost, from 0 to 1.
-        seed: Seed that determines which packets the relay drops, counted in the order in which it reads them.
+        seed: Seed that determines which packets the relay drops; packets are numbered in reading order.
 
     Cost: 0.1 s for two hosts. A relay runs at the highest priority, uses about 20 us of CPU time for each packet of up
     to 1,500 bytes, and adds about 0.1 ms to the delay; `report()` measures both.

@@ -104,7 +104,7 @@ class Relay:
 
 
 def _device(namespace: str) -> int:
-    """Move to a namespace, and return the file descriptor of a new device in it."""
+    """Move to a namespace, and return the file descriptor of a new TUN device in it."""
     with Path("/run/netns", namespace).open() as entered:
         if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")

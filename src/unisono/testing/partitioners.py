@@ -90,7 +90,7 @@ class Samples(torch.utils.data.Dataset[int]):
 
 
 def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Run all checks on one division: lossless, the same everywhere, and balanced as declared.
+    """Run all checks on one division, which must be lossless, equal on all ranks, and balanced as declared.
 
     Args:
         make: Factory of the partitioner.
@@ -194,7 +194,7 @@ def check_resume(
 
 
 def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
-    """Check that dividing `count` samples is lossless, the same everywhere, and within one sample of each fraction.
+    """Check that dividing `count` samples is lossless, equal on all ranks, and within one sample of each fraction.
 
     Args:
         divide: Function that divides samples.

@@ -149,7 +149,7 @@ def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPa
     def on_rank(name: str) -> bool:
         return run_case(cls(name), given, debugged=debugged)
 
-    # Functions of the test's module are pickled by value for rank processes. Make `on_rank` one of them.
+    # Functions of the test's module are pickled by value for rank processes, so assign `on_rank` to that module.
     on_rank.__module__ = cls.__module__
 
     def run(result: object) -> None:

@@ -231,7 +231,7 @@ class PoolProcesses:
         Unusable ranks have been closed. Ranks remain usable after an error raised by the program itself.
         """
         key = size, self._failures
-        # All ranks must participate to create the communicator of the first `size` ranks, which happens once, and again
+        # Creating the communicator of the first `size` ranks is collective over all ranks. This happens once, and again
         # after a failure.
         called = size if key in self._connected else self._size
         self._connected.add(key)
@@ -257,7 +257,7 @@ class PoolProcesses:
         return ended, False
 
     def _send(self, order: bytes, rank: int, attempt: int = 0) -> None:
-        # If a rank has exited since its last program, the wait for its outcome reports this.
+        # If a rank has exited since its last program, the wait for its outcome reports the exit.
         with suppress(ConnectionError):
             self._ranks.links[rank].send_bytes(order)
 

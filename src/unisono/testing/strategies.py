@@ -238,7 +238,7 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 def inputs(
     draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
 ) -> list[torch.Tensor]:
-    """Return a strategy for lists of equally long tensors, one per rank. Hypothesis shrinks both numbers.
+    """Return a strategy for lists of equally long tensors, one per rank. Hypothesis shrinks their number and length.
 
     With `@pytest.mark.ranks("inputs")`, a test runs on one rank per tensor in its argument `inputs`, which this
     strategy draws.
@@ -246,7 +246,7 @@ def inputs(
     Args:
         draw: Passed by Hypothesis.
         max_size: The largest number of ranks.
-        dtype: As in `tensors`. Sums and products of integers are exact; they wrap.
+        dtype: As in `tensors`. Sums and products of integers wrap around, and are exact.
         max_count: The largest number of elements.
 
     Example:

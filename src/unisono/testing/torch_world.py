@@ -275,7 +275,7 @@ def _of_torch() -> list[Replacement]:
 
     def device_backends(config: Any) -> dict[str, str]:
         found: dict[str, str] = real_map(config)
-        # Other backends of the tested code remain unchanged.
+        # Leave other backends of the tested code unchanged.
         served = found.get("cpu") in ("gloo", "unisono")
         return {"cpu": _BACKEND} if served and _thread.rank is not None else found
 
@@ -330,7 +330,6 @@ def _refused(owner: type, name: str) -> Callable[..., Any]:
         rank = _thread.rank
         # A process forked by a rank, such as a DataLoader worker, shares nothing with other ranks.
         if rank is not None and rank.comm.size > 1 and rank.process == os.getpid():
-            # Omit the class's internal module.
             shown = f"{owner.__module__}.{owner.__qualname__}"
             raise UnavailableError(f"{shown} {_PROFILES}", rank=rank.comm.rank, size=rank.comm.size)
         return real(*args, **kwargs)

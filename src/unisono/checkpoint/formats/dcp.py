@@ -67,7 +67,7 @@ def suits(path: Path) -> bool:
 
 
 def write(path: Path, state: Any) -> None:
-    """Write with `torch.distributed.checkpoint.save` in one process, which turns dict keys into strings."""
+    """Write with `torch.distributed.checkpoint.save` in one process. Dict keys become strings."""
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 

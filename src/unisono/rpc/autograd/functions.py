@@ -103,7 +103,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """Yield all graph nodes reachable from these, each once."""
+    """Yield each graph node that is reachable from these nodes, once."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

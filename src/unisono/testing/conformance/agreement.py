@@ -14,7 +14,7 @@ __all__ = ["different_calls_are_rejected_on_every_rank"]
 
 
 def different_calls_are_rejected_on_every_rank(world: World) -> None:
-    """If ranks differ in count, dtype, op, root, operation, algorithm, lengths or order, the error quotes both."""
+    """The error quotes any difference in count, dtype, op, root, operation, algorithm, lengths or order of calls."""
     for difference, (call, quoted) in _DIFFERENCES.items():
         for rank, message in enumerate(world.run(_program, call, size=3)):
             missing = [word for word in quoted if word not in message]

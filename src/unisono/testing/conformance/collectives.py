@@ -112,7 +112,8 @@ def barrier_waits_for_all_ranks(world: World) -> None:
 
     def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
         others = [rank for rank in range(comm.size) if rank != last]
-        # The last rank enters only after all other ranks have announced that they enter next.
+        # Each other rank sends a message just before it enters the barrier. The last rank enters after receiving all of
+        # these.
         if comm.rank == last:
             for rank in others:
                 comm.recv(numbers(comm, 0), rank)

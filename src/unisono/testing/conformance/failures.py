@@ -83,7 +83,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
         return "nothing happened"
 
     for collective in (True, False):
-        # Restart the ranks that an earlier failure has killed before starting the clock.
+        # Before starting the clock, restart the ranks that an earlier failure has killed.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")

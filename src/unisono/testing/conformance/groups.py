@@ -18,7 +18,7 @@ __all__ = [
 
 
 def split_orders_ranks_by_key(world: World) -> None:
-    """Ranks of a sub-group are ordered by key, and its methods take and return ranks in the sub-group."""
+    """A sub-group orders its ranks by key, and its methods use the sub-group's rank numbers."""
 
     def program(comm: Communicator) -> tuple[int, list[float]]:
         part = comm.split(0, key=-comm.rank)

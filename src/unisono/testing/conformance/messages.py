@@ -74,7 +74,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
 
 
 def tags_are_separate(world: World) -> None:
-    """A receive gets the message with its tag, whatever the order of sends; a backend without tags raises an error."""
+    """A receive gets the message with its tag, for any order of sends; a backend without tags raises an error."""
 
     def program(comm: Communicator) -> list[float] | str:
         tags = [0, 1, 7, 2**24 - 1]

@@ -112,7 +112,7 @@ def until(done: Callable[[], bool], within_s: float) -> None:
 
 
 def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the message of the error that the call raises, which must be of this class and have its rank set."""
+    """Return the message of the error that the call raises. The error must be of this class and have its rank set."""
     try:
         call()
     except kind as error:

@@ -636,7 +636,7 @@ _SAFETENSORS = {
 # Not every safetensors reader supports complex numbers, so they are stored as pairs; the manifest records the complex
 # dtype.
 _PAIRS = {"bcomplex32": "BF16", "complex32": "F16", "complex64": "F32", "complex128": "F64"}
-# safetensors has no names for these dtypes, so each element is stored as a uint8.
+# Each element of these dtypes is stored as an opaque uint8.
 _OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
 _KNOWN: dict[str, torch.dtype] = {

@@ -512,7 +512,7 @@ def _adapts(module: torch.nn.Module) -> bool:
 
 
 def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
-    """Return each further name of a tied parameter: its module, its name there, and the parameter's first name."""
+    """Return each further name of a tied parameter: the module, the name in the module, and the first name."""
     names: dict[int, str] = {}
     found = []
     for name, parameter in module.named_parameters(remove_duplicate=False):

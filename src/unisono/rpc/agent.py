@@ -524,8 +524,8 @@ class TerminationDetector:
         try:
             self._box.send(peer, control_message(kind, words), (), _SEND_S)
         except CommError:
-            # The peer is gone, or is about to be declared lost. Its answer is not needed, and if it was the
-            # coordinator, another rank takes over.
+            # The peer is gone, or is about to be declared lost. The peer's answer is not needed, and if the peer was
+            # the coordinator, another rank takes over.
             return
 
 

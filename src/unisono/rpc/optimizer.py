@@ -68,8 +68,8 @@ def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
 class DistributedOptimizer:
     """A torch optimizer for parameters on many ranks, stepped with the gradients of a context.
 
-    It creates one optimizer on each rank that owns some of the parameters. Steps of several trainers on the same
-    parameters are serialized.
+    The constructor creates one optimizer on each rank that owns some of the parameters. Steps of several trainers on
+    the same parameters are serialized.
 
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step: all optimizers of

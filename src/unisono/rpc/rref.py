@@ -133,7 +133,7 @@ class RRefContext:
         return outcome
 
     def outcome(self, key: Key) -> OwnedValue:
-        """Return the outcome of a referenced object. Raises PeerLostError if it was freed."""
+        """Return the outcome of a referenced object. Raises PeerLostError if the object was freed."""
         with self._protocol.lock:
             outcome: OwnedValue | None = self._protocol.ledger.value(key)
         if outcome is None:

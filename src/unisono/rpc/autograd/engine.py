@@ -2,10 +2,11 @@
 
 A message between ranks is an edge of the graph. Gradients return to the sender of the message once everything that the
 receiver computed from its tensors has been back-propagated. The receiver must therefore know the number of
-contributions. The first phase determines it: starting from the roots, each rank walks its graph from the queried
-outputs to the received messages from which these outputs were computed, and queries the senders (`discover`). As a
-result, tensors that were sent but never used block nothing, and each gradient is sent once. In both phases, a call is
-answered only after all calls that it caused have been answered, so the whole phase is done when the first call returns.
+contributions. The first phase determines this number: starting from the roots, each rank walks its graph from the
+queried outputs to the received messages from which these outputs were computed, and queries the senders (`discover`).
+As a result, tensors that were sent but never used block nothing, and each gradient is sent once. In both phases, a call
+is answered only after all calls that it caused have been answered, so the whole phase is done when the first call
+returns.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class Contexts:
         return self._open.get(number)
 
     def ongoing(self, number: int) -> Context | None:
-        """Return a context; None if this rank does not know it yet. Raises CommError if it has ended."""
+        """Return a context; None if this rank does not know it yet. Raises CommError if the context has ended."""
         found = self._open.get(number) if isinstance(number, int) else None
         if found is None:
             here = isinstance(number, int) and number >> _RANK_BITS == self._rank

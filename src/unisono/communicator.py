@@ -1150,8 +1150,7 @@ class Communicator(Place):
         """
         self._engine.enter("all_gather_object")
         data = self._bytes(encode(obj, self.rank, trusted))
-        # Make two fast-path calls, because all_gather_v has no fast path, and saving and loading checkpoints calls this
-        # often.
+        # Two fast-path calls, because all_gather_v has no fast path, and checkpoints call this often.
         lengths = data.new_empty(self.size, dtype=torch.int64)
         self.all_gather_single(lengths, lengths.new_tensor([data.numel()]), timeout=timeout)
         counts = lengths.tolist()
@@ -2038,8 +2037,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
         >>> un.launch(program, nprocs=3, backend="thread")
         [0, None, 1]
     """
-    # From here on, the control plane detects the loss of any rank of this group, even of a rank that has not joined
-    # yet.
+    # From here on, the control plane detects the loss of a rank of this group, even before that rank joins.
     comm._control.join(part)
     try:
         return Communicator(comm._plain().split(part), comm._control, options, check=check)

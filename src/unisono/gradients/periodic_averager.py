@@ -328,7 +328,7 @@ class PeriodicAverager(PeriodicAction):
 
     # -- state and end -------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the exchanges in flight, and return the state to resume from. Tensors are not copied.
+        """Return the state to resume from, after waiting for exchanges in flight. Tensors are not copied.
 
         With a time in `every`, call this only after `finish`, when ranks are between intervals and equal.
 

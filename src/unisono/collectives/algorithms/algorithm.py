@@ -117,7 +117,7 @@ class Algorithm:
         return ":".join((self.name, *values))
 
     def parse_options(self, pairs: Iterable[str]) -> dict[str, Any]:
-        """Parse options from strings such as "segments=8" and "levels=8x128".
+        """Return options parsed from strings such as "segments=8" and "levels=8x128".
 
         Args:
             pairs: One string per option.

@@ -1,4 +1,4 @@
-"""Elastic jobs: recovery from lost ranks, and joining a running job."""
+"""Elastic jobs: recover from the loss of ranks, and add ranks to a running job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`join`, which adds a newcomer to a running job."""
+"""`join`, which adds a rank to a running job."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ def join(
     secret: str | bytes | None = None,
     wrap: Wrap | None = None,
 ) -> Communicator:
-    """Join a running job as an additional rank, when its ranks call `comm.rebuild` with `grow` or `size`.
+    """Join a running job as an additional rank, when the job's ranks call `comm.rebuild` with `grow` or `size`.
 
-    Backend, default timeout, chunk size and checks are those of the job. The newcomer gets the last rank.
+    Backend, default timeout, chunk size and checks are the job's. The new rank gets the highest rank number.
 
     Args:
         init_method: As passed to `init` by the job's ranks: "tcp://host:port" or "file:///path".
-        pid: Instead of `init_method`: PID of one of the job's processes on this host, run by the same user: any rank,
-            or the launching process.
-        timeout: Time until the job's ranks admit this one: seconds or a `timedelta`.
+        pid: PID of one of the job's processes, in place of `init_method`. This may be any rank or the launching
+            process, on this host and of the same user.
+        timeout: Maximum time until the job's ranks admit this rank, in seconds or as a `timedelta`.
         device: As for `init`.
-        secret: As for `init`; not needed with `pid` or a file.
+        secret: As for `init`; not needed with `pid` or "file:///path".
         wrap: As for `init`.
 
     Returns:
-        The communicator of the job's ranks and all newcomers; its `close` also closes this process's control client.
+        The communicator of the job's ranks and all new ranks. Its `close` also closes this process's control
+        connection.
 
     Raises:
-        ValueError: Neither `init_method` nor `pid` was passed, or both were; or `timeout` is not a positive number.
+        ValueError: Neither or both of `init_method` and `pid` were passed, or `timeout` is not a positive number.
         CommTimeoutError: The job's ranks did not call `rebuild` with `grow` or `size`.
         CommError: The job does not exist, or the secrets differ.
 
@@ -76,7 +77,7 @@ def _find_running(
 
     Raises:
         ValueError: The init method has no address.
-        CommError: Nothing answers there.
+        CommError: There is no job at the address, or no job has a process with this PID.
     """
     if pid is not None:
         return *find_control(pid), None

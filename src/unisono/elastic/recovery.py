@@ -1,4 +1,4 @@
-"""Training that continues when ranks die, from the last step that any survivor committed, without losing samples."""
+"""Lets training continue after ranks die, from the last step that any survivor committed, without losing samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.utils.redistribute import redistribute
 __all__ = ["Recovery", "Sharded", "Snapshots"]
 
 _MOST_ATTEMPTS = 10
-"""Most consecutive recoveries without a commit if lost ranks are replaced; otherwise their number is a bound."""
+"""Most recoveries in a row without a commit if lost ranks are replaced; else the number of ranks limits them."""
 
 
 @runtime_checkable
@@ -32,44 +32,46 @@ class _Stateful(Protocol):
 
 
 class Recovery:
-    """Recovery of a training loop on the remaining ranks, at an agreed step, with all parts moved to them.
+    """Recovery of a training loop: the surviving ranks agree on a step and continue training from its state.
 
-    A step counts when this rank calls `commit`, after the optimizer's step. When a call between ranks fails, `recover`
-    creates a communicator of the survivors, and finds the rank with the most committed steps. A step that any survivor
-    has committed counts, because its gradients included all ranks, even those that have died since. Ranks that have not
-    committed it receive parameters, buffers and optimizer state from one that has. A step that no survivor has
-    committed is discarded, and its samples, including the dead ranks', are redistributed.
+    Call `commit` after each optimizer step. When communication fails, `recover` creates a communicator of the
+    survivors, and finds the rank with the most committed steps. If any survivor has committed a training step, the step
+    counts, because its gradients came from all ranks, even those that have died since. Survivors that have not
+    committed that step receive parameters, buffers and optimizer state from a rank that has. A step that no survivor
+    has committed is discarded, and its samples, including the dead ranks' samples, are redistributed.
 
-    Sharded parts (`un.sharding`) need no file either: each commit takes a snapshot of them, and the next rank keeps a
-    copy. After a failure all parts return to the last snapshot that any survivor has committed, divided among the new
-    ranks.
+    Sharded models and optimizers (`un.sharding`) need no checkpoint file: each commit takes a snapshot of them in
+    memory, and the next rank keeps a copy. After a failure, the whole training state returns to the last snapshot that
+    any survivor has committed, and the shards are divided among the survivors.
 
     Args:
-        comm: The communicator that the loop uses; after a recovery, use `recovery.comm`.
-        redundancy: For sharded parts: number of following ranks that keep a copy of each rank's shards. That many
-            adjacent ranks may die at the same time.
-        parts: Parts of the training, under any names. A part with `rebuild` is a sampler (`un.data.PartitionSampler` or
-            `GlobalBatchSampler`), and is advanced by each commit; a part with `move_to` (`un.GradientAverager`) moves
-            to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler)
-            is synced. A `ShardedModel`, its optimizers, and a `ShardedOptimizer` with its parameters are divided among
-            the new ranks. Parts are handled in the order in which they are passed.
+        comm: The communicator that the training loop uses. After a recovery, the loop must use `recovery.comm`.
+        redundancy: Number of following ranks that keep a copy of each rank's shards. Up to this number of adjacent
+            ranks may die at the same time.
+        parts: The objects that make up the training state, under any names. An object with `rebuild` is a sampler
+            (`un.data.PartitionSampler` or `GlobalBatchSampler`), and each commit advances it. An object with `move_to`
+            (`un.GradientAverager`) moves to the new communicator. An object with `state_dict` and `load_state_dict` (a
+            model, an optimizer, a scheduler) is synchronized. A `ShardedModel`, its optimizers, and a
+            `ShardedOptimizer` with its parameters are divided among the new ranks. Parts are handled in the order in
+            which they are passed.
 
     Attributes:
         comm: The current communicator.
-        step: Number of committed steps.
+        step: Number of committed training steps.
 
     Raises:
-        TypeError: A part is of another type.
-        ValueError: `redundancy` is not a number of ranks.
+        TypeError: A part has none of these methods.
+        ValueError: `redundancy` is negative or not an integer.
 
-    Construction is collective if a part is sharded. Further ranks may die during recovery. On a replacement
-    (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the others, which are in
-    `recover(size=...)`; afterwards `comm`, `step` and the parts are those of the job.
+    Construction is collective if a part is sharded. More ranks may die during recovery. On a replacement rank
+    (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the other ranks, which are
+    in `recover(size=...)`. It sets `comm`, `step` and the parts to the job's current state.
 
-    Cost: without sharded parts, nothing until a failure; then the rebuild, one small exchange, and one broadcast of the
-    state if ranks differ. With sharded parts each commit copies a rank's shards, sends them to `redundancy` ranks, and
-    waits for all ranks; memory is 2 + 2 * redundancy times the shards, and twice the unsharded parts. Recovery then
-    sends each element at most once, and no rank ever needs the whole model.
+    Cost: without sharded parts, nothing until a failure. A recovery then costs the rebuild, one small exchange, and, if
+    ranks are at different steps, one broadcast of the state. With sharded parts, each commit copies a rank's shards,
+    sends them to `redundancy` ranks, and waits for all ranks. Snapshots take 2 + 2 * redundancy times the memory of a
+    rank's shards, and twice the memory of the unsharded parts. A recovery then sends each element at most once, and no
+    rank ever needs the whole model.
 
     Example:
         >>> def program(comm):
@@ -115,22 +117,22 @@ class Recovery:
         if comm.is_replacement:
             self.join(comm.rebuild())
         elif self._snapshots:
-            # The next call in training fails as well, and its `recover` handles both.
+            # Ignore the loss: the next collective in training also fails, and the program then calls `recover`.
             with suppress(PeerLostError):
                 self._snapshots.take(comm)
 
     def commit(self, samples: int | None = None) -> None:
-        """Count the step that this rank has just completed, and advance the samplers.
+        """Count the training step that this rank has just completed, and advance the samplers.
 
         Waits for the other ranks only if a part is sharded.
 
         Args:
-            samples: Number of samples that this rank has trained on in this step, such as `len(batch)`, which may be 0.
-                Required for a `PartitionSampler`. A `GlobalBatchSampler` advances by one step, whatever the number.
+            samples: Number of samples that this rank has trained on in this step, such as `len(batch)`; may be 0.
+                Required for a `PartitionSampler`. A `GlobalBatchSampler` always advances by one step.
 
         Raises:
             TypeError: A sampler needs the number of samples.
-            CommError: With sharded parts: a rank was lost before all had a snapshot; call `recover`.
+            CommError: A rank was lost before all ranks had a snapshot of the sharded parts; call `recover`.
         """
         by_samples = [each for each in self._samplers.values() if not isinstance(each, GlobalBatchSampler)]
         if by_samples and samples is None:
@@ -146,22 +148,22 @@ class Recovery:
             sampler.advance(1 if isinstance(sampler, GlobalBatchSampler) else samples)
 
     def recover(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
-        """Resume with the survivors (and `grow` newcomers). Collective over them; restart iteration over samplers.
+        """Resume with the survivors and `grow` new ranks. Collective over the survivors. Iterate over samplers anew.
 
-        Call it in the `except CommError` around a step, or on all ranks at the same point to admit newcomers. Ranks
-        that die meanwhile are excluded as well.
+        Call this in an `except CommError` clause around the training step, or on all ranks at the same point to admit
+        new ranks. Ranks that die during the recovery are also excluded.
 
         Args:
             grow, size, timeout: As for `Communicator.rebuild`.
 
         Returns:
-            The new communicator, also in `comm`.
+            The new communicator, which is also stored in `comm`.
 
         Raises:
-            CommError: As `Communicator.rebuild` does.
-            RuntimeError: On every rank: more ranks died at the same time than there are copies of their shards; or,
-                with `size`, ranks have recovered more than ten times in a row without a commit, so the step itself may
-                kill them.
+            CommError: As for `Communicator.rebuild`.
+            RuntimeError: Some shards are lost, because more adjacent ranks died at the same time than there are copies.
+                Or, with `size`, ranks have recovered more than ten times in a row without a commit, so the training
+                step itself may kill ranks. Raised on every rank.
         """
         while True:
             self._count_attempt(size)
@@ -171,7 +173,7 @@ class Recovery:
             grow = 0
 
     def _count_attempt(self, size: int | None) -> None:
-        """Raise `RuntimeError` if a step kills ranks repeatedly; otherwise they would be replaced forever."""
+        """Raise `RuntimeError` if a step keeps killing ranks; otherwise ranks would be replaced forever."""
         self._attempts = 0 if size is None else self._attempts + 1
         if self._attempts > _MOST_ATTEMPTS:
             raise RuntimeError(
@@ -180,20 +182,21 @@ class Recovery:
             )
 
     def join(self, comm: Communicator | None = None) -> Communicator:
-        """Join as a newcomer, while the others are in `recover`.
+        """Join a running job as a new rank, while the job's ranks are in `recover`.
 
-        Replaces this rank's parameters, buffers and optimizer state with the job's. Parts that communicate (an
-        averager, sharded parts), and then this object, must have been created with a communicator of this rank alone,
-        such as `un.init("thread")`.
+        This rank's parameters, buffers and optimizer state are replaced with the job's. Parts that communicate (an
+        averager, sharded parts) and this object must have been created with a communicator of this rank alone, such as
+        `un.init("thread")`.
 
         Args:
-            comm: A communicator from `unisono.join`; None if this object was created with one.
+            comm: The communicator that `unisono.join` returned; None if this object was created with it.
 
         Returns:
-            The communicator to use, also in `comm`; a new one if a rank was lost or has left in the meantime.
+            The communicator to use, which is also stored in `comm`. It is a new communicator if a rank was lost or left
+            during the call.
 
         Raises:
-            ValueError: A part is sharded, and `comm` is None.
+            ValueError: `comm` is None although a part is sharded.
             CommError: As `recover` does.
         """
         if self._snapshots:
@@ -209,9 +212,9 @@ class Recovery:
         return self.comm
 
     def leave(self, *, timeout: Timeout | None = None) -> None:
-        """Leave voluntarily after a commit, while the others are in `recover`; closes the communicator.
+        """Leave the job after a commit, while the other ranks are in `recover`; closes the communicator.
 
-        Shards that only leaving ranks have are first sent to others, so any number of ranks may leave.
+        Shards that only leaving ranks have are first sent to remaining ranks, so any number of ranks may leave.
 
         Args:
             timeout: As for `Communicator.rebuild`.
@@ -243,13 +246,13 @@ class Recovery:
         except (PeerLostError, CommTimeoutError):
             return False
         except CommError as error:
-            # Torch's errors cannot always be distinguished.
+            # Torch's own backends raise a plain `CommError` for many failures, including the loss of a rank.
             if type(error) is not CommError:
                 raise
             return False
 
     def _follow(self) -> bool:
-        """Agree on the step, and move all parts to the communicator. Return False if ranks have left it."""
+        """Agree on the step, and move all parts to the communicator. Return False if this rank must rebuild again."""
         comm = self.comm
         shots = self._snapshots
         serial = 0 if shots is None else shots.serial if shots.has(shots.serial) else -1
@@ -260,7 +263,8 @@ class Recovery:
                 shots.hand_over(comm, leaving)
             comm.barrier()
             return self._leaving
-        # Among the furthest ranks, the one with the most samples is the best estimate of the dead ranks' progress.
+        # Of the ranks with the most steps, choose the one with the most samples: it best approximates the dead ranks'
+        # progress.
         progress = [found[:3] for found in everyone]
         leader = progress.index(max(progress))
         serial, step, _ = progress[leader]
@@ -274,7 +278,7 @@ class Recovery:
         self._samples = 0
         for name in sorted(self._samplers):
             self._samplers[name].rebuild(comm, like=leader)
-        # No rank continues before all have arrived.
+        # No rank continues before all ranks have recovered.
         if shots:
             shots.take(comm)
         else:
@@ -282,7 +286,7 @@ class Recovery:
         return True
 
     def _sync(self, leader: int, *, behind: bool) -> None:
-        """Send the leader's state to all ranks that are behind."""
+        """Send the leader's state to all ranks that have committed fewer steps."""
         state = {name: part.state_dict() for name, part in self._stateful.items()} if self.comm.rank == leader else None
         received = self.comm.broadcast_object(state, src=leader)
         if behind:
@@ -291,30 +295,30 @@ class Recovery:
 
 
 _Key = tuple[Any, ...]
-"""Name of a part, and keys that lead to a shard in its snapshot."""
+"""Path of a shard: the name of a part, and the keys that lead to the shard in the part's snapshot."""
 _ALIGNMENT = 16
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Interface of a sharded part."""
+    """Interface of a training object whose state is sharded."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return nested dicts with a `TensorShard` for each tensor that is sharded."""
+        """Return the state as nested dicts, with a `TensorShard` for each sharded tensor."""
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Load a snapshot with this rank's shards."""
+        """Load a snapshot that contains this rank's shards."""
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
-        """Return this rank's range of the tensor at a path in the snapshot."""
+        """Return this rank's element range of the tensor at a path in the snapshot."""
 
 
 class _Copy:
-    """One rank's shards, in one message.
+    """Copy of one rank's shards, in a single buffer that can be sent as one message.
 
     Args:
         index: For each shard, its key, first element, number of elements, shape of the whole tensor, and dtype.
-        memory: Their elements as bytes, each shard aligned to 16.
+        memory: The shards' elements as bytes; each shard is aligned to 16 bytes.
     """
 
     def __init__(self, index: list[tuple[_Key, int, int, torch.Size, torch.dtype]], memory: torch.Tensor) -> None:
@@ -323,7 +327,7 @@ class _Copy:
 
     @classmethod
     def of(cls, shards: Mapping[_Key, TensorShard], device: torch.device) -> _Copy:
-        """Copy shards."""
+        """Copy shards into a new buffer."""
         index = [(key, s.start, len(s.local), s.shape, s.local.dtype) for key, s in shards.items()]
         memory = torch.empty(sum(map(_room, shards.values())), dtype=torch.uint8, device=device)
         copied = cls(index, memory)
@@ -332,7 +336,7 @@ class _Copy:
         return copied
 
     def shards(self) -> dict[_Key, TensorShard]:
-        """Return the shards, in the memory of this copy."""
+        """Return the shards as views of this copy's buffer."""
         found = {}
         start = 0
         for key, first, numel, shape, dtype in self.index:
@@ -342,13 +346,13 @@ class _Copy:
         return found
 
     def send(self, comm: Communicator, dst: int) -> None:
-        """Send this copy to another rank, which calls `recv`."""
+        """Send this copy to a rank that calls `recv`."""
         for message in self._messages():
             comm.send(message.to(comm.device), dst)
 
     @classmethod
     def recv(cls, comm: Communicator, src: int) -> _Copy:
-        """Return a copy that another rank sends with `send`."""
+        """Receive a copy that another rank sends with `send`."""
         lengths = torch.zeros(2, dtype=torch.int64, device=comm.device)
         comm.recv(lengths, src)
         index, memory = (torch.empty(n, dtype=torch.uint8, device=comm.device) for n in lengths.tolist())
@@ -357,7 +361,7 @@ class _Copy:
         return cls(serialization.decode(bytes(index.cpu().numpy())), memory)
 
     def shift(self, comm: Communicator, distance: int) -> _Copy:
-        """Send to the rank at `distance`, and return the copy from the rank at minus `distance`. Collective."""
+        """Send this copy to rank + `distance`, and return the copy received from rank - `distance`. Collective."""
         to = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         lengths, index, memory = (message.to(comm.device) for message in self._messages())
         other = torch.zeros_like(lengths)
@@ -378,12 +382,12 @@ def _room(shard: TensorShard) -> int:
 
 @dataclass
 class _Snapshot:
-    """State of all parts at one step.
+    """State of all parts at one training step.
 
     Attributes:
-        rank, size: This rank, and the number of ranks, at that time.
-        rest: State of each part, without its shards.
-        copies: Shards of this rank and its neighbours, by rank.
+        rank, size: This rank and the number of ranks when the snapshot was taken.
+        rest: State of each part, without shards.
+        copies: Shards of this rank and of its neighbours; the key is the rank.
     """
 
     rank: int
@@ -393,12 +397,12 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The last two snapshots, so that the last snapshot that any rank has counted is complete on all ranks.
+    """The last two snapshots. Two are needed because a rank may be lost after some ranks have counted the newest one.
 
     Args:
         sharded: Sharded parts.
-        whole: The other parts, whose state is rolled back together with these.
-        redundancy: Number of neighbours that keep a copy of each rank's shards.
+        whole: The unsharded parts, whose state is rolled back together with the sharded parts.
+        redundancy: Number of following ranks that keep a copy of each rank's shards.
 
     Attributes:
         serial: Number of the last snapshot known to be complete on all ranks; -1 if there is none.
@@ -416,7 +420,7 @@ class Snapshots:
         self._taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:
-        """Take a snapshot, and send copies to the neighbours; return once all ranks have done so. Collective."""
+        """Take a snapshot, and send copies to the neighbours; return once all ranks have sent theirs. Collective."""
         self._taken = {serial: taken for serial, taken in self._taken.items() if serial == self.serial}
         shards: dict[_Key, TensorShard] = {}
         rest = {name: _without_shards(part.snapshot(), (name,), shards) for name, part in self._sharded.items()}
@@ -426,24 +430,24 @@ class Snapshots:
         for distance in range(1, min(self._redundancy, comm.size - 1) + 1):
             taken.copies[(comm.rank - distance) % comm.size] = own.shift(comm, distance)
         self._taken[self.serial + 1] = taken
-        # A rank that passes the barrier knows that every rank has the snapshot.
+        # After the barrier, every rank has the snapshot.
         comm.barrier()
         self.serial += 1
 
     def has(self, serial: int) -> bool:
-        """Return whether this rank has the snapshot with this number."""
+        """Return whether this rank has snapshot number `serial`."""
         return serial in self._taken
 
     def restore(self, comm: Communicator, serial: int, leader: int) -> None:
-        """Return all parts to a snapshot, divided among the ranks of a new communicator. Collective.
+        """Restore all parts from a snapshot, and divide the shards among the ranks of a new communicator. Collective.
 
         Args:
-            comm: The communicator, to which the parts have moved.
-            serial: Highest number of a snapshot that any rank has counted.
-            leader: A rank with this snapshot, whose state newcomers receive.
+            comm: The new communicator; the parts have already moved to it.
+            serial: Number of the newest snapshot that any rank has counted.
+            leader: A rank that has this snapshot; new ranks receive its state.
 
         Raises:
-            RuntimeError: On every rank: some of the shards exist on no rank.
+            RuntimeError: No rank has a copy of some shards. Raised on every rank.
         """
         mine = self._taken.get(serial)
         known = comm.all_gather_object((sorted(mine.copies), mine.size) if mine else None)
@@ -485,10 +489,10 @@ class Snapshots:
             )
 
     def hand_over(self, comm: Communicator, leaving: Sequence[int]) -> None:
-        """Send copies that only leaving ranks have to remaining ranks. Collective.
+        """Send the copies that only leaving ranks have to the remaining ranks. Collective.
 
         Args:
-            comm: All ranks.
+            comm: Communicator of the leaving and the remaining ranks.
             leaving: The ranks that are leaving.
         """
         known = comm.all_gather_object({s: (sorted(taken.copies), taken.size) for s, taken in self._taken.items()})
@@ -509,7 +513,7 @@ class Snapshots:
 
 
 def _without_shards(state: Any, path: _Key, shards: dict[_Key, TensorShard]) -> Any:
-    """Return a copy of nested dicts without their shards, which are stored in `shards` by path."""
+    """Return a copy of nested dicts without the shards, and store each shard in `shards` under its path."""
     if not isinstance(state, dict):
         return state.detach().clone() if isinstance(state, torch.Tensor) else deepcopy(state)
     kept = {}

@@ -1,12 +1,12 @@
-"""Stop all ranks at the same training step, on a signal, a deadline, a file, or a request from the program.
+"""Stops all ranks at the same training step, on a signal, a deadline, a file, or a request from the program.
 
     for batch in un.stop.batches(comm, loader):
         train(batch)
     ...
     sys.exit(un.stop.exit_status(comm))
 
-`Communicator.stop_requested` counts steps and decides where ranks stop. This module provides the sources of requests,
-and the exit status for the job script.
+`Communicator.stop_requested` counts steps and decides at which step ranks stop. This module provides the sources of
+stop requests, and the exit status for the job script.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKey
 
 
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
-    """Yield batches until they end, or until all ranks stop at the same step.
+    """Yield batches until the loader is exhausted, or until all ranks stop at the same step.
 
-    A step is counted before its batch is fetched, so a resumable loader stops at the first batch that has not been
-    used. Unless `enable` was called for the communicator, Slurm's time limit requests a stop, and so does SIGTERM if it
-    has no other handler.
+    A step is counted before its batch is fetched, so a resumable loader stops at the first unused batch. If `enable`
+    was not called for the communicator, Slurm's time limit requests a stop, and so does SIGTERM unless it already has a
+    handler.
 
     Args:
-        comm: The ranks that stop together. All of them call this, with loaders of equal length or in
-            `averager.join()`.
+        comm: Communicator of the ranks that stop together. All of them must call `batches`, with loaders of equal
+            length or inside `averager.join()`.
         batches: A loader, or any other iterable.
 
     Raises:
-        CommError: As `comm.stop_requested`.
+        CommError: As for `comm.stop_requested`.
 
     Example:
         >>> def program(comm):
@@ -86,21 +86,23 @@ def enable(
     before_limit_s: float | None = 60.0,
     file: str | os.PathLike[str] | None = None,
 ) -> StopSources:
-    """Make signals to this process, a deadline, or a file request a stop, until `comm` is closed.
+    """Make a signal to this process, a deadline, or a file request a stop, until `comm` is closed.
 
-    Call it on any rank, or on all: the first request counts. After `comm.rebuild`, requests go to the new communicator.
+    Call this on one or more ranks: the first request on any rank counts. After `comm.rebuild`, requests go to the new
+    communicator.
 
     Args:
         comm: The communicator whose `stop_requested` will return True.
-        signals: Signals that request a stop. Previously installed handlers are called as well, except Python's own for
-            SIGINT. A signal repeated after 1 s or more goes only to the previous handler, or terminates the process if
-            there was none.
+        signals: Signals that request a stop. A previously installed handler is also called, except Python's own SIGINT
+            handler. If a signal is repeated after 1 s or more, it goes only to the previous handler, or terminates the
+            process if there was none.
         after_s: Seconds from now until the stop.
-        before_limit_s: Seconds before a Slurm job's time limit ($SLURM_JOB_END_TIME) at which to stop; None for never.
-        file: Path of a file that requests a stop once it exists. Checked twice a second.
+        before_limit_s: How many seconds before a Slurm job's time limit ($SLURM_JOB_END_TIME) to stop; None to ignore
+            the limit.
+        file: Path of a file that requests a stop once it exists. It is checked twice a second.
 
     Returns:
-        A context manager, whose `close` disables these sources.
+        A context manager; its `close` disables these sources.
 
     Raises:
         ClosedError: The communicator is closed.
@@ -132,7 +134,7 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 
     Args:
         comm: The communicator that may have stopped; it may already be closed.
-        saved: Whether a checkpoint of the last step is complete. None: whether a `Checkpointer` of this communicator
+        saved: Whether a checkpoint of the last step is complete. If None, True if a `Checkpointer` of this communicator
             has saved one.
 
     Returns:
@@ -155,17 +157,18 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 class StopSources(Closing):
     """Sources of stop requests for one communicator, as returned by `enable`.
 
-    The signal handler only puts the reason into a queue, so it may interrupt anything. A dedicated thread reads the
-    queue, checks the deadlines and the file, and sends the request repeatedly until it is received.
+    The signal handler only puts the reason into a queue, so it may safely interrupt any code. A dedicated thread reads
+    the queue, checks the deadlines and the file, and repeats the request until the control plane has received it.
 
-    Once closed, and in a forked process, where no thread reads the queue, the handler passes the signal on to the
-    previous handler. It may remain installed, because only the main thread can remove it, and only if it is the newest.
+    After `close`, and in a forked process, which has no thread to read the queue, the signal handler passes signals on
+    to the previous handler. It may remain installed after `close`, because only the main thread can remove it, and only
+    if no other handler was installed after it.
 
     Args:
         comm: The communicator.
         signals: The signals.
-        deadlines: Wall-clock times from which to stop, by reason.
-        file: The file that requests a stop once it exists.
+        deadlines: Wall-clock times at which to stop; the key is the reason.
+        file: Path of the file that requests a stop once it exists.
 
     Example:
         >>> with un.init() as comm:
@@ -191,7 +194,7 @@ class StopSources(Closing):
             )
         self._deadlines = deadlines
         self._file = file
-        # Its `put` is reentrant: a signal handler may interrupt another handler's `put`.
+        # SimpleQueue's `put` is reentrant, so a signal handler may interrupt another handler's `put`.
         self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._since: dict[int, float] = {}
         self._before: dict[int, Any] = {}
@@ -220,18 +223,20 @@ class StopSources(Closing):
         self._restore()
 
     def _follow(self, comm: Communicator) -> None:
-        """Send stop requests to this communicator from now on."""
+        """Send later stop requests to this communicator."""
         self._comm = weakref.ref(comm, self._on_drop)
         _sources[comm] = self
 
     def _on_drop(self, dropped: weakref.ref[Communicator]) -> None:
-        # A communicator dropped without `close` is closed in the background, without `before_close`.
+        # If a communicator is dropped without `close`, it is closed in the background, and its `before_close` callbacks
+        # do not run. So stop the thread here.
         if dropped is self._comm:
             self._events.put(None)
 
     def _restore(self) -> None:
         for number, before in self._before.items() if _is_main_thread() else ():
-            # A scheduler's second signal, while the ranks close, must not end those that have stopped as requested.
+            # If the previous handler would terminate the process, keep ours: a scheduler may repeat its signal while
+            # ranks shut down, which must not kill ranks that have stopped as requested.
             lingers = number in self._since and before in (signal.SIG_DFL, signal.default_int_handler)
             if not lingers and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
@@ -268,7 +273,7 @@ class StopSources(Closing):
     def _due(self) -> str | None:
         """Return the reason to stop now, if there is one."""
         passed = [reason for reason, when in self._deadlines.items() if time.time() >= when]
-        # Not `Path.exists`, whose errors would end this thread.
+        # Don't use `Path.exists`: it may raise errors, which would end this thread.
         if self._file is not None and os.path.exists(self._file):  # noqa: PTH110
             passed.append(f"the file {os.fspath(self._file)} exists")
         return passed[0] if passed else None
@@ -280,14 +285,14 @@ class StopSources(Closing):
             if comm is not None:
                 comm.request_stop(reason)
         except CommError:
-            # The control plane is lost or busy: the ranks may be rebuilding the communicator. If they are not, they
-            # fail as well.
+            # The control plane is lost or busy. The ranks may be rebuilding the communicator, so try again later. If
+            # they are not, their own calls also fail.
             return False
         return True
 
 
 def _handler(number: int) -> Any:
-    """Return a signal's handler, skipping those of closed sources."""
+    """Return a signal's handler, skipping the handlers of closed `StopSources`."""
     found = signal.getsignal(number)
     while isinstance(owner := getattr(found, "__self__", None), StopSources) and owner._closed:
         found = owner._before[number]

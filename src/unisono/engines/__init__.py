@@ -1,4 +1,4 @@
-"""Engines that lend processes to ranks: modules here, entry points in unisono.launchers, or registered classes."""
+"""Engines that provide processes for ranks: modules here, entry points in unisono.launchers, or registered classes."""
 
 from __future__ import annotations
 

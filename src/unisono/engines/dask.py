@@ -1,4 +1,4 @@
-"""Ranks as Dask tasks, each on a separate worker."""
+"""Runs ranks as Dask tasks, each on a separate worker."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _LOOK_EVERY_S = 0.1
 
 
 class Dask(Engine):
-    """Engine on Dask: each rank is a task on a separate worker, the least busy workers first.
+    """Engine for Dask: each rank is a task on a separate worker. The least busy workers are used first.
 
-    Tasks are pinned to their workers and not retried. Workers are lent, not started: anything that a rank leaves in the
-    process remains there, and a rank cannot be stopped before its next call on the communicator.
+    Tasks are pinned to their workers and not retried. The workers already run and continue after the launch: changes
+    that a rank makes to its process remain, and a rank cannot be stopped before its next call on the communicator.
 
     Args:
-        client: A `dask.distributed.Client`, or a scheduler's address. If None, this process's client; without one, the
-            scheduler in Dask's configuration, or else a cluster on this host that ends with the launch.
-        resources: Abstract resources per rank, as declared by workers; same format as for Dask's client.
+        client: A `dask.distributed.Client`, or a scheduler's address. If None, the first available of: this process's
+            client, the scheduler in Dask's configuration, and a new cluster on this host that is closed after the
+            launch.
+        resources: Abstract resources per rank, which workers declare; same format as for Dask's client.
 
     Example:
         >>> engine = un.engines.Dask("tcp://10.1.1.20:8786", resources={"GPU": 1})
@@ -56,7 +57,7 @@ class Dask(Engine):
             try:
                 yield executor
             finally:
-                # Workers keep results until they are released.
+                # Release the tasks: workers keep results until then.
                 executor.shutdown(wait=False)
 
     def _connected(self, distributed: Any, size: int) -> AbstractContextManager[Any]:
@@ -71,12 +72,12 @@ class Dask(Engine):
             return _new_client(size)
 
     def _suitable(self, client: Any) -> list[str]:
-        """Return the addresses of workers that have the resources, the least busy first."""
+        """Return the addresses of workers that have the required resources, the least busy first."""
         try:
             known = client.scheduler_info(n_workers=-1)["workers"]
             busy = {address: len(tasks) for address, tasks in client.processing().items()}
         except (OSError, KeyError) as error:
-            # A client that has lost its scheduler lists no workers, or closes itself.
+            # A client that has lost its scheduler reports no workers (KeyError) or closes itself (OSError).
             raise CommError(f"Dask's scheduler does not answer {client!r}: start it, and make a new client") from error
         has = {address: facts.get("resources", {}) for address, facts in known.items()}
         suitable = [
@@ -87,7 +88,7 @@ class Dask(Engine):
         return sorted(suitable, key=lambda address: busy.get(address, 0))
 
     def _spare(self, client: Any, timeout_s: float, taken: Set[str]) -> str:
-        """Wait for an idle worker other than these; a nanny restarts a worker within seconds."""
+        """Wait for an idle worker that is not in `taken`. Dask's nanny restarts a lost worker within seconds."""
         deadline = clock.now() + timeout_s
         while True:
             busy = {address for address, tasks in client.processing().items() if tasks}
@@ -113,7 +114,7 @@ class Dask(Engine):
 
 @contextmanager
 def _new_client(size: int) -> Iterator[Any]:
-    """Connect to the scheduler in Dask's configuration, or to a cluster on this host that ends with the context."""
+    """Connect to the scheduler in Dask's configuration, or to a new cluster on this host, closed with the context."""
     configured = required("dask.config", "dask").get("scheduler-address", None)
     distributed = required("distributed", "dask")
     if configured:
@@ -127,11 +128,12 @@ def _new_client(size: int) -> Iterator[Any]:
 
 @contextmanager
 def _scaled(client: Any, size: int) -> Iterator[None]:
-    """Make an adaptive cluster keep this many workers.
+    """Make an adaptive cluster keep at least `size` workers.
 
-    By default it scales with the number of tasks, but ranks need all workers from the start.
+    An adaptive cluster scales with the number of tasks, but ranks need all workers from the start.
     """
-    # Dask has no public name for it. Other clusters don't have it, nor does a client created from an address.
+    # Dask has no public name for this object. It is missing in other kinds of clusters, and if the client was created
+    # from an address.
     adaptive = getattr(client.cluster, "_adaptive", None) or SimpleNamespace(minimum=0, maximum=0)
     minimum = adaptive.minimum
     adaptive.minimum = max(minimum, min(size, adaptive.maximum))
@@ -142,13 +144,13 @@ def _scaled(client: Any, size: int) -> Iterator[None]:
 
 
 class DaskWorkers(Executor):
-    """Executor that runs each task on the next worker of a list, and further tasks on spare workers.
+    """Executor that runs each task on the next worker of a list, and tasks beyond the list on spare workers.
 
     Args:
         client: Dask's client.
         workers: Addresses of workers.
         resources: Resources for each task.
-        spare: Returns the address of one more worker, other than the given ones.
+        spare: Function that returns the address of a worker that is not in the given set.
     """
 
     def __init__(
@@ -174,15 +176,15 @@ class DaskWorkers(Executor):
         return future
 
     def why_lost(self, future: Future[Any]) -> str | None:
-        """Return a reason if the task's worker has left the cluster:
+        """Return a reason if the task's worker has left the cluster, else None.
 
-        Dask waits forever for another one at its address.
+        Dask itself would wait forever for another worker at the same address.
         """
         address = next(address for address, task in self._tasks if task is future)
         return None if address in self._client.nthreads() else f"its worker {address} was retired, restarted or killed"
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Release all tasks, with `wait` once they have ended; otherwise cancel them."""
+        """Release all tasks: with `wait`, once they have completed; otherwise cancel them."""
         for executor in self._executors:
             executor.shutdown(wait=wait)
 

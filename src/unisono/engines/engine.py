@@ -1,4 +1,4 @@
-"""Protocol for engines, which lend workers to ranks for a while."""
+"""Protocol for engines, which provide worker processes for ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Engine", "required"]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Engine that lends workers. A class from another package needs only this one method, not the base class.
+    """Engine that provides workers. A class from another package needs only this one method, not the base class.
 
     Example:
         >>> from concurrent.futures import ProcessPoolExecutor
@@ -31,24 +31,24 @@ class Engine(Protocol):
     """
 
     def workers(self, size: int, timeout_s: float) -> AbstractContextManager[Executor]:
-        """Return a context with an executor that gets `size` tasks, and runs each in a separate process.
+        """Return a context with an executor that receives `size` tasks and runs each in a separate process.
 
-        All workers exist when the context begins, or the executor starts them together. When the context ends, running
-        tasks are stopped, as far as the engine can stop them, and so is everything it started for them. A task whose
-        worker has died is not run again.
+        Either all workers exist when the context is entered, or the executor starts them together. On exit from the
+        context, running tasks are stopped if the engine can stop them, and everything that the engine started for them
+        is shut down. If a task's worker dies, the task is not run again.
 
-        If the executor has a true attribute `replaces`, it accepts another task for each lost one, and runs it in a new
-        or idle process; `on_failure="replace"` needs this. If it has a true attribute `starts_workers`, the processes
-        run nothing else, and exit by themselves when the caller is gone. If the executor has a method `why_lost`, it is
-        called every second with the pending future of a task that has ended, and returns why the future will never
-        complete, or None.
+        Executors may have three optional attributes. If `replaces` is true, the executor accepts another task for each
+        lost task, and runs it in a new or idle process; `on_failure="replace"` needs this. If `starts_workers` is true,
+        the processes run nothing but the tasks, and exit by themselves when the caller is gone. A method `why_lost` is
+        called every second with the pending future of a task that has ended. It returns the reason why the future will
+        never complete, or None.
 
         Args:
-            size: Number of tasks.
+            size: Number of tasks, one per rank.
             timeout_s: Seconds within which all workers must be available.
 
         Raises:
-            CommTimeoutError, CommError: Not all workers are available. The error says how many are.
+            CommTimeoutError, CommError: Not all workers are available. The error states how many are.
             ValueError: The engine's options do not fit this number of tasks.
             UnavailableError: The engine is not installed.
         """
@@ -56,10 +56,10 @@ class Engine(Protocol):
 
 
 def required(module: str, extra: str) -> ModuleType:
-    """Import a module of an optional package.
+    """Import and return a module of an optional package.
 
     Raises:
-        UnavailableError: The package is not installed; the error says how to install it.
+        UnavailableError: The package is not installed. The error explains how to install it.
     """
     try:
         return importlib.import_module(module)

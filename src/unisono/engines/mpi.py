@@ -1,4 +1,4 @@
-"""Ranks as tasks of `mpi4py.futures`."""
+"""Runs ranks as tasks of `mpi4py.futures`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ENGINE", "Mpi"]
 
 
 class Mpi(Engine):
-    """Engine on MPI with `mpi4py.futures`: the script runs under `mpirun -n RANKS+1 python -m mpi4py.futures`.
+    """Engine for MPI, with `mpi4py.futures`: run the script as `mpirun -n RANKS+1 python -m mpi4py.futures SCRIPT`.
 
-    Without mpirun, MPI starts the workers itself, if it can (MPI_Comm_spawn). Most MPI implementations end the whole
-    job, including the caller, when a process is killed.
+    Without mpirun, MPI starts the workers itself if it supports MPI_Comm_spawn. If a process is killed, most MPI
+    implementations terminate the whole job, including the caller.
 
     Args:
-        options: Options for `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts
-            itself.
+        options: Options of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`. They apply to workers that MPI
+            starts itself.
 
     Example:
         >>> engine = un.engines.Mpi(env={"OMP_NUM_THREADS": "1"})
@@ -33,7 +33,8 @@ class Mpi(Engine):
     @contextmanager
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         futures = required("mpi4py.futures", "mpi")
-        # MPI's processes exist already, or are started with their tasks.
+        # There is nothing to wait for: under mpirun all processes exist, and otherwise MPI starts each process with its
+        # task.
         have = required("mpi4py.MPI", "mpi").COMM_WORLD.Get_size() - 1
         if 0 < have < size:
             raise CommError(

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors, one in each bundle of a placement group, which Ray reserves as a whole or not at all."""
+"""Runs ranks as Ray actors. Each has a bundle of one placement group, which Ray reserves completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ANY_FREE = -1
 
 
 class Ray(Engine):
-    """Engine on Ray: each rank is a separate actor, which lives as long as the launch.
+    """Engine for Ray: each rank is a separate actor, which lives as long as the launch.
 
     A placement group reserves the resources of all ranks. If Ray is not initialized, `ray.init()` connects to the
-    cluster that RAY_ADDRESS names, or starts one on this host, until the launch ends. Workers must be able to import
-    unisono, which Ray's runtime environments can provide.
+    cluster at RAY_ADDRESS, or starts a cluster on this host, until the launch ends. Workers must be able to import
+    unisono; Ray's runtime environments can install it.
 
     Args:
         num_cpus, num_gpus, resources: Resources per rank, as in `ray.remote`.
         strategy: Strategy of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        options: Further options for actors, such as runtime_env=. Ray neither restarts ranks nor retries their tasks.
+        options: Other options for actors, such as runtime_env=. Ray neither restarts ranks nor retries their tasks.
 
     Raises:
-        ValueError: A rank needs no resources, so there is nothing to reserve.
+        ValueError: All resources per rank are zero, so there is nothing to reserve.
 
     Example:
         >>> un.engines.Ray(num_cpus=2, resources={"fast_disk": 1}).bundle
@@ -75,8 +75,8 @@ class Ray(Engine):
                     raise CommTimeoutError(self._shortage(ray, size, timeout_s), waited_s=timeout_s)
                 yield RayActors(ray, group, self._options)
             finally:
-                # Removing the group kills its actors, even unresponsive ones. If the program has shut Ray down,
-                # removing would restart Ray.
+                # Removing the placement group kills its actors, even unresponsive ones. If the program has shut Ray
+                # down, this call would start Ray again.
                 if ray.is_initialized():
                     util.remove_placement_group(group)
         finally:
@@ -97,10 +97,10 @@ class Ray(Engine):
 
 
 class RayActors(Executor):
-    """Executor that runs each task on a new actor, in the next bundle of a placement group, or then in any free one.
+    """Executor that runs each task on a new actor, in the placement group's next bundle, and later in any free bundle.
 
     Args:
-        ray: The module.
+        ray: The module `ray`.
         group: The placement group.
         options: Options for the actors.
     """
@@ -126,7 +126,7 @@ class RayActors(Executor):
 
 
 class _Actor:
-    """Actor of one rank."""
+    """Actor that runs one rank."""
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Ranks as tasks of a submitit job, on Slurm or on this host."""
+"""Runs ranks as the tasks of a submitit job, on Slurm or on this host."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _END_S = 10.0
 
 
 class Submitit(Engine):
-    """Engine on submitit: all ranks are tasks of one job, which Slurm starts together.
+    """Engine for submitit: all ranks are tasks of one job, which Slurm starts together.
 
-    The job is cancelled when the launch ends. Its script, pickles and logs are in a new folder, which only this user
-    can read.
+    The job is cancelled when the launch ends. A new folder, which only this user can read, contains the job's script,
+    pickles and logs.
 
     Args:
-        folder: Parent directory of that folder, on a file system that all nodes share. Created if missing.
-        cluster: "slurm", "local" (processes of this host), "debug" (this process, for one rank), or, if None, Slurm if
-            there is one, else "local".
-        parameters: Parameters for submitit's AutoExecutor: nodes= (default 1), timeout_min= (submitit's default is a
-            few minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
+        folder: Parent directory of the new folder, on a file system that all nodes share. It is created if it does not
+            exist.
+        cluster: "slurm", "local" (processes on this host) or "debug" (this process, for one rank). If None, "slurm" if
+            Slurm is available, else "local".
+        parameters: Parameters of submitit's AutoExecutor: nodes= (default 1), timeout_min= (submitit's default is a few
+            minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
 
     Example:
         >>> engine = un.engines.Submitit("jobs", nodes=2, timeout_min=60, cpus_per_task=4, slurm_partition="gpu")
@@ -62,7 +63,8 @@ class Submitit(Engine):
         if size % nodes:
             raise ValueError(f"{size} ranks cannot be divided equally between nodes={nodes}")
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The ranks' pickles contain the secret with which they authenticate each other.
+        # Create a private folder, because the ranks' pickles contain the secret with which ranks authenticate each
+        # other.
         folder = Path(tempfile.mkdtemp(prefix="launch-", dir=self._folder.absolute()))
         executor = submitit.AutoExecutor(folder=folder, cluster=self._cluster)
         executor.update_parameters(**{"nodes": 1, **self._parameters, "tasks_per_node": size // nodes})
@@ -79,7 +81,7 @@ class SubmititJob(Executor):
     Args:
         executor: Submitit's executor.
         size: Number of tasks.
-        folder: Folder for the results of tasks.
+        folder: Folder to which tasks write their results.
     """
 
     def __init__(self, executor: Any, size: int, folder: Path) -> None:
@@ -93,7 +95,7 @@ class SubmititJob(Executor):
         self._watcher = threading.Thread(target=self._watch, name="unisono submitit", daemon=True)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Assign a call to the next task; submit the job with the last one."""
+        """Assign a call to the next task; submit the job once all tasks have a call."""
         self._calls.append(partial(fn, *args, **kwargs))
         future: Future[Any] = Future()
         self._futures.append(future)
@@ -103,7 +105,7 @@ class SubmititJob(Executor):
         return future
 
     def _watch(self) -> None:
-        """Complete futures as result files appear, and when the job ends."""
+        """Complete each future when its result file appears; fail the remaining futures when the job has ended."""
         left = dict(enumerate(self._futures))
         while left and not self._over.wait(_LOOK_EVERY_S):
             over = self._job.done()
@@ -125,7 +127,7 @@ class SubmititJob(Executor):
             )
 
     def end(self) -> None:
-        """Cancel the job if it does not end by itself, and wait a while for its end."""
+        """Wait for the job to end by itself; after a while, cancel it."""
         self._over.set()
         if self._job is None:
             return
@@ -147,7 +149,7 @@ def _result_file(folder: Path, task: int) -> Path:
 
 
 def _run_task(calls: list[Callable[[], Any]], folder: Path) -> None:
-    """Run this task's call in the job, and write its result: submitit reads results only once all tasks have ended."""
+    """Run this task's call and write its result to a file: submitit returns results only when all tasks have ended."""
     task = required("submitit", "submitit").JobEnvironment().global_rank
     result = _result_file(folder, task)
     unfinished = result.with_suffix(".part")

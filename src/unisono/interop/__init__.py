@@ -6,9 +6,9 @@ An existing program then runs unchanged: collectives, DDP, FSDP, sub-groups, che
 passes "cpu:unisono,cuda:nccl". Torch loads the backend itself if unisono is installed; if autoloading is disabled
 (TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
 
-Unlike gloo, this backend lacks `dist.monitored_barrier`, which torch allows only for a backend called gloo (call the
-group's method `monitored_barrier` instead), and the DDP communication hooks that are built into torch's C++ code (those
-in `torch.distributed.algorithms.ddp_comm_hooks` do work).
+Two features of gloo are missing. `dist.monitored_barrier` works only for a backend called gloo; call the group's method
+`monitored_barrier` instead. The DDP communication hooks that are built into torch's C++ code do not work either; use
+those in `torch.distributed.algorithms.ddp_comm_hooks`.
 """
 
 from __future__ import annotations

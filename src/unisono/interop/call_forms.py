@@ -1,4 +1,4 @@
-"""Translates every form in which torch allows a process group's method to be called into `UnisonoGroup`'s form."""
+"""Converts the arguments of every form that torch accepts for a process group's method into `UnisonoGroup`'s form."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _BETWEEN = {
     "reduce_scatter": ("op",),
     "scatter": ("root",),
 }
-"""Parameters between tensors and timeout in the form without an options object, by method."""
+"""For each method, the parameters between the tensors and the timeout in the form without an options object."""
 _DEFAULTS = {"root": 0, "op": dist.ReduceOp.SUM, "timeout": None}
 
 
 class CallForms:
-    """The forms of one method: tensors in lists with an options object, as torch's functions call it, or single tensors
-    with root, operation and timeout as separate arguments, as programs do.
+    """The forms of one method. Torch's functions pass lists of tensors and an options object; programs pass single
+    tensors, with root, operation and timeout as separate arguments.
 
-    Torch's name for a parameter varies between forms (output, outputTensor, output_tensors), so a keyword selects the
-    parameter whose name is a prefix of it.
+    Torch's name for a parameter varies between forms (output, outputTensor, output_tensors). A keyword therefore
+    selects the parameter whose name is a prefix of the keyword.
 
     Attributes:
         lists: Names of the parameters that are lists of tensors.
-        optioned: Whether the method takes options.
+        optioned: Whether the method takes an options object.
     """
 
     def __init__(self, method: Callable[..., object]) -> None:
@@ -75,7 +75,7 @@ class CallForms:
 
 
 def _options(root: Any = 0, op: Any = None, timeout: Any = None) -> SimpleNamespace:
-    """The values under the names of torch's options objects."""
+    """Return an object with the attribute names of torch's options objects."""
     if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType | None):
         raise TypeError(f"op is {op!r}, not a ReduceOp")
     if isinstance(timeout, float):

@@ -37,21 +37,21 @@ _NAMES = {
     "recv_": ("recv", "tensors"),
     "recv_any_source_": ("recv", "tensors"),
 }
-"""By operator: the name in `torch.distributed`, and the argument whose length must be equal on all ranks."""
+"""For each operator, its name in `torch.distributed` and the argument whose length must be equal on all ranks."""
 _UNEVEN = ("all_to_all", "all_to_all_single")
 _LISTS = {"all_gather": "output_tensors", "reduce_scatter": "input_tensors"}
-"""Arguments with a tensor for each rank, whose lengths may differ under NCCL."""
+"""Arguments that are lists of one tensor per rank. NCCL accepts tensors of different lengths in these lists."""
 OPERATIONS = tuple(sorted({name.lower() for name in dist.ReduceOp.RedOpType.__members__}))
 
 
 @cache
 def form_of(operator: Operator) -> Form | None:
-    """Return the form of an operator's calls, or None for an operator unknown to the watch."""
+    """Return the `Form` of an operator's calls, or None if the watch does not know the operator."""
     return Form(operator) if operator.name in _NAMES else None
 
 
 class Form:
-    """Which arguments of one operator's calls are compared.
+    """The arguments of one operator's calls that are compared between ranks.
 
     Attributes:
         operation: Name in `torch.distributed`.
@@ -73,12 +73,12 @@ class Form:
         return self.operation == "monitored_barrier" or not self._operator.asynchronous(args)
 
     def timeout_s(self, args: tuple[Any, ...]) -> float | None:
-        """Return the call's own timeout in seconds; None if the group's applies."""
+        """Return the call's own timeout in seconds, or None if the group's timeout applies."""
         timeout_ms = self._operator.value(args, "timeout", -1)
         return None if timeout_ms < 0 else timeout_ms / 1000
 
     def message(self, args: tuple[Any, ...], members: Sequence[int]) -> str | None:
-        """Return a description of a message, for reports; None for a collective. `members` are the group's ranks."""
+        """Describe a point-to-point message for reports; None for a collective. `members`: the group's ranks."""
         tag = self._operator.value(args, "tag")
         if tag is None:
             return None
@@ -87,7 +87,7 @@ class Form:
         return f"{way} {'any rank' if peer is None else f'rank {members[peer]}'}, tag {tag}"
 
     def op(self, args: tuple[Any, ...]) -> str | None:
-        """Return the name of the reduce operation, or None if there is none, or torch hides it."""
+        """Return the reduce operation's name, or None if the call has none or this version of torch hides it."""
         kind = self._operator.kind(args)
         return None if kind is None else kind.name.lower()
 
@@ -105,7 +105,7 @@ class Signature(NamedTuple):
     """The values of a call that are compared between ranks and shown in reports.
 
     Attributes:
-        same: Hash of the values that must be equal.
+        same: Hash of the values that must be equal on all ranks.
         fingerprint: All values, with call number 0.
     """
 
@@ -139,7 +139,7 @@ def signature_of(form: Form, args: tuple[Any, ...], op: str | None, place: Place
         shape=tuple(tensors[0][0]) if len(tensors) == 1 else None,
         site=place,
     )
-    # An unknown reduce operation (hidden by torch) matches any other.
+    # Hash without the reduce operation: torch may hide it, and a hidden operation must match every other.
     return Signature(hash_of(fingerprint._replace(op=None).compared()), fingerprint)
 
 
@@ -166,5 +166,5 @@ def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int
 
 
 def unseen() -> list[str]:
-    """Return the operators missing from this version of torch; calls to them, if any, go unseen."""
+    """Return the known operators that this version of torch lacks. If torch renamed one, its calls are not watched."""
     return [name for name in _NAMES if not hasattr(torch.ops.c10d, name)]

@@ -1,4 +1,4 @@
-"""Watches torch's process groups on one rank: reports each call to the monitor, and raises the errors it finds."""
+"""Watches torch's process groups on one rank: reports each call to the monitor, and raises the errors that it finds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["EXIT_STATUS", "Watch", "watch", "watch_at_init"]
 _Check = Literal["after", "before"]
 
 EXIT_STATUS = 70
-"""Exit status of a rank that the watch ends because it does not return from a call, or makes no more calls."""
+"""Exit status of a process that the watch terminates because it is stuck in a call or makes no more calls."""
 
 _MEET_WITHIN_S = 60.0
 _SHARE = 0.9
@@ -71,7 +71,7 @@ class _WatchedGroup:
         size: Number of its ranks.
         text: Name in errors.
         calls: Number of collectives called.
-        activity: Activity for hang reports.
+        activity: The calls in progress, for hang reports.
     """
 
     def __init__(self, index: int, group: Group, text: str) -> None:
@@ -83,16 +83,16 @@ class _WatchedGroup:
 
 
 class Watch:
-    """Watch over this process's process groups, created by `watch`. As a context manager, it closes on exit.
+    """The watch over this process's process groups, created by `watch`. As a context manager, it closes on exit.
 
     An error that propagates out of the context manager is reported to the other ranks.
 
     Args:
         control: Connection to the monitor.
-        group: The ranks that watch together.
-        ranks: Their ranks in torch's default group.
+        group: The watched ranks.
+        ranks: Ranks of the watched processes in torch's default group.
         check: As for `watch`.
-        limit_s: Seconds after which missing ranks are reported; None for nine tenths of each group's own timeout.
+        limit_s: Seconds after which missing ranks are reported; None for nine tenths of each group's timeout.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Watch:
         self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._cause: Cause | None = None
-        # Set once the cause is printed: a process that ends because of it must not end before that.
+        # Set once the cause is printed. A process that exits because of the cause must print it first.
         self._reported = threading.Event()
-        # This rank's threads that are in a call, and whether one of them has raised the watch's error.
+        # The number of this rank's threads that are in a call, and whether a thread has raised the watch's error.
         self._inside = 0
         self._raised = False
 
     def close(self) -> None:
-        """End the watch. Once one rank has done so, calls are no longer compared on any rank. Idempotent."""
+        """End the watch. Once one rank has closed it, calls are no longer compared on any rank. Idempotent."""
         with contextlib.suppress(CommError):
             self._control.tell("finish")
         self._close()
@@ -182,7 +182,7 @@ class Watch:
             raise
         except RuntimeError as error:
             self._explain(error, form, where, number)
-            # The caller may catch it and continue; other ranks then need not make this call.
+            # The caller may catch the error and continue, so tell the monitor not to expect this call from other ranks.
             with contextlib.suppress(CommError):
                 self._control.tell("abandon", where.index, number)
             raise
@@ -199,9 +199,10 @@ class Watch:
         args: tuple[Any, ...],
         limit_s: float | None,
     ) -> tuple[int, Fingerprint, bytes] | None:
-        """Report a call, unless it must be compared first. Return its number, its description, and the report.
+        """Report a call, unless it must be compared first. Return its number, its fingerprint and the encoded report.
 
-        None for a message, which is only noted, and for a call on tensors without memory, which is not made.
+        Returns None for a point-to-point message, which is only noted locally, and for a call on meta tensors, which
+        transfers nothing.
         """
         places = callers_places()
         if message := form.message(args, where.activity.group.members):
@@ -209,16 +210,16 @@ class Watch:
             return None
         op = form.op(args)
         key = (form.key(args), places, op, where.size)
-        # Under the lock, so that a group's reports are in the order of its calls.
+        # Number and report the call under one lock, so that a group's reports arrive in the order of its calls.
         with self._lock:
             index, signature = self._signatures.get(key) or self._describe(key, form, args)
             if signature.fingerprint.device == "meta":
-                # A compiler, or a fake tensor mode, only works out a call's result, perhaps on this rank alone.
+                # A compiler or FakeTensorMode only infers the result's shape, and may do so on this rank alone.
                 return None
             where.calls += 1
             number = where.calls
             self._threads.add(threading.get_ident())
-            # A rank is stuck in a call unless it has other threads, or the call has a timeout.
+            # This call blocks the rank completely if the rank has no other threads and the call has no timeout.
             stuck = limit_s is None and len(self._threads) == 1
             content = CALL.pack(where.index, number, signature.same, index, _CODES[op], stuck)
             if not self._before:
@@ -226,7 +227,7 @@ class Watch:
         return number, signature.fingerprint, content
 
     def _introduce(self, name: str, pg: dist.ProcessGroup) -> _WatchedGroup | None:
-        """Start watching a group; return None if that is impossible, such as when some of its ranks are not watched."""
+        """Start watching a group, or return None if it cannot be watched, for example if some ranks are not watched."""
         known = pg in dist.distributed_c10d._world.pg_map and dist.get_backend(pg) not in _NOT_WATCHED
         members = dist.get_process_group_ranks(pg) if known else []
         with self._lock:
@@ -247,7 +248,7 @@ class Watch:
         return found
 
     def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
-        """Send a signature to the monitor; later reports refer to it by index."""
+        """Send a signature to the monitor; later reports refer to the signature by index."""
         if len(self._signatures) == _MOST_SIGNATURES:
             # The monitor drops signatures whose indices are reused.
             self._signatures.clear()
@@ -258,9 +259,9 @@ class Watch:
         return found
 
     def _compare(self, content: bytes, limit_s: float | None, place: dict[str, Any]) -> None:
-        """Wait until all ranks make this call, or for `limit_s`.
+        """Wait until all ranks make this call, but at most `limit_s` seconds.
 
-        With asynchronous calls, other ranks may legitimately use a different order.
+        The limit is needed because ranks may legitimately make asynchronous calls in different orders.
         """
         try:
             self._control.compare(content, limit_s)
@@ -271,15 +272,16 @@ class Watch:
             raise error.locate(**place) from None
 
     def _explain(self, error: RuntimeError, form: Form, where: _WatchedGroup, number: int) -> None:
-        """Raise another rank's failure if it caused the error in a call."""
-        # A monitored barrier that fails closes connections between ranks that are still alive.
+        """If another rank's failure caused the error in a call, raise that failure."""
+        # A failed monitored barrier closes connections between ranks that are alive, so its error does not mean a lost
+        # peer.
         if follows(error) and form.operation != "monitored_barrier":
             self._await_cause(error, form.operation)
         if self._cause is not None:
             self._raise(form, where, number, error)
 
     def _await_cause(self, error: BaseException, operation: str) -> None:
-        """Report an error that may follow from a failure elsewhere, and wait until that is known."""
+        """Report an error that another rank's failure may have caused, and wait for a report of that failure."""
         message = f"rank {self._group.rank} failed in {operation}: {type(error).__name__}: {text_of(error)}"
         with contextlib.suppress(CommError):
             self._control.report_failure(self._group, Cause("PeerLostError", self._group.rank, message))
@@ -300,10 +302,10 @@ class Watch:
         }
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Wait for another rank's failure that may have caused the error that ends this one.
+        """If an error ends this process, wait for a report of another rank's failure that may have caused it.
 
-        If a difference is found only after a program's last call, the program cannot raise it any more, but must not
-        end as if its result were right.
+        If ranks' calls differed but the program has made its last call, the program can no longer raise the error. Exit
+        with an error status, because its result may be wrong.
         """
         if error is None and not self._raised and self._cause is not None and self._cause.kind == "MismatchError":
             self._end("has finished")
@@ -313,7 +315,7 @@ class Watch:
 
     # -- failures ------------------------------------------------------------------------------
     def failed(self, cause: Cause) -> None:
-        """Handle a failure reported by the monitor: print it, and make sure that this rank ends."""
+        """Handle a failure reported by the monitor: print it, and make sure that this process raises it or exits."""
         if self._control.server_lost:
             _say(f"the watch has ended, and calls are no longer compared: {cause.message}")
             self._groups = dict.fromkeys(self._groups)
@@ -326,7 +328,7 @@ class Watch:
         spawn_thread(self._end_soon, "unisono end of a watched rank")
 
     def _end_soon(self) -> None:
-        """End this process unless a thread raises the failure soon: all may wait in C++ or make no more calls."""
+        """Exit unless a thread raises the failure soon: all threads may be blocked in C++, or make no more calls."""
         began = clock.now()
         while not self._raised:
             waited_s = clock.now() - began
@@ -345,27 +347,27 @@ class Watch:
 def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", timeout: Timeout | None = None) -> Watch:
     """Compare the ranks' calls on torch's own process groups, and report differences. Collective.
 
-    Call it after `init_process_group`, on every rank of the group. The backend remains the same. Calls from Python and
-    from DDP's C++ code and functional collectives are all seen.
+    Call this function after `init_process_group`, on every rank of the group. The backend does not change. The watch
+    sees calls from Python and from DDP's C++ code, and functional collectives.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        group: The ranks that take part; the default group if None. All groups among these ranks are watched, including
-            groups created later.
+        group: The ranks that take part; the default group if None. All groups that contain only these ranks are
+            watched, including groups created later.
         check: "after": a separate process compares the calls while they run, so no call waits. If calls differ, each
-            rank prints an error, and raises it at its next call; a rank that does not get that far exits with status
-            70. "before": a call waits until all ranks have made the same call, and only then runs; an asynchronous call
+            rank prints an error and raises it in its next call; a rank that makes no further call exits with status 70.
+            "before": a call waits until all ranks have made the same call, and only then runs; an asynchronous call
             waits for at most 0.05 s.
         timeout: Seconds, or a `timedelta`, after which missing ranks are reported; by default nine tenths of each
-            group's own timeout.
+            group's timeout.
 
-    Returns: The watch; its `close` ends it.
+    Returns: The watch; call its `close` to end it.
 
     Raises:
-        ValueError: There is no default group, `check` or `timeout` is invalid, the process is already watched or not in
-            the group, or the group's backend cannot be watched.
-        CommTimeoutError: Not all ranks of the group called it within a minute.
+        ValueError: There is no default group; `check` or `timeout` is invalid; the process is already watched or not in
+            the group; or the group's backend cannot be watched.
+        CommTimeoutError: Not all ranks of the group called `watch` within a minute.
 
     Example:
         >>> watched = un.interop.watch()
@@ -402,7 +404,7 @@ def _seen(operator: Operator, pg: dist.ProcessGroup, make: Callable[[], Any], ar
 
 
 def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s: float | None) -> Watch:
-    """Start the monitor on the first rank, and connect to it."""
+    """Start the monitor on the group's first rank, and connect to it from every rank."""
     size = len(ranks)
     here = host_identity()
     publish(store, f"rank {rank}", here)
@@ -416,16 +418,16 @@ def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s
     control = CallControl((in_zone_of(host, master), port), secret, _MEET_WITHIN_S, rank=rank)
     made = Watch(control, Group.world(rank, size, name), ranks, check, limit_s)
     control.attend(Group.world(rank, size, name), made.failed, os.getpid() if its == here else 0)
-    # The monitor only notices missing ranks that have connected once, so all must connect before the first call.
+    # The monitor only notices the loss of ranks that have connected, so all ranks must connect before the first call.
     control.exchange(Group.world(rank, size, name), "watch", check, _MEET_WITHIN_S)
-    # Registered after the connection, so that it closes first.
+    # Exit handlers run in reverse order: register the watch after the connection, so that the watch closes first.
     close_at_exit(made)
     invalidate_after_fork(made)
     return made
 
 
 def _line(places: tuple[Place, Place]) -> str | None:
-    """Return the line of a call, and the user's line if that called an installed package."""
+    """Return the source line of a call, and also the user's line if an installed package made the call."""
     place, users = map(site_text, places)
     return place if place == users else f"{place}, called by {users}"
 
@@ -440,7 +442,7 @@ def _timeout_s(pg: dist.ProcessGroup) -> float:
 
 def _say(text: str) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        # In one write, so that output from several ranks does not interleave.
+        # Use a single write, so that the output of several ranks does not interleave.
         sys.stderr.write(f"unisono watch: {text}\n")
         sys.stderr.flush()
 
@@ -449,7 +451,7 @@ def watch_at_init(setting: str) -> None:
     """Make `init_process_group` call `watch`, as requested by UNISONO_WATCH in the environment.
 
     Args:
-        setting: "after" or "before"; anything else means "after". UNISONO_WATCH_TIMEOUT holds the timeout in seconds.
+        setting: "after" or "before"; any other value means "after". UNISONO_WATCH_TIMEOUT sets the timeout in seconds.
     """
     check: _Check = "before" if setting == "before" else "after"
     timeout = os.environ.get("UNISONO_WATCH_TIMEOUT")
@@ -459,7 +461,7 @@ def watch_at_init(setting: str) -> None:
     def init_process_group(*args: Any, **keywords: Any) -> None:
         original(*args, **keywords)
         if _watch is not None:
-            # Left over from a default group that has been destroyed.
+            # This watch is left over from a default group that has been destroyed.
             _watch.close()
         if dist.get_backend() in _NOT_WATCHED or dist.get_world_size() == 1:
             return

@@ -1,4 +1,4 @@
-"""Codecs for torch's DistributedDataParallel, as communication hooks.
+"""Communication hooks that use unisono's codecs in torch's DistributedDataParallel.
 
 from unisono.interop import comm_hooks
 ddp.register_comm_hook(None, comm_hooks.averaging(un.compression.bf16, comm))
@@ -27,11 +27,12 @@ _Kind = tuple[torch.dtype, tuple[torch.Size, ...]]
 
 
 def averaging(codec: Spec, comm: Communicator) -> Hook:
-    """Return a hook that averages DDP's buckets with a codec while backward runs. One hook per model.
+    """Return a hook that averages DDP's buckets with a codec during the backward pass. Use one hook per model.
 
     Collective: creates a communicator of the same ranks for the hook, and a thread that averages one bucket after
-    another. Both are closed with `comm`, so close `comm` after training. Each bucket has its own codec. DDP rebuilds
-    its buckets after the first step, which drops the error feedback accumulated until then.
+    another. Closing `comm` also closes the communicator and the thread, so close `comm` after training. Each bucket has
+    its own codec. DDP rebuilds its buckets after the first training step, which drops the error feedback accumulated
+    until then.
 
     Args:
         codec: A codec, a class or function that creates one, or a codec's name.
@@ -53,8 +54,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
     pattern = resolve(codec)
     own = comm.dup()
     own.allow_any_thread()
-    # A single thread, so that buckets are averaged in the order in which DDP fills them, which is the same on all
-    # ranks.
+    # Use a single thread, so that every rank averages its buckets in the same order: the order in which DDP fills them.
     thread = ThreadPoolExecutor(1, "unisono comm hook")
     codecs: dict[int, tuple[_Kind, Codec]] = {}
 
@@ -68,14 +68,14 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         sizes = [gradient.shape for gradient in bucket.gradients()]
         chosen = codec_for(bucket.index(), (flat.dtype, tuple(sizes)))
         if flat.device.type in ACCELERATORS:
-            # Runs immediately, on the stream that filled the buffer.
+            # On accelerators, average immediately, on the stream that filled the buffer.
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device])
             done.set_result(_average(chosen, flat, own, sizes))
             return done
         return _in_thread(thread, lambda: _average(chosen, flat, own, sizes))
 
     comm.after_close(lambda: thread.shutdown(wait=True))
-    # Set as types, because torch compares them with types, and this module's annotations are strings.
+    # Torch compares these annotations with types, but annotations in this module are strings, so set the types here.
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     hook.__name__ = hook.__qualname__ = f"unisono.{pattern.name}"
     return hook
@@ -90,7 +90,7 @@ def _average(codec: Codec, flat: torch.Tensor, comm: Communicator, sizes: Sequen
 def _in_thread(thread: ThreadPoolExecutor, action: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
     """Return a future for the action's result.
 
-    Errors are converted to torch's class with our text, so that C++ recognises them.
+    Torch converts an error to its own class but keeps our text, so that its C++ code can handle the error.
     """
     ended: torch.futures.Future[None] = torch.futures.Future()
     try:

@@ -1,4 +1,4 @@
-"""A group's backends for other devices, as in "cpu:unisono,cuda:nccl": torch's own."""
+"""Torch's own backends for a group's tensors on other devices, as in "cpu:unisono,cuda:nccl"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_di
 
 _OPTIONS = tuple(kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options"))
 
-# Names of methods in older versions of torch.
+# Names of these methods in older versions of torch.
 _OLDER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -42,19 +42,20 @@ _OLDER = {
 
 
 class DeviceBackends:
-    """Torch's groups with the same ranks for other devices, each created when a tensor first needs it.
+    """Torch process groups of the same ranks, one for each device type except the CPU, created on first use.
 
-    Torch drops all other backends if one is a Python group, so they are kept here.
+    If one backend of a group is a Python process group, torch drops the group's other backends. This object keeps them.
 
     Args:
-        group: The whole group, under which torch stores the configuration.
-        store: Store for this group alone.
-        timeout: Timeout of operations on them.
-        options: The user's options for them, if any.
+        group: The unisono group; torch stores the backend configuration under it.
+        store: Store used only by this group.
+        timeout: Timeout of operations on the created groups.
+        options: The user's options for the created groups, or None.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
-        # Weak, because the group holds this object, and a cycle would outlive its last user.
+        # A weak reference, because the group holds this object: a reference cycle would keep the group alive after its
+        # last user.
         self._group_ref = weakref.ref(group)
         self._store = store
         self._timeout = timeout
@@ -74,17 +75,17 @@ class DeviceBackends:
         return self._group in dist.distributed_c10d._world.pg_backend_config
 
     def names(self) -> dict[str, str]:
-        """The backend of each of the other devices; torch's defaults until torch has set the configuration."""
+        """Return each device's backend, except the CPU's; torch's defaults until torch has set the configuration."""
         if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
         pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return {kind: name for kind, name in pairs if kind != "cpu"}
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
-        """Return a device's group; raise `ValueError` if the configuration has none, `UnavailableError` with hooks."""
+        """Return a device's group; raise `ValueError` if none is configured, `UnavailableError` if there are hooks."""
         kind = device.type
         if self.has_hooks:
-            # Its hooks would not be called, because they belong to `through`.
+            # The hooks are registered with `through`, so a call on a device's group would not run them.
             raise UnavailableError(f"a group with hooks carries tensors on the CPU alone, not on {device}")
         if kind not in self._made:
             names = self.names()
@@ -98,14 +99,14 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A C++ group with the same ranks that calls operators, which make their calls on the whole group."""
+        """A C++ group of the same ranks. Its methods call torch's operators, which in turn call the unisono group."""
         group = self._group
         made = self._named(dist.ProcessGroup(self._store, group.rank(), group.size()))
         take_calls(made, group)
         return made
 
     def hooked(self) -> Any:
-        """Return `through`, and route calls through it from now on so that its hooks run; see `Carrier`.
+        """Return `through`, and route all later calls through it so that its hooks run; see `Carrier`.
 
         Raises `UnavailableError` before torch 2.14.
         """
@@ -114,7 +115,8 @@ class DeviceBackends:
         if not self.has_hooks:
             with_backend(self.through, self._group)
             pass_on(self.through)
-            # Torch's flight recorder takes the name from the backend, which gets it from its group.
+            # Torch's flight recorder reads the group's name from the backend, and the backend receives it from its
+            # group.
             self._named(self.through)
             self.has_hooks = True
         return self.through
@@ -131,7 +133,7 @@ class DeviceBackends:
         backend_type = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
         backend = self._backend(name, store, rank, size)
         if isinstance(backend, dist.ProcessGroup):
-            # The backend is itself a Python group.
+            # The plug-in returned a Python process group, which can be used directly.
             return backend
         made = dist.ProcessGroup(store, rank, size)
         made._set_default_backend(backend_type)
@@ -160,12 +162,12 @@ class DeviceBackends:
         return plugin.creator_fn(backend_options, self._options)
 
     def shutdown(self) -> None:
-        """Shut down all of these groups."""
+        """Shut down the groups for all other devices."""
         for made in self._made.values():
             made.shutdown()
 
     def abort(self) -> None:
-        """Abort all of these groups."""
+        """Abort the groups for all other devices."""
         for made in self._made.values():
             made.abort()
 
@@ -182,13 +184,13 @@ _EVENTS = {
     "alltoall": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
-"""Names of profiler events by method, the same as gloo's."""
+"""The profiler event name of each method; gloo uses the same names."""
 
 
 def by_device(method: Callable[..., R]) -> Callable[..., R]:
-    """Accept every form of a call; forward calls with another device's tensors to that device's group.
+    """Wrap a method to accept every call form, and to forward calls on other devices' tensors to those devices' groups.
 
-    Other calls appear as events in torch's profiler. The event of an asynchronous call ends when the call returns.
+    Calls on CPU tensors appear as events in torch's profiler. An asynchronous call's event ends when the call returns.
     """
     event = f"unisono:{_EVENTS.get(method.__name__, method.__name__)}"
     forms = CallForms(method)
@@ -208,14 +210,13 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             # Under `_DisableTorchDispatch`, modes and subclasses are bypassed.
             seen = self.others.has_hooks or ((handled or modes()) and not _excluded(_PYTHON))
         else:
-            # A fake or meta tensor needs no backend, but uses the group's backend for its device.
+            # A fake or meta tensor needs no backend, but if the group has one for its device, use that.
             seen = (handled or kind == "meta") and kind not in self.others.names()
         if seen and not CALLS.making:
             through = self.others.through
             with CALLS.kept() as works:
                 ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
-            # With hooks, C++ returns a work that can only wait for ours, so return ours. For fake tensors there is
-            # none.
+            # With hooks, C++ returns a work that can only wait for our work, so return ours. Fake tensors have no work.
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:
@@ -238,12 +239,12 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
 
 
 def _present(group: dist.ProcessGroup, name: str) -> str:
-    """Return a method's name in this version of torch."""
+    """Return the method's name in the installed version of torch."""
     return name if hasattr(group, name) else _OLDER[name]
 
 
 def _given(arguments: Sequence[object]) -> list[torch.Tensor]:
-    """Return a call's input tensors: its second argument if that holds tensors, else its first."""
+    """Return a call's input tensors: the second argument if it holds tensors, else the first."""
     return _tensors(next((part for part in reversed(arguments[:2]) if isinstance(part, torch.Tensor | list)), []))
 
 

@@ -1,12 +1,12 @@
-"""Intercepts calls on process groups in torch's dispatcher, where torch's own tools see them.
+"""Intercepts process-group calls in torch's dispatcher, where torch's own tools can see the calls.
 
 All callers of a C++ group, such as `dist.all_reduce`, DDP's reducer or a functional collective, call an operator such
-as `c10d::allreduce_`. Our kernel for the key `BackendSelect`, which is above the kernels of all devices and below
-autograd, modes and FakeTensor, receives each call with all its arguments and forwards it.
+as `c10d::allreduce_`. Our kernel is registered for the dispatch key `BackendSelect`, which comes after autograd, modes
+and FakeTensor but before the kernels of all devices. It receives each call with all its arguments and forwards it.
 
-A Python group is called directly, which is faster but invisible to these tools. A call that must be visible is instead
-made on a C++ group without a backend, which calls the operator; our kernel then makes the call on the Python group.
-Programs may also call operators themselves, as graphs traced by torch do.
+A Python group is called directly, which is faster, but torch's tools do not see the call. If they must see it, the call
+is made on a C++ group without a backend instead. That group calls the operator, and our kernel then calls the Python
+group. Programs may also call operators themselves, as graphs traced by torch do.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["CALLS", "Operator", "first_tensor", "pass_on", "result_of", "take_ca
 
 _KEY = torch._C.DispatchKey.BackendSelect
 _PLAIN = ("output_split_sizes", "input_split_sizes", "dst", "src", "tag")
-"""Arguments after the group that methods take one by one, not in their options."""
+"""Arguments after the group that methods take as separate arguments, not in their options object."""
 _METHODS = (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
 )  # fmt: skip
-"""Methods with a reduce operation."""
+"""Methods that take a reduce operation."""
 
 
 def first_tensor(arguments: Sequence[object]) -> torch.Tensor | None:
@@ -48,11 +48,11 @@ def first_tensor(arguments: Sequence[object]) -> torch.Tensor | None:
 
 
 class _Calls(threading.local):
-    """State of the calls that a thread is in.
+    """Per-thread state of the calls in progress.
 
     Attributes:
         making: Whether the thread is making a call whose operator has already been called.
-        kind: Reduce operation passed by the call from Python, for versions of torch whose operators hide it.
+        kind: Reduce operation that the Python caller passed, for versions of torch whose operators hide it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Calls(threading.local):
 
     @contextmanager
     def kept(self) -> Iterator[list[Any]]:
-        """Yield the works created inside. C++ returns the same work object only while Python holds a reference."""
+        """Yield the works created in the block. C++ returns the same work object only while Python refers to it."""
         works: list[Any] = []
         self._works.append(works)
         try:
@@ -71,7 +71,7 @@ class _Calls(threading.local):
             self._works.pop()
 
     def make(self, group: Any, name: str, args: Sequence[Any]) -> Any:
-        """Make a call on one of our groups, for an operator that the group has called."""
+        """Call one of our groups on behalf of an operator that the group has already called."""
         self.making = True
         try:
             work = getattr(group, name)(*args)
@@ -86,10 +86,10 @@ CALLS = _Calls()
 
 
 class Operator:
-    """A torch operator and the positions of its arguments; some of the last arguments differ between versions of torch.
+    """A torch operator and the positions of its arguments. The last few arguments depend on the version of torch.
 
     Attributes:
-        name: Without its namespace.
+        name: Name without the namespace.
         places: Position of each argument, by name.
         group: Position of the process group.
     """
@@ -104,7 +104,7 @@ class Operator:
         self._method = {"recv_any_source_": "recv_anysource"}.get(self.name, self.name.removesuffix("_"))
 
     def value(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
-        """Return an argument by name. Trailing defaults are not passed."""
+        """Return an argument by name, or `default`: torch omits trailing arguments that have their default value."""
         place = self.places.get(name, len(args))
         return args[place] if place < len(args) else default
 
@@ -113,18 +113,19 @@ class Operator:
         return bool(self.value(args, "async_op", self.value(args, "asyncOp", True)))
 
     def kind(self, args: Sequence[Any]) -> Any:
-        """Return the reduce operation, or None if there is none, or if this version of torch hides it."""
+        """Return the reduce operation, or None if the call has none or this version of torch hides it."""
         boxed = self.value(args, "reduce_op")
         if boxed is None or _HIDDEN:
             return CALLS.kind
         return dist.ReduceOp.RedOpType(boxed.op())
 
     def made(self, call: Callable[[str, Sequence[Any]], Any], args: Sequence[Any]) -> Any:
-        """Make the call on one of our groups, through a function that takes the method's name and arguments.
+        """Make an operator's call on one of our groups, using `call`, which takes the method's name and arguments.
 
         Returns: What the operator returns.
 
-        Raises `UnavailableError` if this version of torch hides the reduce operation of a call on the operator itself.
+        Raises `UnavailableError` if a program called the operator itself and this version of torch hides the reduce
+        operation.
         """
         limit = timedelta(milliseconds=self.value(args, "timeout", -1))
         if self.name == "monitored_barrier_":
@@ -146,31 +147,31 @@ class Operator:
                 device=args[0].device if self.name == "barrier" else None,
             )
             given.append(options)
-        # Every operator takes its tensors first, like our methods, and then the group. Only the barrier operator takes
-        # a tensor that our method does not take.
+        # Every operator takes its tensors first, as our methods do, and then the group. Only the barrier operator has a
+        # tensor argument that our method lacks.
         tensors = () if self.name == "barrier" else args[: self.group]
         boxed = call(self._method, [*tensors, *given]).boxed()
         return boxed if self._returns == 1 else (args[0], boxed)
 
 
 _HIDDEN = not hasattr(torch.classes.c10d.ReduceOp(), "op")
-"""Whether this version of torch hides reduce operations from Python where they are arguments of operators."""
+"""Whether this version of torch hides an operator's reduce operation from Python."""
 
 _Seen = Callable[[Operator, Any, Callable[[], Any], tuple[Any, ...]], Any]
 _seen: _Seen | None = None
-# Our groups, keyed by the identity of the object that operators are called on: the group itself, or a C++ group with
-# the same lifetime.
+# Our groups. The key is the `id` of the group that operators are called on: our group itself, or a C++ group with the
+# same lifetime.
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# Kept alive, because the registration ends when the library object is garbage-collected.
+# Keep the library object alive: garbage-collecting it would undo its registrations.
 _libraries: list[torch.library.Library] = []
 _lock = threading.Lock()
 
 
 def take_calls(called: dist.ProcessGroup, group: Any) -> None:
-    """From now on, make operator calls on a process group on one of our groups instead. Idempotent.
+    """Redirect operators called on a process group to one of our groups from now on. Idempotent.
 
     Args:
-        called: Our group, or a C++ group that only our group holds.
+        called: The group that operators are called on: our group, or a C++ group that only our group refers to.
         group: Our group.
     """
     _groups[id(called)] = group
@@ -178,14 +179,14 @@ def take_calls(called: dist.ProcessGroup, group: Any) -> None:
 
 
 def pass_on(called: dist.ProcessGroup) -> None:
-    """Let a C++ group's own backend make the calls again."""
+    """Undo `take_calls` for a C++ group, so that its own backend handles its calls again."""
     del _groups[id(called)]
 
 
 def _install() -> None:
     """Put our kernels in front of torch's for the rest of the process. Idempotent.
 
-    Done only when somebody needs them, because they add a few microseconds to each call on a C++ group.
+    Call this only when the kernels are needed: they add a few microseconds to each call on a C++ group.
     """
     with _lock:
         if _libraries:
@@ -203,7 +204,7 @@ def _install() -> None:
 
 
 def watch_with(seen: _Seen) -> None:
-    """Pass all future calls on C++ groups to a function.
+    """Pass all later calls on C++ groups to a function.
 
     Args:
         seen: Function that takes the operator, the group, a function that makes the call, and the arguments, and
@@ -227,8 +228,8 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             return passed_on() if _seen is None else _seen(operator, called, passed_on, args)
         first = first_tensor(args)
         if first is not None and first.is_meta:
-            # Meta tensors (FakeTensorMode turns its tensors into these) have no elements, so torch's kernels do
-            # nothing.
+            # Meta tensors have no elements, so let torch's kernels handle them: they do nothing. FakeTensorMode
+            # converts its tensors to meta tensors.
             return passed_on()
         if called is group:
             return operator.made(lambda name, own: getattr(group, name)(*own), args)
@@ -240,7 +241,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
 def _noting_kind(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def noted(*args: Any, **keywords: Any) -> Any:
-        # Torch's own functions pass their options last.
+        # Torch's own functions pass the options object last.
         given = (*args, *keywords.values())[::-1]
         options = next((each for each in given if hasattr(each, "reduceOp") or isinstance(each, _OPS)), None)
         op = getattr(options, "reduceOp", options)

@@ -1,4 +1,4 @@
-"""Adds the words of torch's errors to ours, because programs that restart after failures search for those words."""
+"""Adds the wording of torch's errors to ours, because programs that restart after failures search for torch's words."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def add_torch_words(error: CommError) -> None:
         words = f"Timed out waiting; timed out after {limit}; wait timeout after {limit}"
     else:
         return
-    # Two waiters may get the same error, and a report to other ranks repeats the message.
+    # Add the words only once: two waiters may get the same error, and a report to other ranks repeats the message.
     if _MARK not in error.message:
-        # Each rank's activity is in the lines after the first.
+        # The first line is the message itself; the lines after it list each rank's activity.
         sentence, *report = error.message.split("\n")
         error.message = "\n".join([f"{sentence} {_MARK}{words}]", *report])
 
 
 @contextmanager
 def torch_words() -> Iterator[None]:
-    """Add torch's words to an error that leaves the block. Calls with a tensor catch it themselves, which is faster."""
+    """Add torch's words to an error that leaves the block. Tensor calls catch errors themselves, which is faster."""
     try:
         yield
     except CommError as error:

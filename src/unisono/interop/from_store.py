@@ -1,4 +1,4 @@
-"""Communicators for the ranks of a torch group, which get the control plane's address from torch's store."""
+"""Communicators for the ranks of a torch group. The ranks get the control plane's address from torch's store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _REACH_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """Result of joining, on this rank.
+    """This rank's objects after joining a group.
 
     Attributes:
         comm: The communicator, usable from any thread.
@@ -52,7 +52,7 @@ class JoinedGroup:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> JoinedGroup:
-    """Join the other ranks of a new torch group. Every rank calls this, with a store used only for this group.
+    """Join the other ranks of a new torch group. Every rank calls this, with a store that only this group uses.
 
     Rank 0 hosts a control plane and publishes its address and a fresh secret in the store, so any process that can read
     the store can join.
@@ -73,7 +73,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
             held.release()
         raise
     if rank == 0:
-        # All ranks have read it, and a later group with the same name must not find it.
+        # All ranks have read the address. Delete it, so that a later group with the same name does not read it.
         with contextlib.suppress(RuntimeError):
             for key in (_ADDRESS_KEY, *map(_rank_key, range(size))):
                 store.delete_key(key)
@@ -83,12 +83,12 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
 def _join(
     store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions, held: Lease | None
 ) -> JoinedGroup:
-    """Connect to the address that rank 0 publishes, and join the others there."""
+    """Connect to the address that rank 0 publishes, and join the other ranks through it."""
     published = read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
     if published[0] == _FAILED:
         raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
     _, host, port, secret, name, transport = published
-    # It is already listening.
+    # Rank 0 is already listening, so a short limit for reaching it is enough.
     control = SocketControl(
         (in_zone_of(host, os.environ.get("MASTER_ADDR", "")), port),
         secret,
@@ -128,7 +128,7 @@ def _joined(
 
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
-    """Collect the ranks' hosts on rank 0, choose the transport, and publish the address or the error."""
+    """On rank 0, collect the ranks' hosts, choose the transport, and publish the address or the error."""
     reports = [read(store, _rank_key(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
     hosts, obstacles, builds, requested = zip(*reports, strict=True)
     try:
@@ -170,7 +170,7 @@ def _rank_key(rank: int) -> str:
 
 def publish(store: dist.Store, key: str, value: object) -> None:
     """Set a key of a torch store to a value of `unisono.serialization`."""
-    # Stores accept bytes as well, although torch's annotations do not say so.
+    # Stores also accept bytes, although torch's annotation names only `str`.
     store.set(key, serialization.encode(value))  # type: ignore[arg-type]
 
 
@@ -178,7 +178,7 @@ def read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
     """Return the value of a key as soon as a rank has published it.
 
     Raises:
-        CommTimeoutError: No rank published it in time; `missing` names the rank.
+        CommTimeoutError: The key was not published in time; `missing` names the rank that should have published it.
     """
     try:
         store.wait([key], timedelta(seconds=timeout_s))

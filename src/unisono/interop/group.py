@@ -1,4 +1,4 @@
-"""The process group that torch sees: identity, collectives and messages on a communicator, and lifetime."""
+"""The process group that torch uses: a torch `ProcessGroup` over a unisono communicator."""
 
 from __future__ import annotations
 
@@ -46,27 +46,28 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# The methods are torch's, except for names and optional arguments, which torch annotates differently.
+# The methods override torch's, but torch annotates other parameter names and optional arguments, so hide the base
+# class.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
-    """Torch process group over a unisono communicator. Torch creates it; see `register`.
+    """Torch process group that uses a unisono communicator. Torch creates it; see `register`.
 
-    Callable from any thread, including autograd's. Python callers and torch's C++ code look up methods by name; some
-    names are used by only one of the two.
+    Any thread may call it, including autograd's. Python callers and torch's C++ code look up methods by name. Some
+    names exist only for Python callers, and some only for C++.
 
-    Objects that may outlive the group, such as a work, must not refer to it: a dropped group leaves the other ranks
-    immediately.
+    Objects that may outlive the group, such as a work, must not refer to it: the group must leave the other ranks as
+    soon as the program drops it.
 
     Args:
-        store: Torch's store, for this group only.
+        store: Torch's store, used only by this group.
         rank, size: This rank in the group, and its size.
-        timeout: Timeout for joining, and default for every operation.
+        timeout: Timeout for joining, and default timeout of every operation.
         group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
-        connect: Function that creates a communicator of the ranks: `meet`, or a replacement if they are already
+        connect: Function that creates a communicator of the ranks: `meet`, or a replacement if the ranks are already
             connected.
     """
 
@@ -81,15 +82,16 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         others_options: object = None,
         connect: Callable[[dist.Store, int, int, float, GroupOptions], JoinedGroup] = meet,
     ) -> None:
-        # Torch's documented constructor does not work for Python classes; this is the other constructor.
+        # Torch's documented constructor does not work for Python subclasses, but this undocumented one does.
         super().__init__(rank, size)
         self._timeout_s = timeout.total_seconds()
-        # Keep the store alive: C++ holds only its own part, which fails without the Python part.
+        # Keep the store's Python object alive: the group refers only to the C++ object, which fails without it.
         self._store = store
         self._name = self._desc = "undefined"
         self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = self._sequence = 0
-        # Like torch's wrapper around gloo: differences between ranks are raised before the call returns.
+        # At debug level DETAIL, raise differences between ranks before the call returns, as torch's wrapper around gloo
+        # does.
         self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.others: DeviceBackends = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
@@ -102,7 +104,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._progress = Progress(f"{label} messages")
         self._leaving = Leaving(self._queue, self._progress, self._comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
-        # Groups that are still open when the process ends are closed at that point.
+        # `close_at_exit` closes groups that are still open when the process exits, so the finalizer must not run then.
         self._dropped.atexit = False
 
     # -- identity ------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor takes its tensors' location from this name: the CPU only for this one.
+        # Torch's ShardedTensor chooses its tensors' device by this name: for "gloo", the CPU only.
         return "unisono" if self.others.names() else "gloo"
 
     @property
@@ -137,14 +139,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     _set_group_desc = setGroupDesc
 
     def boxed(self) -> Any:
-        """Return the group in the form that torch's operators take."""
+        """Return the group as the TorchScript object that torch's operators take."""
         take_calls(self, self)
         return super().boxed()
 
     # -- devices -------------------------------------------------------------------------------
     @property
     def _device_types(self) -> list[torch.device]:
-        # Torch assumes that a new group with devices is a C++ group.
+        # While torch creates a group, it treats every group that has devices as a C++ group, so return no devices yet.
         return [torch.device(kind) for kind in ("cpu", *self.others.names())] if self.others.known else []
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -156,7 +158,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     get_backend: Callable[[UnisonoGroup, torch.device], Any] = _get_backend
 
-    # Methods that torch calls on a backend; this group is the backend for CPU tensors.
+    # Torch reads these attributes from a backend; this group is the backend for CPU tensors.
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
     supports_window = supports_shrinking = use_pg_for_symm_mem_rendezvous = False
 
@@ -168,7 +170,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self.others.hooked().register_pre_hook(hook_id, hook)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call a hook after each call, possibly before its work is done."""
+        """Call a hook after each call with CPU tensors, possibly before the call's work is done."""
         self.others.hooked().register_post_hook(hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
@@ -182,7 +184,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         raise UnavailableError("backend 'unisono' has no abort hooks; a call that times out or fails raises an error")
 
     def reconfigure(self, opts: object = None) -> None:
-        """Raise `UnavailableError`, which names unisono's alternative."""
+        """Raise an `UnavailableError` that names unisono's alternative."""
         raise UnavailableError("backend 'unisono' is not reconfigured; use Communicator.from_group(group).rebuild()")
 
     get_reconfigure_handle: Callable[[UnisonoGroup], None] = reconfigure
@@ -192,7 +194,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         raise UnavailableError("backend 'unisono' has no windows of torch's; send messages, or use un.rpc")
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: numbers count from 0, as in gloo."""
+        """Do nothing: sequence numbers start at 0, as in gloo."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -202,7 +204,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """Options that torch reads from a device's backend: its name, and the default timeout."""
+        """The options that torch reads from a device's backend: the backend's name and the default timeout."""
         return Backend.Options("unisono", timedelta(seconds=self._timeout_s))
 
     # -- several calls as one ------------------------------------------------------------------
@@ -220,8 +222,9 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return together(works)
 
     # -- collectives and messages: methods that torch calls, with its names and arguments ----------
-    # A call returns immediately if torch requests that or if torch's C++ code makes it. Collectives run in call order;
-    # `wait` and the future raise the errors of those that run later.
+    # A call returns immediately if torch requests an asynchronous call, or if torch's C++ code makes the call.
+    # Collectives run in the order of the calls. If one fails after its call has returned, `wait` and the future raise
+    # its error.
     # -- reductions ----------------------------------------------------------------------------
     @by_device
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
@@ -281,7 +284,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def allgather_coalesced(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
-        """`outputs[r][i]` becomes rank r's `inputs[i]`."""
+        """Gather rank r's `inputs[i]` into `outputs[r][i]`."""
         pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
         calls = [partial(self._comm.all_gather, [plain(t) for t in column], plain(own)) for column, own in pairs]
         return self._do(opts, [t for row in outputs for t in row], *calls)
@@ -306,7 +309,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
-        """Gather equally many elements from each rank, concatenated; since torch 2.15."""
+        """Gather the same number of elements from each rank into one tensor. Torch calls this since 2.15."""
         comm = self._comm
         tensor = plain(input)
         targets = None
@@ -355,7 +358,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, [], self._comm.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, over the control plane; the error names every missing rank. Blocking.
+        """Wait for all ranks through the control plane. The error names every missing rank. Blocking.
 
         A timeout of zero fails immediately.
         """
@@ -369,7 +372,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # -- messages ------------------------------------------------------------------------------
     @by_device
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> UnisonoWork:
-        # This has torch's name, because torch's `isend` also calls it.
+        # Keep torch's name for this method, because torch's `isend` also calls it.
         work = self._messages.post("send", [Send(only(tensors, "send"), dst, tag)])
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
@@ -398,7 +401,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- order ---------------------------------------------------------------------------------
     def _do(self, opts: Any, result: _Tensors, *calls: Callable[..., object]) -> UnisonoWork:
-        """Make the calls now, or queue them as one job, in order; each receives its timeout in seconds."""
+        """Run the calls in order, now or as one queued job. Each call receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
         self._sequence += 1
 
@@ -409,7 +412,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not asynchronous(opts) or self._detailed or self._connection.group.size == 1:
             self._queue.run(job)
             return self._recorded(UnisonoWork(None, result))
-        # Tensors made in inference mode may only be written in inference mode, which is a setting per thread.
+        # Tensors created in inference mode may only be written in inference mode, and the mode is set per thread.
         inference = torch.is_inference_mode_enabled()
 
         def there() -> None:
@@ -428,17 +431,17 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def make_communicator(
         self, timeout_s: float, chunk_bytes: int, check: Literal["auto", "full", "off"]
     ) -> Communicator:
-        """Return a communicator of the same ranks for `Communicator.from_group`, independent of this group. Collective.
+        """Return a separate communicator of the same ranks, for `Communicator.from_group`. Collective.
 
         Args:
-            timeout_s: Timeout for joining, and default of every operation.
+            timeout_s: Timeout for joining, and default timeout of every operation.
             chunk_bytes, check: As for `unisono.init`.
         """
         self._communicators += 1
         store = dist.PrefixStore(f"communicator {self._communicators}", self._store)
         options = GroupOptions(self._comm.backend, check, chunk_bytes)
         comm = self._connect(store, self.rank(), self.size(), timeout_s, options).comm
-        # Like every other communicator, it belongs to the first thread that uses it.
+        # Like every other communicator, the new one belongs to the first thread that uses it.
         comm.release_thread()
         return comm
 
@@ -448,13 +451,13 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Complete pending operations, and leave, as `dist.destroy_process_group` does. Idempotent."""
+        """Complete pending operations and leave the group, as `dist.destroy_process_group` does. Idempotent."""
         self._dropped.detach()
         self._leaving.leave(self._timeout_s)
         self.others.shutdown()
 
     def abort(self) -> None:
-        """End every wait on every rank, and leave."""
+        """Fail every wait on every rank, and leave the group."""
         self._comm.abort("the torch process group was aborted")
         self.others.abort()
         self.shutdown()
@@ -463,7 +466,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 with_own_attach(UnisonoGroup)
 
 _FINISH_WITHIN_S = 30.0
-"""Long enough for a collective that others still need, short enough for one that they will never join."""
+"""Long enough to finish a collective that other ranks still need; short enough if they never join it."""
 _AT_EXIT_S = 5.0
 
 
@@ -471,10 +474,10 @@ MAKERS.update({UnisonoGroup: UnisonoGroup.make_communicator})
 
 
 class Leaving:
-    """The end of a group. It does not refer to the group, so it can outlive it.
+    """Teardown of a group's communicator. This object does not refer to the group, so it can outlive the group.
 
-    If ranks are threads of one process, a rank's end closes no connection, so the others would not notice it. A dropped
-    group is therefore left in the background.
+    If ranks are threads of one process, no connection closes when a rank ends, so the other ranks would not notice. A
+    background thread therefore leaves a group that the program drops.
     """
 
     def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
@@ -495,12 +498,12 @@ class Leaving:
             self._over.set()
 
     def drop(self) -> None:
-        """Leave in the background. Takes no lock: a finalizer calls it."""
+        """Leave the group in a background thread. Take no lock, because a finalizer calls this."""
         self._dropped = True
         spawn_thread(self.leave, "unisono end of a torch group")
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """At process exit, wait for a background departure to complete."""
+        """At process exit, wait until the background thread has left the group."""
         if self._dropped:
             self._over.wait(_AT_EXIT_S)
 
@@ -529,18 +532,18 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
 
 
 def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) -> None:
-    """Return the mean of integers, truncated as in NCCL. Lightning requests it from every backend except gloo."""
+    """Replace integers with their mean, truncated as in NCCL. Lightning requires this of all backends but gloo."""
     comm.all_reduce(tensor, "sum", timeout=timeout)
     tensor.div_(comm.size, rounding_mode="trunc")
 
 
 def _row(lists: _Lists) -> _Tensors:
-    """Return the only list in a list. A tensor in its place would pass for a list of its rows."""
+    """Return the only list in a list. Check its type, because a tensor would be read as a list of its rows."""
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise TypeError(f"the list for all ranks stands in a list, not {[type(row).__name__ for row in lists]}")
     return [plain(t) for t in lists[0]]
 
 
 def _row_at_root(lists: _Lists) -> _Tensors | None:
-    """Torch passes a list with one list in it at the root, and elsewhere an empty list, or one with an empty list."""
+    """Return the root's list, or None on other ranks, where torch passes `[]` or `[[]]`."""
     return (_row(lists) or None) if lists else None

@@ -1,8 +1,9 @@
-"""Routes calls through torch's own kernels, for the hooks that torch has called there since 2.14.
+"""Routes calls through torch's own kernels, which have run a group's hooks since torch 2.14.
 
-The kernel of an operator, such as `c10d::allreduce_`, calls a C++ group's hooks around its backend's method. A Python
-group is called directly, so its hooks would never run. They are registered instead with the C++ group that represents
-ours in the dispatcher. From then on our calls are made on that group, whose backend forwards them to ours.
+The kernel of an operator, such as `c10d::allreduce_`, runs a C++ group's hooks before and after the backend's method. A
+Python group is called directly, so its own hooks would never run. Its hooks are therefore registered with the C++ group
+that represents it in the dispatcher. From then on, calls are made on the C++ group, whose backend forwards them to the
+Python group.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ __all__ = ["Carrier", "with_backend", "with_own_attach"]
 
 
 class Carrier(Backend):
-    """Backend with all the methods of one of our groups, which makes its calls on that group."""
+    """Backend that forwards every method to one of our groups."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
-        # Weak, because the group holds this object, and a cycle would outlive its last user.
+        # A weak reference, because the group holds this object: a reference cycle would keep the group alive after its
+        # last user.
         self._group_ref = weakref.ref(group)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -34,7 +36,7 @@ class Carrier(Backend):
 
     @classmethod
     def take(cls, name: str) -> None:
-        """Add a method with this name that makes the call on the group."""
+        """Add a method with this name that forwards to the group."""
 
         def make(self: Carrier, *args: Any) -> Any:
             return CALLS.make(self._group_ref(), name, args)
@@ -43,7 +45,7 @@ class Carrier(Backend):
 
 
 def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Give a C++ group without a backend a CPU backend that makes its calls on one of our groups."""
+    """Give a C++ group that has no backend a CPU backend that forwards calls to one of our groups."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     # A group with a default backend reads its rank from that backend.
     carrier = Carrier(group)
@@ -52,7 +54,7 @@ def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def with_own_attach(group_class: type[Any]) -> None:
-    """Redirect torch's C++ hooks that attach themselves to our group to the C++ group that holds its hooks."""
+    """Make torch's own hooks, when attached to one of our groups, attach to the C++ group that runs its hooks."""
     for name in ("FlightRecorderHook", "NanCheckHook"):
         if kind := getattr(torch._C._distributed_c10d, name, None):
             kind.attach = staticmethod(_attach_to(group_class, kind.attach))

@@ -1,4 +1,4 @@
-"""Translation of torch's options: operations, timeouts, blocking or asynchronous."""
+"""Conversion of torch's options: reduce operations, timeouts, and blocking or asynchronous mode."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _NAMES: dict[object, str] = {op: name.lower() for name, op in dist.ReduceOp.RedO
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Options of one group, given as `pg_options` to `init_process_group` or `new_group`; equal on all ranks.
+    """Options of a group, passed as `pg_options` to `init_process_group` or `new_group`. Must be equal on all ranks.
 
     Attributes:
-        transport: "shm", "tcp", "gloo", or "auto": shared memory if all ranks are on one host, else tcp, or gloo if a
-            rank has no native core.
+        transport: "shm", "tcp", "gloo" or "auto". "auto" chooses shared memory if all ranks are on one host, else tcp,
+            or gloo if a rank has no native core.
         check: As for `unisono.init`.
         chunk_bytes: As for `unisono.init`.
 
@@ -58,7 +58,7 @@ class GroupOptions:
 def operation(options: Any) -> str:
     """Return the name of the reduce operation in torch's options object or `dist.ReduceOp`; sum by default.
 
-    Raises `ValueError` for PREMUL_SUM, which only NCCL has.
+    Raises `ValueError` for PREMUL_SUM, which only NCCL supports.
 
     Example:
         >>> operation(torch.distributed.ReduceOp.MAX)
@@ -74,29 +74,30 @@ def operation(options: Any) -> str:
 
 
 def limit_s(options: Any) -> float | None:
-    """Return the timeout of a call in seconds, if its options set one; None for the group's own timeout."""
+    """Return the timeout in a call's options in seconds, or None if the group's timeout applies."""
     timeout = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
     # Torch represents "not set" as a negative time.
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
 def asynchronous(options: Any) -> bool:
-    """Return whether a call may return before it is done: True, as torch's C++ code expects, unless disabled."""
+    """Return whether a call may return before its work is done; True by default, as torch's C++ code expects."""
     return bool(getattr(options, "asyncOp", True))
 
 
 def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
-    """Return the only tensor in a list; torch's lists once held one tensor per device of a process."""
+    """Return the only tensor in a list. Early versions of torch passed one tensor per device of the process."""
     if len(tensors) != 1:
         raise ValueError(f"{name} takes one tensor per rank, not {len(tensors)}")
     return unversioned(tensors[0])
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory without a gradient history, which torch's own backends ignore.
+    """Return a view of the tensor without gradient history. Torch's own backends also ignore gradient history.
 
-    Do so even if there is no history now: torch may add one before a later call is done, as differentiable functions do
-    to their outputs. A sparse tensor is returned unchanged, because a copy would not change with it.
+    The view is needed even if the tensor has no history now: torch may add one while the call is in flight, as
+    differentiable functions do with their outputs. A sparse tensor is returned unchanged, because a detached copy would
+    not see later changes to it.
     """
     return tensor.detach() if tensor.layout == torch.strided else tensor
 
@@ -104,31 +105,31 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def unversioned(tensor: torch.Tensor) -> torch.Tensor:
     """Like `plain`, but with a separate version counter, so that autograd does not notice writes.
 
-    Torch's backends write unnoticed if they get the tensor itself, and programs rely on that when they reduce an
-    activation saved by autograd. Where torch's gloo copies from its own buffer, as to the outputs of `all_gather`,
-    autograd does notice, so those outputs are `plain`.
+    If torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they reduce
+    an activation that autograd has saved. If torch's gloo copies results from a buffer of its own, as for the outputs
+    of `all_gather`, autograd does notice. Such outputs are `plain`.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
 
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-# Global and bounded, because torch's C++ code does not tell which works it still holds.
+# Global and bounded, because there is no way to know which works torch's C++ code still refers to.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 
 class UnisonoWork(dist.Work):
-    """Torch `Work` over a unisono work.
+    """Torch `Work` that wraps a unisono work.
 
-    Torch's C++ code holds only its own part of a work that Python passes to it, as `DDP.join` does, and finds methods
-    through the Python part. So the Python part is kept after Python drops it: the last 1,024 per process, because there
-    is no way to know how long C++ holds its part. Large tensors are not kept with it; `DDP.join` reduces a single
-    number.
+    A work has a C++ object and a Python object. When Python passes a work to torch's C++ code, as `DDP.join` does, C++
+    refers only to the C++ object, but looks up methods on the Python object. The last 1,024 Python objects per process
+    are therefore kept alive, because there is no way to know how long C++ needs them. They do not keep large tensors
+    alive; `DDP.join` reduces a single number.
 
     Args:
-        work: The operation in flight, or None if it is done.
-        tensors: Result of the future.
-        waits: Whether `get_future` waits for the work: C++ code such as DDP's waits for a future in a way that would
+        work: The operation in flight, or None if the operation is done.
+        tensors: The future's result.
+        waits: Whether `get_future` waits for the work. C++ code such as DDP's waits for a future in a way that would
             block all other simulated ranks.
     """
 
@@ -145,14 +146,14 @@ class UnisonoWork(dist.Work):
         _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ALWAYS) -> bool:
-        """Return True when it is done, or raise its error. A timeout of zero, torch's default, means the group's."""
+        """Return True when the work is done, or raise its error. A timeout of zero means the group's timeout."""
         if self._work is None:
             return True
         limit = timeout.total_seconds() if timeout > _ALWAYS else None
         try:
             if modes():
-                # The waiter may run the call, whose tensors are real even under FakeTensorMode, and not in use
-                # elsewhere.
+                # This wait may run the queued call. Its tensors are real even under FakeTensorMode, so disable all
+                # modes.
                 with _disable_current_modes():
                     self._work.wait(limit)
             else:
@@ -186,10 +187,10 @@ class UnisonoWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the tensors. Errors get torch's class and our text, so that C++ recognises them."""
+        """Return a future of the tensors. Torch keeps an error's text but converts its class to one C++ handles."""
         if self._waits and self._work is not None:
             with suppress(Exception):
-                # The future holds the error.
+                # The future will raise the error.
                 self._work.wait()
         if self._work is None:
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
@@ -205,6 +206,6 @@ class UnisonoWork(dist.Work):
 
 
 def together(works: Sequence[UnisonoWork]) -> UnisonoWork:
-    """Return several works as one, with the tensors of all of them."""
+    """Return one work that completes when all given works have completed, with the tensors of all of them."""
     group = WorkGroup([work._work for work in works if work._work is not None])
     return UnisonoWork(group, [tensor for work in works for tensor in work.result()])

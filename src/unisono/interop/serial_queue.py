@@ -1,4 +1,4 @@
-"""Runs one group's collectives one at a time, in call order, whichever threads call them."""
+"""Runs one group's collectives one at a time, in the order of the calls, even if several threads call them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Job", "Progress", "SerialQueue"]
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
-# Global, because the jobs of all queues are completed at process exit; weak, so that a queue ends with its group.
+# Global, because the jobs of all queues are completed at process exit; weak, so that a queue is freed with its group.
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
 class _QueuedJob(Completion):
-    """Queued job. A waiting thread runs it and the jobs before it, unless another thread is running jobs."""
+    """Queued job. A thread that waits for it runs it and the jobs before it, unless another thread is running jobs."""
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
-        # No limit here, because every job has its own timeout.
+        # No timeout here, because every job has its own.
         super().__init__(threading.TIMEOUT_MAX)
         self._queue = queue
         self._job = job
@@ -41,23 +41,23 @@ class _QueuedJob(Completion):
         self.complete(error)
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        # A waiter with its own limit must not run jobs that may take longer.
+        # A waiter with its own timeout must not run jobs, because they may take longer than the timeout.
         if timeout is None and not self.is_completed():
             self._queue.hurry(self)
         super().wait(timeout)
 
 
 class SerialQueue:
-    """Queue of jobs, run by the threads that wait for them; a thread created on demand runs the others.
+    """Queue of jobs. Threads that wait for a job run it; a thread created on demand runs jobs that nobody waits for.
 
-    Callbacks of a completed job run on the thread that ran it. Their calls run immediately, before all queued jobs, so
-    they have the same position in the order on every rank.
+    Callbacks of a completed job run on the thread that ran the job. A collective called by a callback runs immediately,
+    before all queued jobs, so it has the same position in the order on every rank.
     """
 
     def __init__(self, name: str) -> None:
         self._threads = DaemonThreadPool(name)
         self._waiting: deque[_QueuedJob] = deque()
-        # Held by the thread that currently runs jobs.
+        # Held by the thread that is running jobs.
         self._turn = threading.Lock()
         self._driver: int | None = None
         self._starting = threading.Lock()
@@ -66,7 +66,7 @@ class SerialQueue:
         when_process_ends(_finish_all, CLOSE_HANDLES + 10)
 
     def run(self, job: Job) -> None:
-        """Run a job after those before it, and raise its error."""
+        """Run a job after all queued jobs, and raise its error."""
         if self._driver == threading.get_ident():
             job()
         elif not self._waiting and self._turn.acquire(blocking=False):
@@ -87,7 +87,7 @@ class SerialQueue:
             task.perform()
             return task
         self._waiting.append(task)
-        # The thread that has the turn checks for waiting jobs after releasing it.
+        # If a thread holds `_turn`, it checks for waiting jobs after releasing the lock.
         if not self._turn.locked():
             self._start_worker()
         return task
@@ -121,7 +121,7 @@ class SerialQueue:
             self._threads.run(self._work)
 
     def _work(self) -> None:
-        # The thread that has the turn is bound by the timeouts of its jobs.
+        # This wait needs no timeout: the jobs of the thread that holds the lock have timeouts.
         self._turn.acquire()
         with self._starting:
             self._worker_started = False
@@ -137,9 +137,10 @@ class SerialQueue:
 
 
 def _finish_all() -> None:
-    """Complete the jobs that a program started but did not wait for, while the control plane is still running.
+    """Complete jobs that the program started but did not wait for, while the control plane is still running.
 
-    After finalizing, Python ends daemon threads when they return from C++ code, which aborts the process.
+    A job must not outlast this: once Python has finalized, it kills daemon threads that return from C++ code, which
+    aborts the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
         for queue in list(_queues):
@@ -150,10 +151,10 @@ _GRACE_S = 0.005
 
 
 class Progress:
-    """Background progress of messages, on which torch users rely but which not every transport provides.
+    """Background progress of messages. Torch users rely on it, but not every transport provides it.
 
-    For the first 5 ms, a message is left to its waiter. If it is not done by then, it gets a thread, which is started
-    by requesting its future.
+    A message that its waiter completes within 5 ms needs no help. After that, requesting the message's future starts a
+    thread that completes it.
     """
 
     def __init__(self, name: str) -> None:
@@ -164,7 +165,7 @@ class Progress:
         self._over = threading.Event()
 
     def watch(self, work: Work) -> None:
-        """Ensure that a work makes progress, unless it is already done."""
+        """Ensure that a work completes even if nobody waits for it."""
         if work.is_completed():
             return
         if self._thread is None:
@@ -174,7 +175,7 @@ class Progress:
         self._some.set()
 
     def close(self) -> None:
-        """Stop; leave unfinished messages to their waiters."""
+        """Stop the background thread; unfinished messages then progress only in their waiters."""
         self._over.set()
         self._some.set()
 

@@ -1,7 +1,7 @@
 """Registration of the backend "unisono" with torch.distributed, and the creation of its groups.
 
-Torch loads this module at the end of `import torch`, in every process of the Python environment. So it imports only the
-standard library until it is called, and the rest of unisono when the first group is created.
+Torch loads this module at the end of `import torch`, in every process of the Python environment. Loading it therefore
+imports only the standard library; the rest of unisono is imported when the first group is created.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NAME = "unisono"
 def register() -> None:
     """Make `dist.init_process_group("unisono")` and `dist.new_group(backend="unisono")` work.
 
-    Torch calls it through `autoload`, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0; then importing `unisono.interop` does.
-    Idempotent.
+    Torch calls this function through `autoload`. With TORCH_DEVICE_BACKEND_AUTOLOAD=0, importing `unisono.interop`
+    calls it instead. Idempotent.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.
@@ -40,15 +40,15 @@ def register() -> None:
 
         raise UnavailableError("this build of torch has no torch.distributed; install another build")
     if NAME not in dist.Backend.backend_list:
-        # Torch would split a string of devices into letters.
+        # Pass a list: torch would split a string into letters.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def autoload() -> None:
     """Register the backend while torch is being imported: the entry point of unisono in the group "torch.backends".
 
-    It never raises, because an error here would make `import torch` fail: a failure only causes a warning, and a torch
-    build without torch.distributed is ignored.
+    A failure only causes a warning, because an error raised here would make `import torch` fail. A build of torch
+    without torch.distributed is ignored.
     """
     try:
         import torch.distributed as dist
@@ -65,7 +65,7 @@ def autoload() -> None:
 
 
 def _create(description: Any, options: object = None) -> UnisonoGroup:
-    """Create a group, as described by torch, on one of its members."""
+    """Create this rank's group object from torch's description of the group."""
     from unisono.interop.group import UnisonoGroup
     from unisono.interop.options import GroupOptions
 

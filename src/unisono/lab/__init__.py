@@ -1,4 +1,4 @@
-"""Simulates algorithms on network models, and replays them as pictures. Communicators never use this package."""
+"""Simulates algorithms on network models, and replays them as animations. Communicators never use this package."""
 
 from __future__ import annotations
 

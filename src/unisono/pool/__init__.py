@@ -1,4 +1,4 @@
-"""Task pool on ranks: futures and `map`, as in `concurrent.futures`."""
+"""Task pool whose workers are ranks, with futures and `map` as in `concurrent.futures`."""
 
 from __future__ import annotations
 

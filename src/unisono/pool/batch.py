@@ -1,4 +1,4 @@
-"""Queued calls, the size of the next chunk, and the results of a map."""
+"""Batches of queued calls, their division into chunks, and the results of a `map`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LONGEST_S", "Part", "Range", "TaskBatch", "results"]
 
 _SHORTEST_S = 1e-3
 LONGEST_S = 50e-3
-"""Shortest and longest time that a chunk should take; exchanging one takes about 0.1 ms."""
+"""Minimum and maximum time that a chunk should take. Sending a chunk and its results takes about 0.1 ms."""
 
 Range = tuple[int, int]
 Part = tuple[int, Sequence[Any], BaseException | None]
@@ -22,16 +22,17 @@ Part = tuple[int, Sequence[Any], BaseException | None]
 
 
 class TaskBatch:
-    """Calls of one function to run.
+    """Queued calls of one function.
 
     Args:
-        name: Name of the function, for errors.
+        name: Name of the function, for error messages.
         size: Number of calls.
-        pack: Returns the bytes of a range of calls.
-        deliver: Called with an index, the results of the calls from that index on, and the error of the call after
-            them, if any.
-        begin: Called before the first call is sent; returns whether the batch is still wanted.
-        chunksize: Calls per chunk. If None, it adapts to the number of remaining calls and the time that they take.
+        pack: Function that encodes a range of calls as bytes.
+        deliver: Function called with an index, the results of the calls from that index on, and the error of the call
+            after these, or None.
+        begin: Function called before the first call is sent. It returns whether the batch is still wanted.
+        chunksize: Calls per chunk. If None, it adapts to the number of remaining calls and the time that each call
+            takes.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class TaskBatch:
         return self.seconds is not None and self.seconds * (self._chunksize or 1) <= LONGEST_S
 
     def take(self, workers: int) -> Range:
-        """Return the next chunk: half of a worker's share of the remaining calls, within the time bounds.
+        """Return the next chunk: half of a worker's share of the remaining calls, within the chunk time limits.
 
-        After Polychronopoulos and Kuck, *Guided self-scheduling* (1987).
+        Source: Polychronopoulos and Kuck, *Guided self-scheduling* (1987).
         """
         start, stop = self.todo.popleft()
         left = stop - start
@@ -82,14 +83,14 @@ class TaskBatch:
         return start, middle
 
     def drop(self) -> None:
-        """Drop the calls that are waiting to be sent, and those put back later."""
+        """Drop the calls that are waiting to be sent, and all calls that are put back later."""
         self.todo = deque(maxlen=0)
 
 
 def results(
     arrived: queue.SimpleQueue[Part], size: int, until: float | None, unordered: bool, drop: Callable[[], None]
 ) -> Iterator[Any]:
-    """Yield the results of a map as they arrive, or in order."""
+    """Yield the results of a `map` in order, or as they arrive if `unordered`."""
     parts: dict[int, Part] = {}
     done = 0
     try:
@@ -99,7 +100,7 @@ def results(
                     part = arrived.get(timeout=None if until is None else max(0.0, until - clock.now()))
                 except queue.Empty:
                     if until is not None and clock.now() < until:
-                        # While a debugger holds the ranks, the queue's own clock keeps running.
+                        # While a debugger stops the ranks, our clock also stops, but the queue's timeout does not.
                         continue
                     raise TimeoutError(f"{done} of {size} results arrived in time") from None
                 parts[part[0]] = part

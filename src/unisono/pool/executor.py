@@ -36,39 +36,39 @@ __all__ = ["OwnRanks", "Pool"]
 
 T = TypeVar("T")
 _Meeting = tuple[tuple[str, int], bytes, int, str]
-"""Address and secret of the control plane, number of ranks, and backend."""
+"""The control plane's address and secret, the number of ranks, and the backend."""
 _Initialize = Callable[[], object] | None
 
 
 class Pool(Executor):
-    """`concurrent.futures` executor whose workers are ranks: new processes, or the ranks of a communicator.
+    """`concurrent.futures` executor whose workers are new processes or the ranks of a communicator.
 
-    `Pool(4)` starts 4 processes, on this host or on an engine, which exit with the pool. Tasks and results are pickled,
-    and functions are sent as in `launch`.
+    `Pool(4)` starts 4 processes, on this host or with an engine. They exit when the pool shuts down. Tasks and results
+    are pickled, and functions are sent as in `launch`.
 
-    `Pool(comm)` is collective: rank 0 gets the pool, and the other ranks run its tasks; a single rank runs them itself,
-    in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down, and then get None;
-    otherwise, they run tasks in their `shutdown`.
+    `Pool(comm)` is collective: rank 0 submits tasks, and the other ranks run them. If rank 0 is the only rank, it runs
+    the tasks in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down; their
+    `with` block then gets None as the pool. Without `with`, the other ranks run tasks in `shutdown`.
 
-    An idle worker takes the next tasks, and runs them one at a time in its main thread. If it dies, other workers run
-    the tasks that it had not finished. The result of each task arrives once, but the side effects of a task that runs
-    again occur twice. A pool that is garbage-collected, or still open when its process exits without an error, runs all
-    tasks that it has accepted, and then shuts down.
+    An idle worker gets the next tasks, and runs them one at a time in its main thread. If a worker dies, other workers
+    run its unfinished tasks. Each task's result arrives once, but if a task runs again, its side effects occur twice.
+    If a pool is garbage-collected, or is still open when its process exits without an error, it runs all accepted tasks
+    and then shuts down.
 
     Args:
         workers: A communicator, or the number of processes to start; if None, one per core.
-        backend: Transport to the processes: "shm", "gloo", or "thread" for threads of this process. "auto" is "shm"
-            where it is available.
-        initializer: Function called once on each worker, before its first task. A worker on which it fails gets no
-            tasks.
+        backend: Transport between this process and the workers: "shm", "gloo", or "thread" for threads of this process.
+            "auto" chooses "shm" if it is available, else "gloo".
+        initializer: Function called once on each worker, before its first task. If it fails on a worker, that worker
+            gets no tasks.
         initargs: Arguments of `initializer`.
-        retries: How many times a task is run again after its worker is lost; then it fails with `PeerLostError`,
-            because the task itself may have killed the workers.
-        trusted: For a communicator: whether ranks exchange pickles, through which a sender can run any code. If False,
-            functions must be exposed (`unisono.rpc.expose`), and arguments and results must be plain values, as in
-            `unisono.rpc`. The same on all ranks.
-        on: If `workers` is a number: engine or executor whose workers run the tasks, as for `launch`. "auto" is then
-            "tcp", or "gloo" without a native core.
+        retries: How many times a task is run again after its worker is lost. After that, the task fails with
+            `PeerLostError`, because the task itself may have killed the workers.
+        trusted: Whether the ranks of a communicator exchange pickles, which allow a sender to run any code on the
+            receiver. If False, functions must be exposed (`unisono.rpc.expose`), and arguments and results must be
+            plain values, as in `unisono.rpc`. Must be equal on all ranks.
+        on: Engine or executor that starts the processes if `workers` is a number, as for `launch`. Backend "auto" then
+            chooses "tcp", or "gloo" without a native core.
 
     Raises:
         ValueError: The number of workers or retries is invalid, or a pool cannot start ranks on this backend.
@@ -129,17 +129,18 @@ class Pool(Executor):
         """Run `fn(*args, **kwargs)` on a worker, and return a future for its result.
 
         Args:
-            fn: Function to run. It is sent by value if workers cannot import it; with `trusted=False` it must be
+            fn: Function to run. It is sent by value if workers cannot import it. With `trusted=False`, it must be
                 exposed.
-            args: Positional arguments. They are copied before this returns.
+            args: Positional arguments. They are copied before `submit` returns.
             kwargs: Keyword arguments.
 
-        Returns: The future. `cancel()` works until a worker takes the task. `result()` raises the function's error: of
-        the same class if this process knows that class, with the worker's traceback in its text.
+        Returns: The future. `cancel()` works until the task is sent to a worker. `result()` raises the function's
+        error, with the worker's traceback in its text. The error has its original class if this process knows that
+        class.
 
         Raises:
             RuntimeError: The pool has been shut down.
-            BrokenPoolError: No worker is left.
+            BrokenPoolError: The pool has no workers left.
             TypeError: The function or an argument cannot be sent.
         """
         scheduler = self._tasks()
@@ -158,23 +159,23 @@ class Pool(Executor):
         chunksize: int | None = None,
         unordered: bool = False,
     ) -> Iterator[T]:
-        """Return an iterator over `fn(*items)` for the items of all iterables, combined as by `zip`.
+        """Return an iterator over `fn(*items)` for each `items` in `zip(*iterables)`.
 
         Args:
             fn: As for `submit`.
             iterables: Iterables, which are read immediately. Don't modify mutable items until all results have arrived.
             timeout: Time from now, in seconds or as a `timedelta`, after which waiting for a result raises
-                `TimeoutError`; no limit if None.
-            chunksize: Number of calls to send together. If None, it is adapted to the time that calls take and to how
-                many remain, so that all workers finish at about the same time; calls stuck behind unexpectedly long
-                ones are moved to other workers.
+                `TimeoutError`; None for no limit.
+            chunksize: Number of calls to send together. If None, it adapts to the duration and the number of the
+                remaining calls, so that all workers finish at about the same time. Calls that are stuck behind
+                unexpectedly long calls are moved to other workers.
             unordered: Whether to yield results as they arrive, instead of in the order of the items.
 
-        Returns: The iterator. It yields the results that precede a failed call, and then raises the call's error; calls
-        that have not been sent by then never run.
+        Returns: The iterator. If a call fails, the iterator yields the results of the calls before it and then raises
+        its error. Calls that have not been sent by then never run.
 
         Raises:
-            RuntimeError, BrokenPoolError: As `submit`.
+            RuntimeError, BrokenPoolError: As for `submit`.
             ValueError: `chunksize` is less than 1.
         """
         return self.starmap(fn, zip(*iterables, strict=False), timeout, chunksize, unordered)
@@ -192,12 +193,12 @@ class Pool(Executor):
 
         Args:
             fn, timeout, chunksize, unordered: As for `map`.
-            items: For each call, its arguments.
+            items: The arguments of each call.
 
-        Returns: The iterator, as from `map`.
+        Returns: The iterator, as for `map`.
 
         Raises:
-            RuntimeError, BrokenPoolError, ValueError: As `map`.
+            RuntimeError, BrokenPoolError, ValueError: As for `map`.
 
         Example:
             >>> with un.Pool(2, backend="thread") as pool:
@@ -209,7 +210,7 @@ class Pool(Executor):
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler = self._tasks()
         calls = [tuple(item) for item in items]
-        # Calls that take longer than expected are put back for other workers.
+        # If a chunk takes longer than this, its worker returns the calls that it has not begun, for other workers.
         codec = self._rank.codec
         limit_s = LONGEST_S if chunksize is None else math.inf
         arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()
@@ -225,18 +226,18 @@ class Pool(Executor):
         return results(arrived, len(calls), until, unordered, partial(scheduler.drop, batch))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks, and stop the workers once all accepted tasks are done. Idempotent.
+        """Stop accepting tasks, and stop the workers once all accepted tasks are done. Idempotent.
 
-        On the other ranks of a communicator, run tasks until rank 0 has called this.
+        On the communicator's other ranks, run tasks until rank 0 calls `shutdown`.
 
         Args:
-            wait: Whether to return only once the workers have stopped.
-            cancel_futures: Whether to cancel the tasks that no worker has taken.
+            wait: Whether to wait until the workers have stopped.
+            cancel_futures: Whether to cancel the tasks that have not been sent to a worker.
 
         Raises:
-            PeerLostError: Rank 0 was lost (on the other ranks).
-            RuntimeError: A future's callback called this with `wait`, which would deadlock. The pool shuts down
-                nevertheless.
+            PeerLostError: Rank 0 was lost. Raised on the other ranks.
+            RuntimeError: A future's callback called `shutdown(wait=True)`, which would deadlock. The pool still shuts
+                down.
         """
         if self._scheduler is None:
             first = not self._served
@@ -265,10 +266,10 @@ class Pool(Executor):
             self.shutdown(wait=False)
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Complete the accepted tasks, as executors do, unless the process exits with an error.
+        """Complete the accepted tasks, as standard executors do, unless the process exits with an error.
 
         Args:
-            error: The error, or None.
+            error: The error with which the process exits, or None.
         """
         if self._scheduler is not None and error is None:
             self.shutdown()
@@ -286,7 +287,7 @@ class Pool(Executor):
                 agent.rpc_async(rank, self._rank.stop)
             agent.shutdown()
         except CommError:
-            # A worker was lost in the meantime.
+            # A worker was lost during the shutdown, so it cannot be collective any more.
             agent.close()
         if self._own is not None:
             self._own.close()
@@ -311,15 +312,15 @@ def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: Base
 
 
 class OwnRanks:
-    """Workers that only this pool uses, and that stop with it.
+    """Workers that the pool starts, and that stop when it shuts down.
 
     Args:
         size: Number of workers.
-        backend: Name of a transport.
-        initialize: Called on each worker before its first task.
+        backend: Name of the transport to the workers.
+        initialize: Function called on each worker before its first task.
 
     Attributes:
-        rank: Rank 0's part.
+        rank: The `Worker` object of rank 0, which distributes the tasks.
     """
 
     def __init__(self, size: int, backend: str, initialize: _Initialize, on: Executor | Engine | None) -> None:
@@ -368,11 +369,12 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # Once the pool has begun, nobody reads this: a worker's end becomes an error of its tasks.
+            # The constructor raises this error. After the constructor has returned, nobody reads the queue: if a worker
+            # is lost, its tasks fail.
             self._begun.put(error)
 
     def _be(self, comm: Communicator, initialize: _Initialize) -> None:
-        """Act as a rank, in a thread."""
+        """Run one rank of the pool in the current thread."""
         rank = Worker(comm, True, initialize)
         if comm.rank:
             return rank.serve()
@@ -380,13 +382,13 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the processes, and return once they have exited."""
+        """Start the worker processes, wait until they exit, and raise an error that only the constructor reads."""
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
 
     def _lead(self, meeting: _Meeting) -> None:
-        """Act as rank 0 of the processes."""
+        """Join the worker processes as rank 0, and run rank 0."""
         with _join(0, *meeting) as comm:
             self._be(comm, None)
 
@@ -414,6 +416,6 @@ def _join(rank: int, address: tuple[str, int], secret: bytes, size: int, backend
 
 
 def _serve(comm: Communicator, meeting: _Meeting, initialize: _Initialize) -> None:
-    """Act as a worker, in a process."""
+    """Join the pool as a worker in a new process, and run tasks."""
     with _join(comm.rank + 1, *meeting) as whole:
         Worker(whole, True, initialize).serve()

@@ -1,4 +1,4 @@
-"""Assignment of tasks to idle workers, and reassignment of a lost worker's tasks."""
+"""Assigns tasks to idle workers, and reassigns a lost worker's tasks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NO_LIMIT_S = 1e9
 
 
 class BrokenPoolError(PeerLostError, BrokenExecutor):
-    """The pool cannot run tasks: all its workers were lost, or none could be initialized.
+    """The pool cannot run tasks: all its workers were lost or could not be initialized.
 
     Args:
-        message, group, call, rank, size, operation, peer, nbytes, waited_s: As in `CommError`.
+        message, group, call, rank, size, operation, peer, nbytes, waited_s: As for `CommError`.
 
     Example:
         >>> from concurrent.futures import BrokenExecutor
@@ -39,7 +39,7 @@ class CallScheduler:
     """Queue of batches, and the idle workers. Thread-safe.
 
     Args:
-        rank: Rank 0's part.
+        rank: The `Worker` object of rank 0.
         workers: Ranks that run tasks.
         retries: Number of times that a call is run again after its worker is lost.
     """
@@ -67,7 +67,7 @@ class CallScheduler:
                 future.add_done_callback(partial(self._started, worker))
 
     def add(self, batch: TaskBatch) -> None:
-        """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError without workers."""
+        """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError if no workers are left."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("cannot give tasks to a pool that was shut down")
@@ -83,7 +83,7 @@ class CallScheduler:
 
     def close(self) -> None:
         """Accept no more batches."""
-        # Without the lock, because the garbage collector may call this anywhere.
+        # Don't take the lock: the garbage collector may call this in a thread that already holds it.
         self._closed = True
 
     def drop(self, batch: TaskBatch) -> None:
@@ -96,7 +96,7 @@ class CallScheduler:
         self._end_queue(CancelledError)
 
     def wait(self) -> None:
-        """Return once all calls have ended."""
+        """Wait until all calls have completed or failed."""
         with self._quiet:
             self._quiet.wait_for(lambda: not self._running and not any(batch.todo for batch in self._queue))
 
@@ -131,7 +131,7 @@ class CallScheduler:
         return error
 
     def _end_queue(self, error: Callable[[], BaseException]) -> None:
-        """End all calls that have not been sent."""
+        """Fail all calls that have not been sent."""
         with self._lock:
             chunks = [(batch, start) for batch in self._queue for start, _ in batch.todo]
             for batch in self._queue:
@@ -144,7 +144,7 @@ class CallScheduler:
 
     # -- chunks --------------------------------------------------------------------------------
     def _dispatch(self) -> None:
-        """Send chunks while there are idle workers."""
+        """Send chunks until no worker is ready or no calls are left."""
         while (order := self._next()) is not None:
             self._send(*order)
 
@@ -175,7 +175,7 @@ class CallScheduler:
         try:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
         except CommError as lost:
-            # The call has not begun there.
+            # The chunk was not sent, so no call in it has begun.
             self._took(worker, batch, chunk)
             self._lose(worker, lost)
             self._put_back(batch, chunk)
@@ -188,7 +188,7 @@ class CallScheduler:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
     def _took(self, worker: int, batch: TaskBatch, chunk: Range) -> None:
-        """Record that a worker has finished a chunk."""
+        """Remove a chunk from the list of chunks that its worker is to run."""
         with self._lock:
             self._sent[worker].remove((batch, chunk))
 
@@ -207,7 +207,7 @@ class CallScheduler:
             self._quiet.notify_all()
 
     def _answered(self, worker: int, batch: TaskBatch, chunk: Range, future: Any) -> None:
-        """Handle a worker's answer, after giving it the next chunk."""
+        """Handle a worker's results. The worker gets its next chunk first, so that it does not wait."""
         start, stop = chunk
         try:
             content, left, seconds, failed = future.value()
@@ -217,7 +217,7 @@ class CallScheduler:
             values = self._rank.codec.loads(content)
         except PeerLostError as lost:
             self._lose(worker, lost)
-            # A lost worker can only have run the first of the chunks that were sent to it.
+            # Of the chunks sent to the worker, only the first can have been running when the worker was lost.
             self._retry(batch, chunk, self._sent[worker][0] == (batch, chunk), lost)
         except Exception as error:
             error.add_note(f"while reading the results of {batch.name} from rank {worker}")
@@ -226,12 +226,12 @@ class CallScheduler:
             batch.deliver(start, values, None if failed is None else rebuilt(failed, worker))
 
     def _retry(self, batch: TaskBatch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
-        """Requeue a lost worker's calls, except those that have already lost too many workers."""
+        """Requeue a lost worker's calls, or fail them if too many workers were lost while running them."""
         start, stop = chunk
         batch.deaths.update(range(start, stop if ran else start))
         deaths = batch.deaths[start]
         if deaths <= self._retries:
-            # One by one, so that a call that kills its worker affects no other call.
+            # Requeue each call separately, so that a call that kills its worker affects no other call.
             return self._put_back(batch, *((index, index + 1) for index in range(start, stop)))
         calls = f"call {start}" if stop - start == 1 else f"one of the calls {start} to {stop - 1}"
         error = PeerLostError(
@@ -243,7 +243,7 @@ class CallScheduler:
         batch.deliver(start, (), error)
 
     def _put_back(self, batch: TaskBatch, *chunks: Range) -> None:
-        """Queue calls that were sent but have not run, ahead of all others."""
+        """Queue calls that were sent but did not run, ahead of all other calls."""
         with self._lock:
             batch.todo.extendleft(chunk for chunk in reversed(chunks) if chunk[0] < chunk[1])
             if batch.todo and batch not in self._queue:

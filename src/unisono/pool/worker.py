@@ -1,4 +1,4 @@
-"""One rank's part in a pool: its agent, the thread that runs tasks one at a time, and their encoding."""
+"""Runs one rank of a pool: the RPC agent, the thread that runs tasks one at a time, and the encoding of tasks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from unisono.serialization.functions import dumps
 __all__ = ["Chunk", "ChunkCodec", "PickleCodec", "Report", "Worker"]
 
 Report = tuple[bytes, int, float, Any]
-"""Results before the first error, number of calls that did not run, seconds that the others took, and the error."""
+"""Encoded results before the first error, number of calls that did not run, run time in seconds, and the error."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Calls of one function, with separate positional arguments and common keyword arguments.
+    """Calls of one function. Each call has its own positional arguments; all calls share the keyword arguments.
 
-    After `limit_s` seconds, a worker returns the calls that it has not begun.
+    After `limit_s` seconds, a worker returns the calls that it has not begun, so that other workers can run them.
     """
 
     fn: Callable[..., Any]
@@ -44,23 +44,23 @@ class Chunk:
 
 
 class ChunkCodec:
-    """Encodes chunks and lists of results without pickle; functions must be exposed, and are sent by name."""
+    """Encodes chunks and lists of results without pickle. Functions must be exposed, and are sent by name."""
 
     dumps: Callable[[list[Any]], bytes] = staticmethod(serialization.encode)
     loads: Callable[[bytes], Any] = staticmethod(serialization.decode)
 
     def pack(self, chunk: Chunk) -> bytes:
-        """Return the bytes of a chunk. Raises TypeError if something in it cannot be sent."""
+        """Encode a chunk. Raises TypeError if the function or an argument cannot be sent."""
         return self.dumps([name_of(chunk.fn), list(chunk.args), chunk.kwargs, chunk.limit_s])
 
     def unpack(self, content: bytes) -> Chunk:
-        """Return the chunk encoded in these bytes. Raises NotExposedError."""
+        """Decode a chunk. Raises NotExposedError if its function is not exposed."""
         name, *rest = self.loads(content)
         return Chunk(ExportTable(trusted=False).function(name), *rest)
 
 
 class PickleCodec(ChunkCodec):
-    """Pickles chunks; functions and classes are sent as in `launch`: by name if workers can import them."""
+    """Pickles chunks. Functions and classes are sent by name if workers can import them, else by value."""
 
     dumps: Callable[[list[Any]], bytes] = staticmethod(dumps)
     loads: Callable[[bytes], Any] = staticmethod(pickle.loads)
@@ -71,11 +71,11 @@ class PickleCodec(ChunkCodec):
         self._lock = threading.Lock()
 
     def pack(self, chunk: Chunk) -> bytes:
-        """Return the bytes of a chunk."""
+        """Pickle a chunk."""
         names = getattr(chunk.fn, "__module__", None), getattr(chunk.fn, "__qualname__", None)
         with self._lock:
             if names not in self._found:
-                # Workers imported the main module when they started, so what it has defined since is unknown to them.
+                # Workers imported the main module when they started, so they lack functions that it has defined since.
                 self._found[names] = importable(chunk.fn)
             try:
                 return dump(chunk, self._found[names])
@@ -86,24 +86,24 @@ class PickleCodec(ChunkCodec):
                 ) from error
 
     def unpack(self, content: bytes) -> Chunk:
-        """Return the chunk encoded in these bytes."""
+        """Unpickle a chunk."""
         chunk: Chunk = pickle.loads(content)
         return chunk
 
 
 class Worker:
-    """One rank of a pool. Collective.
+    """One rank of a pool. Its construction is collective.
 
-    All tasks of a rank run in the thread that ran the initializer, so its thread-local settings, such as
-    `torch.set_grad_enabled`, apply to the tasks.
+    All tasks of a rank run in the thread that ran the initializer. Thread-local settings that the initializer makes,
+    such as `torch.set_grad_enabled`, therefore apply to the tasks.
 
     Args:
         comm: Communicator of the ranks; rank 0 distributes the tasks.
         trusted: Whether tasks and results are pickled.
-        initialize: Called before the first task.
+        initialize: Function called before the first task.
 
     Attributes:
-        agent, codec, trusted: Agent and codec for calls between the ranks; `trusted` as passed.
+        agent, codec: RPC agent and codec for calls between the ranks.
         start, run, stop: Functions that rank 0 calls remotely on a worker.
     """
 
@@ -118,14 +118,14 @@ class Worker:
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
         self.agent: Agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
-        # The program's own calls must not reach this agent.
+        # Keep this agent out of the process's registry, so that the program's own RPC calls do not use it.
         unregister(self.agent)
         self.agent.when_lost.append(self._lose)
         if 0 in self.agent.box.lost:
             self._lose(0)
 
     def _calls(self) -> tuple[Callable[[bool], Any], Callable[[bytes], Any], Callable[[], None]]:
-        """Return the functions that this rank exposes: separate ones per rank, since ranks may be threads of one
+        """Return the functions that this rank exposes. Each rank has its own, because ranks may be threads of one
         process.
         """
 
@@ -153,7 +153,7 @@ class Worker:
             self._jobs.put(PeerLostError(f"rank 0, which gives this pool its tasks, was lost: {lost}", peer=peer))
 
     def loop(self) -> None:
-        """Run jobs until rank 0 stops this rank. Raises PeerLostError if rank 0 is lost."""
+        """Run tasks until rank 0 stops this rank. Raises PeerLostError if rank 0 is lost."""
         while (job := self._jobs.get()) is not None:
             if isinstance(job, PeerLostError):
                 raise job
@@ -161,7 +161,7 @@ class Worker:
             future.set_result(do())
 
     def serve(self) -> None:
-        """Run jobs until rank 0 shuts the pool down, and then stop."""
+        """Run tasks until rank 0 shuts the pool down, and then shut down the agent."""
         try:
             self.loop()
         except BaseException as error:
@@ -170,7 +170,7 @@ class Worker:
         self.agent.shutdown()
 
     def _begin(self, trusted: bool) -> Any:
-        """Run the initializer; return its error as from `packed`, or None."""
+        """Run the initializer; return its error in the form of `packed`, or None."""
         try:
             if trusted != self.trusted:
                 raise ValueError("ranks passed different values of trusted= to Pool")
@@ -181,7 +181,7 @@ class Worker:
         return None
 
     def _run(self, content: bytes) -> Report:
-        """Run a chunk of calls until its time is up. Results after an error are dropped."""
+        """Run a chunk of calls until its time limit. Results after the first error are dropped."""
         values: list[Any] = []
         failed = None
         try:
@@ -197,8 +197,8 @@ class Worker:
             try:
                 value = fn(*args, **kwargs)
             except BaseException as error:
-                # BaseException, because asyncio's CancelledError, for example, must not end this rank, and after a
-                # retry the next one.
+                # Catch BaseException: asyncio's CancelledError, for example, must not end this rank, because a retry
+                # would then end the next worker as well.
                 failed = failed or packed(error)
             else:
                 if failed is None:
@@ -214,7 +214,7 @@ class Worker:
             return content, left, seconds, packed(refused)
 
     def _sendable(self, values: list[Any], error: Exception) -> tuple[bytes, TypeError]:
-        """Return the results before the first one that cannot be sent, and the error for that one."""
+        """Return the results before the first result that cannot be sent, and the error for that result."""
         for at, value in enumerate(values):
             try:
                 self.codec.dumps([value])

@@ -1,4 +1,4 @@
-"""Record what a rank receives, and replay the rank alone, without its peers."""
+"""Records everything that a rank receives, and replays the rank alone, without its peers."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ T = TypeVar("T")
 
 
 def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) -> Recording:
-    """Record what this rank receives from now on, so that `replay` can rerun it alone.
+    """Record everything that this rank receives from now on, so that `replay` can rerun this rank alone.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Call it right after `init`, before loading a checkpoint: a replay runs the program from its beginning, and loads the
-    same checkpoint again. Not all ranks need to record. The recording contains the results of collectives, received
-    messages, the sender of each any-source receive, the answers of `is_completed`, the order in which futures complete,
-    replies from the control plane, errors, the current states of the global random generators, and a digest of
-    everything that this rank sends.
+    Call this right after `init`, before loading a checkpoint: a replay runs the program from its beginning and loads
+    the same checkpoint. Not all ranks need to record. The recording contains the results of collectives, received
+    messages, the sender of each any-source receive, the return values of `is_completed`, the order in which futures
+    complete, replies from the control plane, errors, the initial states of the global random generators, and a digest
+    of everything that this rank sends.
 
     Args:
-        folder: Folder to which each rank writes its own file, which must not exist yet. Other ranks don't read it.
+        folder: Folder in which each rank creates its own file. The file must not exist yet. Ranks need not share the
+            folder.
         comm: The communicator. Communicators derived from it later are also recorded.
-        steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends on `close`, or
-            with the communicator or the process.
+        steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends when the
+            recording or the communicator is closed, or the process exits.
 
-    Returns: The recording; a context manager that ends it. In a replay it does nothing.
+    Returns: The recording. As a context manager, it ends the recording on exit. In a replay, it does nothing.
 
     Raises:
-        ValueError: The communicator has made calls, or communicators were derived from it; `steps` is not positive.
+        ValueError: The communicator has already been used, or communicators were derived from it, or `steps` is not
+            positive.
         TypeError: `comm` is not a communicator.
-        FileExistsError: The folder holds a recording of this rank.
+        FileExistsError: The folder already contains a recording of this rank.
 
-    Cost: writing the bytes that this rank receives, and hashing those that it sends. Calls don't use the fast path.
+    Cost: writes all bytes that this rank receives, and hashes all bytes that it sends. Calls don't use the fast path.
 
     Example:
         >>> import tempfile
@@ -75,18 +77,18 @@ def replay(
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    The program must call `record` at the same place as when recording. This call begins the replay: from there on, the
-    program receives the recorded data. To replay a script, use `unisono replay`.
+    The program must call `record` at the same point as in the recorded run. The replay begins with that call: from then
+    on, the program receives the recorded data. To replay a script, use `unisono replay`.
 
     Args:
-        folder: Folder of the recording.
-        rank: Number of the rank in the job's first group.
+        folder: Folder that was passed to `record`.
+        rank: The recorded rank's number in the job's initial group.
         program, args, kwargs: As for `launch`.
 
     Returns: The program's result; None if the recording ends before the program does.
 
     Raises:
-        MismatchError: A call differs from the recording in operation, tensor, peer or sent bytes.
+        MismatchError: A call differs from the recorded one in operation, tensor, peer or sent bytes.
         FileNotFoundError: The rank was not recorded.
         ValueError: The file is not a recording, or the program has not called `record`.
 

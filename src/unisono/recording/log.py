@@ -1,4 +1,4 @@
-"""File of what a rank received and sent: entries under keys, each with the bytes of tensors."""
+"""The recording's file format: keyed entries, each with a value and the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["Log", "LogEntry", "LogWriter", "error_from", "path_of", "words_of"]
 _Key = tuple[Any, ...]
 
 _SIZES = struct.Struct("<QQQ")
-"""Header of an entry: number of bytes of its key and value, number of bytes of its tensors, and a hash of both."""
+"""Header of an entry: size in bytes of its key and value, size of its tensors, and a hash of all these bytes."""
 _MAGIC = b"unisono record 1\n"
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
-    """Return the file of a rank in a folder."""
+    """Return the path of a rank's recording in a folder."""
     return Path(folder) / f"rank{rank}.record"
 
 
 class LogWriter:
-    """File that a rank appends to. Entries survive however the process ends. Thread-safe.
+    """File to which a rank appends entries. Written entries survive even if the process is killed. Thread-safe.
 
     Args:
         path: File to create; it must not exist.
 
     Attributes:
         nbytes: Bytes written.
-        closed: Whether further entries are dropped.
+        closed: Whether the log is closed, so that new entries are dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class LogWriter:
         self.closed: bool = False
 
     def put(self, key: _Key, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Append an entry: a value that `unisono.serialization` supports, and the bytes of tensors."""
+        """Append an entry: a value of a type that `unisono.serialization` supports, and the bytes of tensors."""
         if self.closed:
             return
         head = encode((key, value))
@@ -70,7 +70,7 @@ class LogWriter:
             self.nbytes += _SIZES.size + len(head) + length
 
     def close(self) -> None:
-        """Drop further entries."""
+        """Close the log; later entries are dropped."""
         with self._lock:
             self.closed = True
             self._file.close()
@@ -81,21 +81,21 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class LogEntry(NamedTuple):
-    """An entry of a file.
+    """One entry of a recording.
 
     Attributes:
-        value: The value.
-        body: The bytes of its tensors, concatenated.
+        value: The decoded value.
+        body: The concatenated bytes of the tensors.
     """
 
     value: Any
     body: memoryview
 
     def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the bytes to tensors.
+        """Copy the recorded bytes into tensors.
 
         Raises:
-            ValueError: The sizes differ.
+            ValueError: The tensors' total size differs from the recorded size.
         """
         if sum(tensor.nbytes for tensor in tensors) != len(self.body):
             raise ValueError(f"{len(self.body)} bytes were recorded for {sum(t.nbytes for t in tensors)}")
@@ -108,7 +108,7 @@ class LogEntry(NamedTuple):
 
 
 class Log:
-    """Entries of a file, ignoring an incomplete one at the end.
+    """All entries of a recording. An incomplete last entry is ignored.
 
     Args:
         path: The file.
@@ -142,32 +142,32 @@ class Log:
             begin = middle + body
 
     def take(self, key: _Key) -> LogEntry | None:
-        """Remove and return the next entry under a key; None if there is none."""
+        """Remove and return the next entry with this key, or None if no entry is left."""
         with self._lock:
             entries = self._entries.get(key)
             return entries.popleft() if entries else None
 
     def peek(self, key: _Key) -> LogEntry | None:
-        """Return the next entry under a key; None if there is none."""
+        """Return the next entry with this key without removing it, or None if no entry is left."""
         with self._lock:
             entries = self._entries.get(key)
             return entries[0] if entries else None
 
     def holds(self, *beginnings: _Key) -> bool:
-        """Return whether entries are left under keys with this prefix."""
+        """Return whether entries are left whose keys have one of these prefixes."""
         with self._lock:
             return any(left and key[: len(each)] == each for key, left in self._entries.items() for each in beginnings)
 
 
 def words_of(error: BaseException) -> tuple[Any, ...]:
-    """Return a description of an error, from which `error_from` creates an error of the same class and text."""
+    """Return a description of an error from which `error_from` can recreate it, with the same class and text."""
     if isinstance(error, CommError):
         return type(error).__name__, error.message, error.peer, error.nbytes, error.waited_s
     return type(error).__name__, str(error), None, None, None
 
 
 def error_from(words: Sequence[Any]) -> Exception:
-    """Return the error that `words_of` described; a `CommError` for classes unknown here."""
+    """Recreate the error that `words_of` described, as a `CommError` if its class is unknown in this process."""
     name, message, peer, nbytes, waited_s = words
     if name in ("TypeError", "ValueError"):
         return TypeError(message) if name == "TypeError" else ValueError(message)

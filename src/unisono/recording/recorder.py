@@ -1,4 +1,4 @@
-"""Recording of a rank: what it received, and digests of what it sent."""
+"""Records a rank: the data that it receives, and digests of the data that it sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from unisono.wrappers.base import Wrapper
 __all__ = ["ATTRIBUTES", "REPLIES", "Recorded", "Recording", "begin", "described", "key_of", "random_states"]
 
 ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
-"""Attributes of a transport on which a program, or the library, may depend."""
+"""Attributes of a transport on which a program or this library may depend, so that a replay must restore them."""
 
 REPLIES: dict[str, int | None] = {
     "get": 1,
@@ -52,16 +52,16 @@ REPLIES: dict[str, int | None] = {
     "measured": 2,
     "stop_verdict": 1,
 }
-"""Methods of the control plane that reply, and how many of their arguments identify a request."""
+"""Control-plane methods whose replies are recorded, with the number of leading arguments that identify a request."""
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Environment variables from which a script gets its rank."""
+"""Environment variables from which a script reads its rank."""
 
 _FORWARDED = ("set", "join", "leave", "boundaries", "request_stop", "watch", "hold", "share", "close")
 
 
 class Recording(Closing):
-    """Recording of a rank in progress, as returned by `un.record`; a context manager that ends it."""
+    """A recording in progress, as returned by `un.record`. As a context manager, it ends the recording on exit."""
 
     def __init__(
         self, log: LogWriter | None, steps: int | None = None, after: Callable[[], None] = lambda: None
@@ -88,8 +88,8 @@ class Recording(Closing):
         self._after()
 
     def stepped(self) -> None:
-        """Count an optimizer step; the last one ends the recording."""
-        # If ranks are threads, they share the hook.
+        """Count an optimizer step; end the recording after the last step to record."""
+        # If ranks are threads, the hook also runs for other ranks' steps, so compare the thread.
         if get_ident() == self._owner and self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -99,9 +99,9 @@ class Recording(Closing):
 class _Steps:
     """Counts optimizer steps in this process, for recordings that end after a number of steps.
 
-    One hook serves all recordings and remains registered. Torch iterates over its hooks while it calls them, and if
-    ranks are threads, several threads do so at a time: removing a hook when a recording ends, from the hook itself or
-    on another rank, would fail the step with "OrderedDict mutated during iteration".
+    One hook serves all recordings and remains registered, because removing it is unsafe. Torch iterates over its hooks
+    while it calls them. If a recording ended and removed its hook from inside the hook or in another rank's thread, the
+    optimizer step would fail with "OrderedDict mutated during iteration".
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class _Steps:
         self._counting: list[Recording] = []
 
     def count(self, recording: Recording) -> None:
-        """Call `stepped` of a recording after each step."""
+        """Call a recording's `stepped` after each optimizer step."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         with self._lock:
@@ -169,7 +169,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators of this process."""
+    """Return the states of this process's global random generators."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
@@ -179,7 +179,7 @@ def random_states() -> dict[str, Any]:
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return a description of a call and digests of the data it sends, independent of the call's implementation."""
+    """Return a description of a call and digests of the data that it sends. Both are independent of the transport."""
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {
@@ -190,10 +190,10 @@ def described(call: Call) -> dict[str, Any]:
 
 
 class Recorded(Wrapper):
-    """Transport of a recorded rank. It forwards each call whole, so the results are those of the inner transport.
+    """Transport of a recorded rank. It forwards whole calls, so the results are exactly those of the inner transport.
 
     Args:
-        inner: The transport.
+        inner: The transport to record.
         log: File to write to.
     """
 
@@ -231,7 +231,7 @@ class Recorded(Wrapper):
         self._log.put(("call", self._name, number), described(call))
         key = "result", self._name, number
         try:
-            # The call is recorded as a whole; its messages pass through the inner transport.
+            # Run the whole call on the inner transport: only the call's result is recorded, not its messages.
             work = self.inner.run(call)
         except Exception as error:
             # Errors of any kind, because a replay raises them again.
@@ -240,7 +240,7 @@ class Recorded(Wrapper):
         return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
 
     def _noting(self, key: tuple[Any, ...]) -> Callable[[BaseException], BaseException]:
-        """Return a function that records the first error passed to it, and returns every error unchanged."""
+        """Return a function that records the first error passed to it and returns every error unchanged."""
         noted = Event()
 
         def note(error: BaseException) -> BaseException:
@@ -298,7 +298,7 @@ class _Settling:
         self._busy = False
 
     def settle(self, number: int, action: Callable[[], None]) -> None:
-        """Complete the future of the work with this number, here or in the thread that is completing another one."""
+        """Complete a work's future, in this thread or in a thread that is already completing another future."""
         with self._lock:
             self._waiting.append((number, action))
             if self._busy:
@@ -315,7 +315,7 @@ class _Settling:
 
 
 class _RecordedWork(Work):
-    """Work whose timing-dependent answers are recorded."""
+    """Work that records every result that depends on timing."""
 
     def __init__(self, inner: Work, log: LogWriter, group: str, number: int, settling: _Settling) -> None:
         self._inner = inner
@@ -368,7 +368,7 @@ class _RecordedWork(Work):
             try:
                 inner.value()
             except Exception as error:
-                # The future gets whatever the work raised; torch annotates it as a result.
+                # `set_exception` accepts any exception, but torch annotates its parameter with the result's type.
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)
@@ -389,7 +389,7 @@ class _RecordedWork(Work):
 
 
 def key_of(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the key of a request to the control plane."""
+    """Return the recording key of a request to the control plane."""
     identity = [getattr(argument, "name", argument) for argument in arguments[: REPLIES[name]]]
     return ("control", name, *(tuple(each) if isinstance(each, list) else each for each in identity))
 
@@ -414,7 +414,7 @@ def _forwarding(name: str) -> Callable[..., Any]:
 
 _METHODS = {name: _asking(name) for name in REPLIES} | {name: _forwarding(name) for name in _FORWARDED}
 _RecordedControl = type("_RecordedControl", (ControlPlane,), _METHODS)
-"""Handle to the control plane whose replies are recorded; made with `_recorded_control`."""
+"""Control-plane handle that records replies. Create it with `_recorded_control`."""
 
 
 def _recorded_control(inner: ControlPlane, log: LogWriter) -> ControlPlane:

@@ -1,4 +1,4 @@
-"""Replay of one rank, alone: a recording of what its peers sent takes their place."""
+"""Replays one rank alone: a recording of the data that its peers sent replaces the peers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class RecordingEndError(SystemExit):
 
 
 class RankReplay:
-    """State of a replay: the log, whether it has begun, and the findings.
+    """State of a replay: the log, whether the replay has begun, and the results of the comparison.
 
     Args:
         folder: Folder that was passed to `un.record`.
-        rank: Number of the rank in the job's first group.
+        rank: The recorded rank's number in the job's initial group.
 
     Attributes:
         begun: Whether the program has called `un.record`.
-        calls, messages: Number of collectives and messages that matched the recording.
-        difference: Description of the first one that did not; None if all did.
+        calls, messages: Number of collectives and of messages that matched the recording.
+        difference: Description of the first call or message that did not match; None if all matched.
     """
 
     def __init__(self, folder: str | Path, rank: int) -> None:
@@ -70,7 +70,7 @@ class RankReplay:
         self.ended: bool = False
 
     def report(self) -> dict[str, Any]:
-        """Return the findings, for JSON."""
+        """Return the results of the comparison, as a dict for JSON."""
         return {
             "rank": self.header["members"][self.header["rank"]],
             "begun": self.begun,
@@ -87,7 +87,7 @@ class RankReplay:
         raise MismatchError(f"this replay differs from the recording: {text}")
 
     def missing(self, group: Group, what: str) -> NoReturn:
-        """Raise the error for a call after the last entry: the recorded failure, the end, or a difference."""
+        """Raise the error for a call without an entry: the recorded failure, the recording's end, or a difference."""
         if not self.log.holds(("call", group.name), ("send", group.name)):
             abort = self.log.peek(("abort", group.name))
             if abort is not None:
@@ -103,7 +103,7 @@ class RankReplay:
             raise CommError("a call before un.record was not recorded. The recorded program had made none there")
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the rank, which has no peers."""
+        """Return the rank's communicator, whose peers are replaced by the recording."""
         header = self.header
         backend, device, timeout_s, chunk_bytes, deterministic = header["options"]
         options = Options(backend, device, timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic)
@@ -112,7 +112,7 @@ class RankReplay:
         return Communicator(transport, _Control(self), options, check="auto" if header["checked"] else "off")
 
     def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
-        """Return the rank's result of the program; None if the recording ends first."""
+        """Run the program and return its result, or None if the recording ends first."""
         try:
             with without_torch_groups(), self.communicator() as comm:
                 result = program(comm, *args, **kwargs)
@@ -125,7 +125,7 @@ class RankReplay:
     def results(
         self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int
     ) -> list[T | None]:
-        """Return the results of all ranks, as `launch` does; None for all but the replayed rank."""
+        """Return a list of results, as `launch` does; the result of every rank but the replayed one is None."""
         rank = self.header["members"][self.header["rank"]]
         if rank >= nprocs:
             raise ValueError(f"rank {rank} was recorded, and launch starts {nprocs} ranks")
@@ -138,7 +138,7 @@ class RankReplay:
         if self.begun:
             raise ValueError("un.record was called twice in a replay")
         self.begun = True
-        # How sums are rounded depends on it.
+        # The rounding of sums depends on the number of threads.
         torch.set_num_threads(self.header["threads"])
         states = self.header["random"]
         random.setstate(_tuples(states["python"]))
@@ -152,7 +152,7 @@ class RankReplay:
 
 
 def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
-    """Replacement of `dist.init_process_group`, which would wait for ranks that never join."""
+    """Replacement for `dist.init_process_group`, which would wait for ranks that never join."""
     raise UnavailableError(
         "a replay has no other ranks that could join a group of torch.distributed, and calls of such groups are not "
         "recorded. It answers un.init and un.launch: use their communicator, or pass what the program does after "
@@ -170,7 +170,7 @@ def _tuples(value: Any) -> Any:
 
 
 class ReplayTransport(Transport):
-    """Transport without peers: results and messages are taken from the recording; a call that differs is an error."""
+    """Transport without peers. It reads results and messages from the recording, and rejects calls that differ."""
 
     checks = True
 
@@ -225,7 +225,8 @@ class ReplayTransport(Transport):
             if isinstance(message, Recv):
                 entry = self._arrival(message)
                 if entry is None:
-                    # If a message did not arrive, only the wait is recorded.
+                    # The message did not arrive in the recorded run, so the recording contains at most a failed wait
+                    # for it.
                     return _Unanswered(replay, self.group, f"the message from rank {message.peer}")
                 arrivals.append((entry, message.tensor))
             else:
@@ -282,7 +283,7 @@ class ReplayTransport(Transport):
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    """Return how a call differs from the recording; empty if it does not."""
+    """Describe how a call differs from the recording; return an empty string if it does not differ."""
     then = expected["site"]
     now = found["site"]
     where = f"at {now}" if then == now else f"at {now} (recorded at {then})"
@@ -319,7 +320,7 @@ class _Unanswered(Work):
 
 
 class _Futures:
-    """Futures of works, which complete in the recorded order."""
+    """Completes the futures of works in the recorded order."""
 
     def __init__(self, replay: RankReplay, group: str) -> None:
         self._log = replay.log
@@ -329,10 +330,11 @@ class _Futures:
         self._lock = threading.RLock()
 
     def ask(self, number: int, settle: Callable[[], None]) -> None:
-        """Call `settle` as soon as it is the turn of the work with this number.
+        """Call `settle`, which completes a work's future, as soon as the future is next in the recorded order.
 
-        The program adds callbacks to a future after it gets it. So the requested future completes now, but the futures
-        that it held up complete later, when the program has had time to add their callbacks.
+        A program can add callbacks to a future only after receiving it. If the requested future is next in the order,
+        it completes now. Futures that waited for it complete a little later, so that the program can add callbacks in
+        the meantime.
         """
         with self._lock:
             self._asked.setdefault(number, []).append(settle)
@@ -356,7 +358,7 @@ class _Futures:
 
 
 class _ReplayedWork(Work):
-    """Work that gives the recorded answers."""
+    """Work that returns the recorded results."""
 
     def __init__(self, inner: Work, replay: RankReplay, group: str, number: int, futures: _Futures) -> None:
         self._inner = inner
@@ -413,7 +415,7 @@ class _ReplayedWork(Work):
 
 
 class _Control(ControlPlane):
-    """Handle to a control plane without peers: replies are recorded ones, or as if all ranks were identical."""
+    """Control plane without peers: it returns recorded replies, or replies as if all ranks were identical."""
 
     def __init__(self, replay: RankReplay) -> None:
         self.replay = replay
@@ -481,7 +483,7 @@ class _Control(ControlPlane):
         def here() -> list[Any] | None:
             if topic != "introduction" or self.replay.begun:
                 return None
-            # The ranks and hosts of the recorded communicator.
+            # Before the replay has begun, answer with the ranks and hosts of the recorded communicator.
             hosts = enumerate(self.replay.header["hosts"])
             names = {rank: f"host {number}" for number, ranks in hosts for rank in ranks}
             return [(names[rank], *value[1:]) for rank in range(group.size)]
@@ -503,12 +505,13 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not contain the time when the request arrived. The first boundary gets the verdict, if any.
+        # The recording does not contain the time at which the stop request arrived. If it contains a verdict, let the
+        # first step boundary read it.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 
     def request_stop(self, group: Group | None, reason: str) -> int:
-        """Do nothing: the verdict is taken from the recording."""
+        """Do nothing: the recording contains the verdict."""
         return 0
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
@@ -516,7 +519,7 @@ class _Control(ControlPlane):
 
     # -- activity ------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        # Not measured again once the replay has begun, because `make` may write to a checkpoint that is in use.
+        # Don't measure again once the replay has begun: `make` may write to a checkpoint that is in use.
         otherwise = (lambda: self.replay.missing(group, what)) if self.replay.begun else make
         return self._reply("measured", [group, what], otherwise)
 
@@ -540,7 +543,7 @@ class _Control(ControlPlane):
 
 
 def begin(comm: Communicator) -> bool:
-    """Begin the replay here, if the communicator belongs to one; return whether it does."""
+    """Begin the replay if the communicator belongs to one; return whether it does."""
     transport = engine_of(comm).transport
     if not isinstance(transport, ReplayTransport):
         return False

@@ -1,4 +1,4 @@
-"""Virtual time: simulates whole programs with seeded thread scheduling, on a clock that never really waits."""
+"""Simulates whole programs with seeded thread scheduling, in virtual time: waits take no real time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Replacements for Python's clocks, locks, queues and threads, for a simulation's threads.
+"""Replaces Python's clocks, locks, queues and threads for the threads of a simulation.
 
 Programs need not know that they are simulated: `time.sleep`, `threading.Thread`, `queue.Queue`, asyncio event loops,
-and code built on these work in virtual time. Every replacement first checks whether a task calls it; other threads of
-the process get the original behaviour. All patches are removed when the last simulation has ended.
+and code built on these work in virtual time. Every replacement first checks whether a simulated task calls it; all
+other threads of the process get the original behaviour. All patches are removed when the last simulation ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unisono.simulation.scheduler import SimulatedTask, here, nanoseconds, unpat
 __all__ = ["EPOCH_S", "VirtualLock", "interposed"]
 
 EPOCH_S = 1_767_225_600
-"""Value of `time.time` when a simulation begins: the year 2026."""
+"""Value of `time.time` at the start of a simulation: the beginning of 2026."""
 
 
 def interposed() -> SharedContext:
@@ -65,7 +65,7 @@ def _clocks() -> list[Replacement]:
         nanoseconds = _reader(getattr(time, f"{name}_ns"), base_ns, integer=True)
         found += [(time, name, seconds), (time, f"{name}_ns", nanoseconds)]
         if name == "monotonic":
-            # Names under which these modules have imported the clock.
+            # These modules have imported the clock under their own names, so patch those names too.
             found += [(owner, alias, seconds) for owner, alias in ((threading, "_time"), (queue, "time"))]
     return [patch for patch in found if hasattr(patch[0], patch[1])]
 
@@ -89,7 +89,7 @@ def _locks() -> list[Replacement]:
     real_is_set = threading.Event.is_set
     python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # annotations don't say what it is
     real_queue = queue.SimpleQueue
-    # Its annotations don't declare this.
+    # The queue module's type annotations don't declare `_PySimpleQueue`.
     python_queue = queue._PySimpleQueue  # type: ignore[attr-defined]
 
     def lock() -> Any:
@@ -111,7 +111,7 @@ def _locks() -> list[Replacement]:
         def __class_getitem__(cls, item: object) -> type:
             return cls
 
-    # Condition, Event, Semaphore, Barrier and queue.Queue are built on these.
+    # Condition, Event, Semaphore, Barrier and queue.Queue need no patches: they are built on these.
     return [
         (threading, "Lock", lock),
         (threading, "_allocate_lock", lock),
@@ -131,14 +131,16 @@ def _threads() -> list[Replacement]:
         parent = here()
         if parent is None:
             return real_start(thread)
-        # The default names count all threads of the process, so they would not be reproducible.
+        # Name the task after its parent: default thread names count all threads of the process, so they are not
+        # reproducible.
         parent.children += 1
         task = SimulatedTask(parent.scheduler, f"{parent.name}.{parent.children}", parent.rank, False)
         task.thread = thread
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
         with unpatched():
-            # A task created the thread, which notifies its parent in real time that it has started.
+            # `_started` was created in a task, so it waits in virtual time. Replace it, because a new thread notifies
+            # its parent in real time.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
         parent.scheduler.admit(task)
@@ -175,7 +177,7 @@ def _task_of(thread: threading.Thread) -> SimulatedTask | None:
 
 # -- torch -----------------------------------------------------------------------------------------
 def _futures() -> list[Replacement]:
-    """Patch torch futures, which wait inside C++, where no other task could run."""
+    """Patch torch futures: they wait in C++, which would block all other tasks."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -194,11 +196,11 @@ def _futures() -> list[Replacement]:
 
 # -- asyncio ---------------------------------------------------------------------------------------
 def _loops() -> list[Replacement]:
-    """Patch asyncio loops, which wait in a selector for the next timer or another thread's write."""
+    """Patch asyncio loops: they wait in a selector for the next timer or for another thread's write."""
     kind = selectors.DefaultSelector
     loops = BaseSelectorEventLoop
     real_select = kind.select
-    # Its annotations don't declare this.
+    # The event loop's type annotations don't declare `_write_to_self`.
     real_write = loops._write_to_self  # type: ignore[attr-defined]
     waiting: dict[Any, SimulatedTask] = {}
 
@@ -210,7 +212,8 @@ def _loops() -> list[Replacement]:
         if found or (timeout is not None and timeout <= 0):
             task.scheduler.poll()
             return found
-        # Other sources, such as sockets, are outside the simulation.
+        # Only a timer or `_write_to_self` can end this wait: other sources, such as sockets, are outside the
+        # simulation.
         waiting[selector] = task
         task.hasty += 1
         try:
@@ -233,7 +236,7 @@ def _loops() -> list[Replacement]:
 class VirtualLock:
     """Replacement for `threading.Lock`.
 
-    Threads outside simulations wait in real time, so it may outlive a simulation.
+    It may outlive a simulation: threads outside simulations can also use it, and wait in real time.
     """
 
     __slots__ = ("_lock", "_tasks")
@@ -268,7 +271,7 @@ class VirtualLock:
     def release(self) -> None:
         self._lock.release()
         if self._tasks:
-            # A lock does not guarantee an order among its waiters.
+            # Choose a waiter at random: a lock does not guarantee an order among its waiters.
             scheduler = self._tasks[0].scheduler
             scheduler.wake(self._tasks.pop(scheduler.choose(len(self._tasks))))
 

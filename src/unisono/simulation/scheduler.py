@@ -1,4 +1,4 @@
-"""Scheduler for tasks and virtual time: exactly one thread runs at a time, chosen by a seed."""
+"""Scheduler for tasks and virtual time: one thread runs at a time, and a seeded generator chooses which."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from unisono.errors import CommTimeoutError, DeadlockError
 __all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
 
 _Wait = Callable[[], str]
-"""Description of a wait, built only on request."""
+"""Function that returns a description of a wait, called only when the description is needed."""
 
 
 class SimulatedTask:
-    """A thread that runs only while it holds the baton.
+    """A simulated thread. It runs only while the scheduler has selected it.
 
     Attributes:
-        scheduler: Scheduler of the task.
+        scheduler: The task's scheduler.
         name: Name in the trace.
-        rank: Rank that it belongs to, if any.
-        main: Whether it runs a rank's program; the simulation is over when none is left.
-        ident: Thread identifier, once it has run.
-        gate: Real lock, opened to pass the task the baton.
-        blocked: Whether it waits for a wake-up or a time.
-        woken: Whether its last wait ended with a wake-up rather than at its time.
-        number: Number of its current wait, so that the end of an earlier wait is not mistaken for its end.
-        pending: Exception to raise in its current or next wait.
-        waits: Descriptions of its waits, innermost last.
-        hasty: Number of these waits that end at their time, however late.
-        polls: Number of polls since it last yielded.
-        children: Number of threads it has started.
-        joiners: Tasks that wait for it to end.
-        done: Whether it has ended.
-        thread: Its thread.
+        rank: Rank to which the task belongs, or None.
+        main: Whether the task runs a rank's program. The simulation ends when all main tasks have ended.
+        ident: Thread identifier; None until the task has run.
+        gate: Real lock that the scheduler releases to let the task run.
+        blocked: Whether the task is waiting, for a wake-up or a deadline.
+        woken: Whether the task's last wait ended with a wake-up, not at its deadline.
+        number: Number of the current wait, so that an earlier wait's deadline cannot end the current wait.
+        pending: Exception to raise in the current or next wait, or None.
+        waits: Descriptions of the task's nested waits, innermost last.
+        hasty: Number of these waits that always end at their deadline, even if it is long.
+        polls: Number of clock or flag reads since the task last yielded.
+        children: Number of threads that the task has started.
+        joiners: Tasks that wait for this task to end.
+        done: Whether the task has ended.
+        thread: The task's thread.
     """
 
     def __init__(self, scheduler: TaskScheduler, name: str, rank: int | None, main: bool) -> None:
@@ -72,13 +72,13 @@ _here = _Here()
 
 
 def here() -> SimulatedTask | None:
-    """Return the task of this thread; None outside simulations."""
+    """Return this thread's task, or None outside simulations."""
     return _here.task
 
 
 @contextmanager
 def _as_task(task: SimulatedTask | None) -> Iterator[None]:
-    """Return a context in which this thread is the given task."""
+    """Return a context in which this thread counts as the given task."""
     before = _here.task
     _here.task = task
     try:
@@ -96,11 +96,11 @@ def unpatched() -> Iterator[None]:
 
 @contextmanager
 def waiting(describe: _Wait, *, hasty: bool = False) -> Iterator[None]:
-    """Return a context whose waits have a description. It has no effect outside simulations.
+    """Return a context that describes the waits inside it. It has no effect outside simulations.
 
     Args:
         describe: Function that returns the description.
-        hasty: Whether the waits end at their time; no deadlock is reported before that.
+        hasty: Whether the waits always end at their deadline; until then, they don't count as a deadlock.
     """
     task = here()
     if task is None:
@@ -128,12 +128,12 @@ def nanoseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _TimedEvent:
-    """Event at a virtual time.
+    """Action scheduled at a virtual time.
 
     Attributes:
-        fire: Function that runs the event.
-        live: Function that returns whether the event is still due.
-        patient: Whether it only ends a wait with the default patience.
+        fire: The action.
+        live: Function that returns whether the action is still wanted.
+        patient: Whether the action only ends a wait that has (nearly) the default timeout.
     """
 
     fire: _Action
@@ -145,22 +145,23 @@ _Entry = tuple[int, float, int, _TimedEvent]
 
 
 class _Calendar:
-    """Events ordered by time; ties are ordered by the seed."""
+    """Events ordered by time. A seeded generator orders simultaneous events."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
         self._count = count()
-        # Events that end a task's patience are stored separately.
+        # Deadlines of waits with the default timeout are stored separately: if no other events are left, it is a
+        # deadlock.
         self._patient: list[_Entry] = []
         self._others: list[_Entry] = []
 
     def add(self, when: int, event: _TimedEvent) -> None:
-        """Schedule an event at this time, in nanoseconds."""
+        """Schedule an event at time `when`, in nanoseconds."""
         heap = self._patient if event.patient else self._others
         heappush(heap, (when, self._random.random(), next(self._count), event))
 
     def next(self) -> tuple[int, _TimedEvent] | None:
-        """Remove and return the first event; None if only ends of patience are left."""
+        """Remove and return the first event, or None if only deadlines of waits with the default timeout are left."""
         for heap in (self._patient, self._others):
             while heap and not heap[0][-1].live():
                 heappop(heap)
@@ -179,23 +180,23 @@ _AWAY_S = 1e-4
 
 
 class EndedError(BaseException):
-    """Raised in threads that outlive their simulation, to end them."""
+    """Raised in a thread that outlives its simulation, to terminate the thread."""
 
 
 class TaskScheduler:
-    """Runs tasks one at a time. When a task blocks or yields, the seed decides which task runs next.
+    """Runs tasks one at a time. When a task blocks or yields, a seeded generator chooses the task to run next.
 
-    Time is frozen while any task can run; then it jumps to the next event. So a run takes no longer than its
-    computation, and depends only on the seed.
+    Virtual time stands still while any task can run; then it jumps to the next event. A run therefore takes only the
+    time of its computations, and depends only on the seed.
 
-    If all remaining waits have (nearly) the default patience, it is a deadlock, and all ranks get `DeadlockError`
-    immediately. Shorter waits, and waits marked hasty, end at their time.
+    If every task waits with at least 0.9 of the default timeout and no other event is due, it is a deadlock: all ranks
+    get `DeadlockError` immediately. Shorter waits, and waits marked as hasty, end at their deadline.
 
     Args:
         seed: Seed for all choices.
         patience_s: Default timeout of an operation, in virtual seconds.
-        stuck_s: Real seconds after which a task that neither ends nor blocks is considered stuck.
-        preempt: Probability that other tasks may run before a free lock is acquired.
+        stuck_s: Real seconds after which a task that has neither ended nor blocked is considered stuck.
+        preempt: Probability that a task yields before it acquires a lock.
 
     Attributes:
         now: Virtual time, in nanoseconds.
@@ -217,7 +218,7 @@ class TaskScheduler:
         self._stuck_s = stuck_s
         self._preempt = preempt
         self._tasks: list[SimulatedTask] = []
-        # Tasks that have not ended, in order, by rank.
+        # For each rank, the tasks that have not ended, in the order in which they were started.
         self._alive: defaultdict[int | None, dict[SimulatedTask, None]] = defaultdict(dict)
         self._ready: list[SimulatedTask] = []
         self._calendar = _Calendar(self._random)
@@ -249,10 +250,10 @@ class TaskScheduler:
         self._left += task.main
 
     def run(self) -> None:
-        """Run until the last rank's program has ended. No threads are left when this returns or raises.
+        """Run until all ranks' programs have ended. When this returns or raises, no simulated threads are left.
 
         Raises:
-            CommTimeoutError: A task is stuck: it computes without end, or waits in real time.
+            CommTimeoutError: A task is stuck: it computes forever or waits in real time.
         """
         try:
             self._pass_to(self._choose())
@@ -269,7 +270,7 @@ class TaskScheduler:
 
     # -- for tasks ---------------------------------------------------------------------------------
     def block(self, deadline: int | None = None) -> bool:
-        """Wait for a wake-up, or until `deadline` (in nanoseconds); return whether it was a wake-up."""
+        """Wait for a wake-up or until `deadline` (in nanoseconds). Return whether the task was woken."""
         task = self._me()
         task.number += 1
         task.polls = 0
@@ -282,7 +283,7 @@ class TaskScheduler:
         return task.woken
 
     def _timeout(self, task: SimulatedTask, patient: bool) -> _TimedEvent:
-        """Return the end of a task's patience in its current wait."""
+        """Return the event that ends a task's current wait at its deadline."""
         number = task.number
 
         def expire() -> None:
@@ -292,19 +293,19 @@ class TaskScheduler:
         return _TimedEvent(expire, lambda: task.blocked and task.number == number, patient)
 
     def wake(self, task: SimulatedTask) -> None:
-        """Wake a task; no effect if it is not waiting."""
+        """Wake a task if it is waiting."""
         if task.blocked:
             task.blocked = False
             task.woken = True
             self._ready.append(task)
 
     def throw(self, task: SimulatedTask, error: BaseException) -> None:
-        """Raise an error in another task, at its current or next wait."""
+        """Raise an error in another task, in its current or next wait."""
         task.pending = error
         self.wake(task)
 
     def pause(self) -> None:
-        """Yield to other tasks, if the seed decides so."""
+        """Yield: choose at random among this task and all other tasks that can run."""
         if not self._over:
             task = self._me()
             task.polls = 0
@@ -312,13 +313,13 @@ class TaskScheduler:
             self._switch_to(task)
 
     def before_lock(self) -> None:
-        """Yield at random before a lock is acquired, so that state that was read before may change."""
+        """Yield at random before acquiring a lock, so that other tasks may change state that was read before."""
         if self._preempt and not self._over and self._random.random() < self._preempt:
-            # Like preemption by an operating system: messages may arrive meanwhile.
+            # Sleep to imitate preemption by an operating system: messages may arrive during the sleep.
             self.sleep(self._random.choice((0.0, _AWAY_S * self._random.random())))
 
     def sleep(self, seconds: float) -> None:
-        """Let this much virtual time pass."""
+        """Wait for this much virtual time."""
         task = self._me()
         task.hasty += 1
         try:
@@ -327,7 +328,7 @@ class TaskScheduler:
             task.hasty -= 1
 
     def poll(self) -> None:
-        """Charge the cost of reading a clock or flag, so that loops that only poll make progress."""
+        """Charge virtual time for reading a clock or flag, so that polling loops make progress."""
         task = here()
         if task is not None and not self._over:
             task.polls += 1
@@ -335,7 +336,7 @@ class TaskScheduler:
                 self.sleep(_POLL_NS / _NS)
 
     def at(self, when: int, action: _Action) -> None:
-        """Run an action when the clock reads `when`, on a separate thread, so that it may wait for locks."""
+        """Run an action at virtual time `when`, on a separate thread so that the action may wait for locks."""
 
         def fire() -> None:
             self._due.append(action)
@@ -362,7 +363,7 @@ class TaskScheduler:
         return list(self._alive.get(rank, ()))
 
     def live(self, task: SimulatedTask, run: _Action) -> None:
-        """Run a task from start to end, in its own thread."""
+        """Run a task from start to end, in the task's own thread."""
         task.gate.acquire()
         task.ident = _thread.get_ident()
         try:
@@ -433,7 +434,7 @@ class TaskScheduler:
                 self.throw(task, error)
 
     def _tick(self) -> None:
-        """Body of the clock task: run all due actions."""
+        """Run all due actions; this is the body of the clock task."""
         while True:
             while self._due:
                 action = self._due.pop(0)
@@ -447,7 +448,7 @@ class TaskScheduler:
 
     # -- the end -----------------------------------------------------------------------------------
     def _end(self) -> None:
-        """End every remaining thread at its wait."""
+        """Terminate every remaining thread at its current wait."""
         self._over = True
         if self._running is not None and not self._driver.acquire(timeout=_LEAVE_S):
             return
@@ -470,9 +471,9 @@ _TORCH = f"{os.sep}torch{os.sep}"
 
 
 def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float) -> tuple[str, dict[int, str]]:
-    """Return a sentence that names each rank and, where known, its operation.
+    """Return a sentence that names each rank and its operation, if known, and the operations by rank.
 
-    Ranks in the same wait are named together, so the sentence is short however many ranks there are.
+    Ranks in the same wait are named together, which keeps the sentence short even with many ranks.
 
     Args:
         ranks: Unfinished tasks of each rank.
@@ -482,7 +483,7 @@ def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float)
     operations: dict[int, str] = {}
     alike: dict[str, list[int]] = {}
     for rank, tasks in sorted(ranks.items()):
-        # Any other tasks wait for collectives that the program has started.
+        # A rank's other tasks wait for collectives that its program has started.
         for main in [task for task in tasks if task.main]:
             operation, site = _operation_of(frames.get(main.ident or 0))
             if operation is not None:
@@ -498,7 +499,7 @@ def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float)
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """Return a text that names ranks, only the first few if there are many.
+    """Return a text that names ranks; if there are many, it names only the first few.
 
     Example:
         >>> name_ranks({3}), name_ranks({2, 1}), name_ranks(range(500))
@@ -521,7 +522,7 @@ def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError
 
 
 def _operation_of(frame: FrameType | None) -> tuple[str | None, str | None]:
-    """Return the library operation that the user's program is in, and the line that called it."""
+    """Return the library operation in which the user's program is, and the line that called the operation."""
     operation: str | None = None
     for each in with_callers(frame):
         file = each.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The API of `torch.distributed.rpc` over unisono's calls, for programs written for torch's RPC.
+"""The API of `torch.distributed.rpc`, implemented with `unisono.rpc`, for programs written for torch's RPC.
 
     import unisono.interop.torch_rpc as rpc     # in place of torch.distributed.rpc
     from unisono.interop.torch_rpc import (
@@ -7,8 +7,8 @@
         dist_autograd,                          # torch.distributed.autograd
     )
 
-As in torch, ranks trust each other: any importable function may be called, and values without another encoding are sent
-as pickles. `docs/how-to/torch-rpc.md` lists what differs.
+As in torch, ranks trust each other: a rank may call any importable function on another rank, and values that have no
+other encoding are pickled. `docs/how-to/torch-rpc.md` lists the differences from torch's RPC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Startup, options, calls and shutdown of a program's RPC, with torch's signatures."""
+"""Functions that start RPC, call other ranks and shut RPC down, with torch's signatures."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ __all__ = [
 
 
 class BackendType(enum.Enum):
-    """Torch's RPC backends. Whichever is requested, unisono's own is used."""
+    """Torch's RPC backends. Unisono accepts each of them, but always uses its own."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 class RpcBackendOptions:
-    """Rendezvous address of the ranks, and timeout for calls.
+    """Rendezvous address, and default timeout of RPC calls.
 
     Args:
-        rpc_timeout: Seconds; 0 for no limit.
+        rpc_timeout: Timeout in seconds; 0 for no limit.
         init_method: As for `torch.distributed.init_process_group`: "env://", "tcp://host:port", "file:///path".
     """
 
@@ -66,14 +66,14 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The same options, plus the number of functions that may run concurrently.
+    """The base class's options, plus the number of functions that may run concurrently.
 
     Args:
-        num_worker_threads: Number of functions called by other ranks that run here concurrently.
-        rpc_timeout: As above.
-        init_method: As above.
+        num_worker_threads: Maximum number of functions that this rank runs concurrently for other ranks.
+        rpc_timeout: As for `RpcBackendOptions`.
+        init_method: As for `RpcBackendOptions`.
         device_maps: Accepted, but tensors always arrive on the CPU.
-        devices: Accepted, without effect.
+        devices: Accepted, but has no effect.
     """
 
     def __init__(
@@ -97,24 +97,25 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             self.set_device_map(to, mapped)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Accepted with a warning: tensors are sent through the CPU, and arrive there."""
+        """Warn that the map has no effect: tensors are sent through the CPU, and always arrive on the CPU."""
         warnings.warn("unisono's calls carry tensors to the CPU of the other rank; move them there", stacklevel=2)
         self.device_maps.setdefault(to, {}).update(device_map)
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Accepted, without effect."""
+        """Store the devices, which have no effect."""
         self.devices = list(devices)
 
 
 _FOREVER_S = 3.0e8
-# One per process, as in torch's RPC, whose `shutdown` gets no handle. Kept here because unisono's agent owns neither.
+# Each agent's communicator and store. They are global, as in torch's RPC, because `shutdown` gets no handle and the
+# agent owns neither of them.
 _made: weakref.WeakKeyDictionary[Peers, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
-# Global, so that each `init_rpc` uses its own name in a store that outlives it.
+# Global, so that each `init_rpc` uses a new name: the store may be the one of an earlier `init_rpc`.
 _numbers = itertools.count()
 
 
 class _TorchAgent(rpc.Agent):
-    """Agent that makes references with torch's signatures."""
+    """Agent whose references have torch's signatures."""
 
     rref_class = RRef
 
@@ -131,11 +132,11 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Let this process call other processes and be called. Every rank calls it, with its own name.
+    """Start RPC on this rank, so that ranks can call each other's functions. Every rank calls it, with a unique name.
 
-    The options' `init_method` defines the rendezvous, by default "env://": MASTER_ADDR and MASTER_PORT, and RANK and
-    WORLD_SIZE unless given here. It is torch's rendezvous: a process group of the program may use the same address,
-    before or after.
+    The options' `init_method` defines the rendezvous. The default is "env://": MASTER_ADDR and MASTER_PORT, and RANK
+    and WORLD_SIZE unless the arguments give them. Because this is torch's own rendezvous, the program may also create a
+    process group at the same address.
 
     Raises:
         RuntimeError: It was called before; some ranks did not join; or the arguments are invalid (then also a
@@ -163,12 +164,12 @@ def init_rpc(
         comm.close()
         raise
     set_agent(agent)
-    # Rank 0 serves the store.
+    # Keep the store alive: rank 0 serves it to the others.
     _made[agent] = comm, store
 
 
 def _meet(init_method: str, rank: int, world_size: int) -> tuple[Communicator, dist.Store]:
-    """Join through torch's store like a process group, but under a separate name, so that both may use one address."""
+    """Join through torch's store, with a separate key prefix so that a process group may use the same address."""
     limit = timedelta(seconds=TIMEOUT_S)
     store, rank, size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
     name = f"unisono/rpc {next(_numbers)}"
@@ -180,7 +181,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Args:
         graceful: Whether to keep serving until all ranks have called this and no call is in flight.
-        timeout: Maximum wait for that in seconds; 0 for no limit.
+        timeout: Maximum duration of the graceful shutdown in seconds; 0 for no limit.
     """
     agent = current_agent()
     comm, _store = _made.pop(agent, (None, None))
@@ -206,7 +207,7 @@ def rpc_sync(to: _To, func: _Function, args: _Arguments = None, kwargs: _Named =
 def rpc_async(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> torch.futures.Future[Any]:
-    """The same as `rpc_sync`, but return a future immediately."""
+    """Call a function as `rpc_sync` does, but return a future immediately."""
     with as_in_torch():
         return rpc.rpc_async(to, _checked(func), args or (), kwargs, seconds(timeout))
 
@@ -214,7 +215,7 @@ def rpc_async(
 def remote(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rpc.RRef[Any]:
-    """The same as `rpc_sync`, but leave the result on that rank, and return a reference to it immediately."""
+    """Call a function as `rpc_sync` does, but keep the result on that rank and return a reference immediately."""
     with as_in_torch():
         return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
 

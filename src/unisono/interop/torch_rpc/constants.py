@@ -1,4 +1,4 @@
-"""Torch's special timeouts, and torch's error classes where unisono's differ."""
+"""Torch's special timeout values, and error classes that match both torch's and unisono's."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def seconds(timeout: Timeout | None) -> float | None:
 
 
 class ArgumentError(RuntimeError, ValueError):
-    """Raised for an argument that torch rejects with a RuntimeError and unisono with a ValueError."""
+    """Invalid argument that torch rejects with a RuntimeError and unisono with a ValueError."""
 
 
 @contextmanager
 def as_in_torch() -> Iterator[None]:
-    """Raise an `ArgumentError` in place of a `ValueError`, unless a function on another rank has raised it."""
+    """Convert a `ValueError` to an `ArgumentError`, unless a function on another rank raised it."""
     try:
         yield
     except (RemoteError, ArgumentError):
@@ -56,7 +56,7 @@ def as_in_torch() -> Iterator[None]:
 
 @contextmanager
 def as_runtime_error() -> Iterator[None]:
-    """Raise a RuntimeError in place of any other exception, as torch's backward passes do."""
+    """Convert every exception to a RuntimeError, as torch's distributed backward pass does."""
     try:
         yield
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`torch.distributed.autograd`, and `torch.distributed.optim.DistributedOptimizer`, which uses its contexts."""
+"""`torch.distributed.autograd`, and `torch.distributed.optim.DistributedOptimizer`, which uses autograd contexts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DistributedOptimizer", "backward", "checked", "context", "get_gradie
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record tensors that cross ranks, for `backward`; yield the context's number. Must not be nested."""
+    """Record the tensors sent between ranks in the block, for `backward`; yield the context's number. Not nestable."""
     if rpc.context.context.get() != NO_CONTEXT:
         raise RuntimeError(
             "there is an autograd context in this thread already; leave it before entering another context"
@@ -33,7 +33,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
     Raises:
         TypeError: The roots are not a list of tensors.
-        RuntimeError: There is no such context, a root is invalid, or a function's backward failed.
+        RuntimeError: The context does not exist, a root is invalid, or the backward pass failed on some rank.
     """
     checked(context_id)
     if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor) for root in roots):
@@ -45,12 +45,12 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradient of each leaf on this rank. Raises RuntimeError for a context that is unknown here."""
+    """Return the gradient of each leaf on this rank. Raises RuntimeError if this rank does not know the context."""
     return autograd.get_gradients(checked(context_id))
 
 
 def checked(context_id: Any) -> int:
-    """Return the number of a context; raise RuntimeError if it is unknown here."""
+    """Return `context_id`; raise RuntimeError if this rank does not know the context."""
     if not isinstance(context_id, int):
         raise TypeError(f"context_id must be an int, not a {type(context_id).__name__}")
     if current_contexts().get(context_id) is None:
@@ -68,5 +68,5 @@ class DistributedOptimizer(rpc.DistributedOptimizer):
     """
 
     def step(self, context_id: int) -> None:
-        """Do one step with the gradients of a context. Raises RuntimeError if there is no such context."""
+        """Update the parameters with a context's gradients. Raises RuntimeError if the context does not exist."""
         super().step(checked(context_id))

@@ -1,4 +1,4 @@
-"""References with torch's signatures."""
+"""Remote references with torch's signatures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class RRef(rpc.RRef[T]):
-    """A reference to an object that stays on the rank that owns it.
+    """A remote reference: other ranks can use the object, which stays on its owner's rank.
 
     Args:
-        value: An object of this rank.
-        type_hint: Refused: torch uses it only for TorchScript modules, which are not supported.
+        value: An object on this rank.
+        type_hint: Rejected, because torch uses it only for TorchScript modules, which are not supported.
     """
 
     __slots__ = ()
@@ -51,7 +51,7 @@ class RRef(rpc.RRef[T]):
         return _Remote(self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Back-propagate from the tensor, within a context of distributed autograd if one is given."""
+        """Back-propagate from the referenced tensor, within a distributed autograd context if one is given."""
         if self.is_owner() and not isinstance(self.local_value(), torch.Tensor):
             raise RuntimeError(f"backward() needs a tensor, not a {type(self.local_value()).__name__}")
         if dist_autograd_ctx_id != -1:
@@ -63,7 +63,7 @@ class RRef(rpc.RRef[T]):
 
 
 class _Remote:
-    """Methods of another rank's object, whose results stay there. As in torch, first check that the method exists."""
+    """Calls a remote object's methods and keeps the results remote. First checks that the method exists, like torch."""
 
     def __init__(self, rref: RRef[Any], timeout: Timeout | None) -> None:
         self._rref = rref

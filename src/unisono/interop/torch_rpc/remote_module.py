@@ -1,4 +1,4 @@
-"""`torch.distributed.nn.RemoteModule`: a module that lives on another rank."""
+"""`torch.distributed.nn.RemoteModule`: a handle to a module on another rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["RemoteModule"]
 
 
 class RemoteModule(nn.Module):
-    """A module created and called on another rank. Gradients flow through distributed autograd.
+    """A module that is created on another rank and runs there. Gradients flow through distributed autograd.
 
     Args:
-        remote_device: Rank and device: "worker1", "worker1/cpu", "rank:1/cuda:0"; the device is "cpu" if none is given.
+        remote_device: Rank and device: "worker1", "worker1/cpu", "rank:1/cuda:0". Default device: "cpu".
         module_cls: The module's class.
         args, kwargs: Arguments for the module's constructor.
         _module_interface_cls: Torch's argument for TorchScript, which is not supported.
@@ -47,7 +47,7 @@ class RemoteModule(nn.Module):
         self.module_rref: rpc.RRef[Any] = remote(
             self.on, _made, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
         )
-        # Wait, so that errors of the module's constructor are raised here.
+        # Wait for the module, so that an error in its constructor is raised here.
         rpc.rpc_sync(self.on, _known, (self.module_rref,))
         self._ready()
 
@@ -73,11 +73,11 @@ class RemoteModule(nn.Module):
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward on its rank, and return the result."""
+        """Run the module's `forward` on its rank, and return the result."""
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        """The same as `forward`, but return a future immediately."""
+        """Run `forward` on the module's rank, but return a future immediately."""
         return rpc.rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[rpc.RRef[nn.Parameter]]:
@@ -89,12 +89,12 @@ class RemoteModule(nn.Module):
         return self.module_rref
 
     def train(self, mode: bool = True) -> Self:
-        """Set the module's mode, on its rank."""
+        """Set the module to training mode, or to evaluation mode if `mode` is false."""
         rpc.rpc_sync(self.module_rref.owner(), _set_mode, (self.module_rref, mode))
         return self
 
     def eval(self) -> Self:
-        """Set evaluation mode, on the module's rank."""
+        """Set the module to evaluation mode."""
         return self.train(False)
 
     def __getattribute__(self, name: str) -> Any:
@@ -132,7 +132,7 @@ def _known(ref: rpc.RRef[nn.Module]) -> None:
 
 
 def _set_mode(ref: rpc.RRef[nn.Module], mode: bool) -> None:
-    # The module returns itself, which must not be sent here.
+    # Don't return the result of `train`: it is the module itself, which must not be sent to the caller.
     ref.local_value().train(mode)
 
 

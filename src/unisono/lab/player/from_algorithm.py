@@ -1,6 +1,7 @@
-"""The replay of an algorithm, in rounds or with simulated times.
+"""Builds the replay of an algorithm, with time counted in rounds or simulated on a network.
 
-In rounds, each message takes one round, and begins once both of its ranks have reached its step.
+If time is counted in rounds, each message takes one round. It begins once its sender and its receiver have both reached
+the step that contains it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from unisono.lab.simulator import Message, Network, simulate
 __all__ = ["Times", "play", "replay_algorithm"]
 
 Times = Mapping[tuple[int, int, int, tuple[tuple[int, int], ...]], tuple[float, float]]
-"""Start and end of each message, in seconds, by sender, receiver, step and runs as in `Message`."""
+"""Start and end of each message in seconds. The key is the sender, receiver, step and runs; see `Message`."""
 
 
 class _MatchedMove(NamedTuple):
-    """A message: the positions of its ranks' steps, from 0, and its two ends."""
+    """A message: the sender's and the receiver's step number, from 0, and the two matching moves."""
 
     sender: int
     sent_in: int
@@ -46,21 +47,21 @@ def play(
     network: Network | None = None,
     **options: Any,
 ) -> None:
-    """Write an HTML page that replays an algorithm: a single file that any browser can open offline.
+    """Write a self-contained HTML page that replays an algorithm; any browser can open it offline.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        path: The file to write; an existing one is replaced.
+        path: The file to write; an existing file is replaced.
         collective: "all_reduce", ...; roots are rank 0.
-        algorithm: Name of one of its algorithms.
+        algorithm: Name of one of the collective's algorithms.
         size: Number of ranks, up to 32.
         nbytes: Bytes of the message that is cut into chunks.
-        network: Network for simulated times; without one, time is counted in rounds.
-        options: Options of this algorithm, as listed in its file.
+        network: Network on which times are simulated; if None, time is counted in rounds.
+        options: Options of the algorithm, as listed in the algorithm's file.
 
     Raises:
-        ValueError: There is no such collective, algorithm or option, or there is too much to show on a page.
+        ValueError: The collective, algorithm or option does not exist, or there is too much to show on a page.
 
     Example:
         >>> import tempfile
@@ -79,16 +80,16 @@ def play(
 
 
 def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times | None = None) -> Replay:
-    """Return the replay of an algorithm, after proving that the algorithm is correct.
+    """Return the replay of an algorithm, after verifying that the algorithm is correct.
 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
         nbytes: Bytes of the message that is cut into chunks.
-        times: Simulated times of all messages; without them, time is counted in rounds.
+        times: Simulated times of all messages; if None, time is counted in rounds.
 
     Raises:
-        ValueError: The algorithm is wrong or does not support this number of ranks, or there is too much to show.
+        ValueError: The algorithm is incorrect or does not support this number of ranks, or there is too much to show.
     """
     chunks = algorithm.chunks(size)
     collective = algorithm.collective
@@ -122,7 +123,7 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
 
 
 def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_MatchedMove, Message]:
-    """Return every message, ordered by its start."""
+    """Return every message, ordered by start time."""
     programs = [list(algorithm.steps(rank, size)) for rank in range(size)]
     pairs = list(_pairs(programs))
     rounds = _rounds(programs, pairs)
@@ -144,7 +145,7 @@ def _name(collective: str, chunk: int, size: int) -> str:
 
 
 def _sources(collective: str, members: int, size: int) -> int:
-    """Return the contributing ranks; in an all_to_all, a contribution also has a destination."""
+    """Return a bit mask of the contributing ranks. In an all_to_all, `members` has a bit per source and destination."""
     if collective != "all_to_all":
         return members
     return sum(1 << rank for rank in range(size) if members >> rank * size & ((1 << size) - 1))
@@ -165,7 +166,7 @@ def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
 
 
 def _rounds(programs: list[list[Step]], pairs: list[_MatchedMove]) -> list[list[int]]:
-    """Return for each rank the number of rounds before each of its steps, and after the last."""
+    """Return, for each rank, the number of rounds completed before each of its steps and after its last step."""
     partners: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for pair in pairs:
         partners[pair.sender, pair.sent_in].add((pair.receiver, pair.received_in))
@@ -186,7 +187,7 @@ def _rounds(programs: list[list[Step]], pairs: list[_MatchedMove]) -> list[list[
 def _carried(
     first: tuple[tuple[int, ...], ...], messages: Mapping[_MatchedMove, Message]
 ) -> dict[_MatchedMove, list[int]]:
-    """Return the members of the chunks of each message: a step sends what its rank held when the step began."""
+    """Return the contents of each message's chunks (`Change.members`) when the sender's step began."""
     contents = [list(row) for row in first]
     carried = {}
     before: dict[tuple[int, int], list[int]] = {}
@@ -206,7 +207,7 @@ def _changes(
     messages: Mapping[_MatchedMove, Message],
     carried: Mapping[_MatchedMove, list[int]],
 ) -> Iterator[Change]:
-    """Yield arrivals in time order."""
+    """Yield the change that each arriving message makes, in time order."""
     contents = [list(row) for row in first]
     for pair, message in sorted(messages.items(), key=lambda item: item[1].end_s):
         _arrive(contents[pair.receiver], pair, message, carried[pair])

@@ -1,4 +1,4 @@
-"""The replay of a recorded run from a file of un.trace, with known messages but unknown chunks."""
+"""Builds the replay of a recorded run from a file written by un.trace. The file has messages but no chunks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["replay_trace"]
 
 
 def replay_trace(document: Mapping[str, Any]) -> Replay:
-    """Return the replay of a document from un.trace. Times are relative to the first message.
+    """Return the replay of a document written by un.trace. Times are relative to the first message.
 
     Args:
-        document: The file's JSON.
+        document: The file's parsed JSON.
 
     Raises:
-        ValueError: It has no message with both ends known, or too much to show on a page.
+        ValueError: The document has no message whose send and receive were both recorded, or too much to show on a
+            page.
     """
     try:
         return _replay(document["traceEvents"])
@@ -64,7 +65,7 @@ def _replay(events: list[dict[str, Any]]) -> Replay:
 
 
 def _call(calls: Mapping[tuple[str, int], dict[str, Any]], group: str, flow: str) -> str:
-    """Return the call that a message belongs to, as text; empty if it is not part of a collective."""
+    """Describe the collective that a message belongs to; return an empty string if there is none."""
     number = flow.rpartition("#")[2].partition(".")[0]
     event = calls.get((group, int(number))) if number.isdecimal() else None
     if event is None:

@@ -1,4 +1,4 @@
-"""Everything that the player shows, as plain data, from an algorithm, a simulation or a recorded run."""
+"""Defines the data that the player shows: the replay of an algorithm, a simulation or a recorded run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay", "re
 MOST_RANKS = 32
 MOST_CHUNKS = 128
 MOST_MESSAGES = 20_000
-"""Limits for legible pages and smooth animation."""
+"""Limits that keep pages legible and animations smooth."""
 
 
 class Change(NamedTuple):
-    """New contents of a rank's chunk from some time on.
+    """New contents of a rank's chunk, from a given time.
 
     Attributes:
-        time_s: The time, in the unit of the messages' times.
-        rank, chunk: The rank and its chunk.
-        members: Ranks whose contributions the chunk holds; bit r is the rank at position r.
+        time_s: Time of the change, in the unit of the messages' times.
+        rank, chunk: The rank, and the number of its chunk.
+        members: Bit mask of the ranks whose contributions the chunk now contains; bit r is the rank at position r.
 
     Example:
         >>> Change(time_s=1.0, rank=0, chunk=2, members=0b101)
@@ -48,11 +48,11 @@ class Replay:
         title: Heading of the page.
         about: A sentence below the heading; may be empty.
         ranks: Name of each rank.
-        chunks: Name of each chunk, the same on all ranks; empty if chunks are not known.
-        messages: The messages, ordered by start.
-        start: For each rank, the members of each chunk at the beginning, as in `Change`.
-        changes: Further contents, ordered by time.
-        goal: For each rank, the members of each chunk at the end; 0 where any contents are allowed.
+        chunks: Name of each chunk, equal on all ranks; empty if the chunks are unknown.
+        messages: The messages, ordered by start time.
+        start: For each rank, the initial `members` of each chunk; see `Change`.
+        changes: Later changes of chunks, ordered by time.
+        goal: For each rank, the required final `members` of each chunk; 0 if any contents are allowed.
         unit: "round" or "s": the unit of all times.
 
     Raises:
@@ -87,7 +87,7 @@ class Replay:
                 raise ValueError(f"the player shows at most {most} {what}, not {number}; {advice}")
 
     def final(self) -> tuple[tuple[int, ...], ...]:
-        """Return the contents after the last change, in the form of `start`."""
+        """Return the contents after the last change, in the same form as `start`."""
         contents = [list(row) for row in self.start]
         for change in self.changes:
             contents[change.rank][change.chunk] = change.members
@@ -95,7 +95,7 @@ class Replay:
 
 
 def render(replay: Replay) -> str:
-    """Return the page, which loads no other files and works offline.
+    """Return the replay's HTML page, which loads no other files and works offline.
 
     Example:
         >>> page = render(Replay("nothing moves", "", ("rank 0",)))
@@ -113,7 +113,7 @@ def render(replay: Replay) -> str:
 
 
 def write(replay: Replay, path: str | PathLike[str]) -> None:
-    """Write the page to a file; an existing one is replaced.
+    """Write the page to a file; an existing file is replaced.
 
     Args:
         replay: The replay to show.

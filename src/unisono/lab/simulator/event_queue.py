@@ -1,4 +1,4 @@
-"""Engine for any network, which processes events in time order, as shared links require."""
+"""Engine for any network. It processes events in time order, which shared links require."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["EventQueue", "Message"]
 
 
 class Message(NamedTuple):
-    """Message of a simulated collective, or one shown by the player.
+    """Message of a simulated collective or of a `Replay`.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        sender, receiver: Two ranks; in a `Replay`, their positions in its `ranks`.
-        runs: Runs of chunks, as pairs of start and stop, in the sender's numbering. Empty if unknown, as in a recorded
-            run.
-        nbytes: Bytes of these runs.
-        start_s, end_s: Times at which the message begins to leave the sender, and is delivered; in a `Replay`, in its
-            unit.
+        sender, receiver: Ranks; in a `Replay`, positions in its `ranks`.
+        runs: Runs of consecutive chunks, as (start, stop) pairs in the sender's numbering. Empty if the chunks are
+            unknown, as in a recorded run.
+        nbytes: Message size in bytes.
+        start_s, end_s: Times at which the message begins to leave the sender and at which it is delivered. In a
+            `Replay`, its `unit` applies.
         reduce: Whether the receiver reduces the message into its data rather than overwriting the data.
-        step: Number of the sender's step, from 1.
+        step: Number of the sender's step that sends the message, from 1.
         call: Description of the recorded call that the message belongs to; may be empty.
 
     Example:
@@ -67,7 +67,7 @@ class _Flight:
 
 @dataclass(slots=True, eq=False)
 class _RankState:
-    """State of a rank; `ends` is the end of its current step, as far as known."""
+    """State of a rank; `ends` is the latest known end time of its current step."""
 
     program: Iterator[Step | float]
     ends: float
@@ -86,8 +86,8 @@ class EventQueue:
     """Simulation of all ranks on any network.
 
     Args:
-        programs: The steps of each rank; a float between two steps is the earliest time for the next one.
-        offsets: For each chunk the bytes of all chunks before it, followed by the total.
+        programs: The steps of each rank; a float before a step is the earliest time at which that step may begin.
+        offsets: For each chunk, the number of bytes in all chunks before it, followed by the total.
         network: The network.
         start: Start time of each rank.
         recording: Whether to keep all messages in `record`.
@@ -156,7 +156,7 @@ class EventQueue:
                 self._push(state.ends, rank, None)
 
     def _receive_early(self, rank: int, step: Step) -> None:
-        """Deliver messages that arrived before the step began, and wait for the others."""
+        """Deliver messages that arrived before the step began, and note the step's other messages as awaited."""
         early = []
         for move in step.recv:
             key = rank * self.size + move.peer
@@ -177,8 +177,8 @@ class EventQueue:
         delay = network.jitter and network.jitter * exponential(network.seed, rank, state.sent)
         state.sent += 1
         if network.overhead is None:
-            # The port is free for the next message when this one has left it, which `next_send` records until the step
-            # ends.
+            # The port sends one message at a time: `next_send` is the time at which the last byte of the step's
+            # previous message leaves it.
             start = max(state.next_send, state.port)
             head = start
             tail = start + nbytes * path.beta * factor
@@ -197,7 +197,7 @@ class EventQueue:
             self._pass_link(flight)
 
     def _pass_link(self, flight: _Flight) -> None:
-        """Pass through the next link; the wire is between the outgoing and the incoming links."""
+        """Advance a message by one hop. The latency is added between the outgoing and the incoming links."""
         out = flight.path.out
         into = flight.path.into
         if flight.hop == len(out):

@@ -1,4 +1,4 @@
-"""Exports of algorithms and simulations: GOAL text for LogGOPSim, and Chrome traces."""
+"""Exports algorithms as GOAL text for LogGOPSim, and simulations as Chrome traces."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def goal(
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    All messages of a step depend on the end of the previous step. The n-th message between two ranks has tag n. GOAL:
-    Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
+    All messages of a step depend on the end of the previous step. The n-th message between two ranks has tag n. Source
+    for GOAL: Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.
-        algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
+        algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes, as in `simulate`.
         gamma: Time to reduce one received byte, in seconds; written as computation in nanoseconds.
         itemsize: Element size in bytes; chunks contain whole elements.
 
     Raises:
-        ValueError: There is no such collective or algorithm, or it does not support this number of ranks.
+        ValueError: The collective or algorithm does not exist, or the algorithm does not support this number of ranks.
 
     Example:
         >>> print(un.algorithms.goal("broadcast", "binomial", size=2, nbytes=8))
@@ -91,7 +91,7 @@ def chrome_trace(simulation: Simulation) -> str:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Each message is a bar on its sender's line, with an arrow to its receiver's line.
+    Each message is a bar on the sender's line, with an arrow to the receiver's line.
 
     Args:
         simulation: Result of `simulate(..., record=True)`.

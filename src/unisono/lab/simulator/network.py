@@ -12,7 +12,7 @@ __all__ = ["Level", "Network", "Path", "exponential", "exponentials"]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Units of equally many consecutive ranks, such as hosts or racks, each with a link to the outside.
+    """One level of a network: equally sized units of consecutive ranks, such as hosts or racks, each with an uplink.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -21,8 +21,8 @@ class Level:
         ranks: Number of ranks in a unit; the last unit may have fewer.
         alpha: Latency of a message within a unit, in seconds.
         bandwidth: Bytes per second that a rank sends and receives within a unit.
-        uplink: Bytes per second of the unit's link to the outside, in each direction at the same time; all of its
-            ranks share it. None if the link is never the bottleneck.
+        uplink: Bandwidth of the unit's link to other units, in bytes per second in each direction; all ranks of the
+            unit share the link. None if the link is never the bottleneck.
 
     Example:
         >>> host = un.algorithms.Level("host", ranks=8, alpha=1e-6, bandwidth=10e9, uplink=1e9)
@@ -46,9 +46,9 @@ class Path(NamedTuple):
 
     Attributes:
         alpha: Latency, in seconds.
-        beta: Seconds per byte at the ports of both ranks.
-        out: Shared links from the sender to the outside, each as its number and its seconds per byte.
-        into: Shared links from the outside to the receiver.
+        beta: Seconds per byte at each of the two ranks' ports.
+        out: Shared uplinks that the message passes on the sender's side, as (link number, seconds per byte).
+        into: Shared uplinks that the message passes on the receiver's side, in the same form.
     """
 
     alpha: float
@@ -59,33 +59,35 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Network for simulations: alpha-beta-gamma, or LogGP if there is an overhead.
+    """Network model for simulations: alpha-beta-gamma, or LogGP if `overhead` is given.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
     rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies
-    overlap. The receiver's port accepts them in order of arrival, once the receiver has begun the step. So a message
-    between waiting ranks takes alpha + n / bandwidth, during which both ends are busy. Each received byte that is
-    reduced costs another gamma, while later messages arrive. A step ends when all its messages are delivered and
-    reduced.
+    overlap. The receiver's port accepts them in order of arrival, once the receiver has begun the step. So if both
+    ranks are waiting, a message takes alpha + n / bandwidth, and both ports are busy for n / bandwidth. Reducing a
+    received byte takes another gamma, during which later messages can arrive. A step ends when all its messages are
+    delivered and reduced.
 
-    **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G. The processor spends `overhead` on each message
-    that it sends or receives; the next one follows `gap` + (n - 1) G later at the earliest. A message is delivered
-    o + L + (n - 1) G + o after its start, and the sender does not wait for it.
+    **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G, and `overhead` is o. A rank's processor is busy
+    for o with each message that it sends or receives. It can begin its next message `gap` + (n - 1) G after it began
+    this one. A message is delivered o + L + (n - 1) G + o after its start, and the sender does not wait for the
+    delivery.
 
-    **Levels**: a message between ranks of the same unit has the alpha and bandwidth of the innermost such level, other
-    messages have those of the network. A message to the outside also passes the link of each unit that it leaves and
-    enters. Links are full duplex, serve messages in the order of their times, and forward before a message is complete.
+    **Levels**: a message between ranks of the same unit uses the alpha and bandwidth of the innermost level at which
+    they share a unit. All other messages use the network's alpha and bandwidth. A message that leaves a unit also
+    passes that unit's uplink, and a message that enters a unit passes its uplink too. Links are full duplex, serve
+    messages in time order, and forward a message before it is complete (cut-through).
 
     Args:
         alpha: Latency in seconds.
-        bandwidth: Bytes per second that a rank sends, and receives at the same time.
+        bandwidth: Bytes per second that a rank can send, and at the same time receive.
         gamma: Seconds to reduce one received byte.
-        overhead: Processor time per message in LogGP; None for alpha, beta, gamma.
-        gap: Minimum time between two messages of a rank in LogGP.
-        levels: Levels of units, from the innermost outwards.
-        stragglers: Slowdown factor for each slow rank, by rank.
+        overhead: Processor time per message in LogGP, in seconds; None for alpha-beta-gamma.
+        gap: Minimum time between the starts of two messages of a rank in LogGP, in seconds.
+        levels: Levels of the network, from the innermost outwards.
+        stragglers: Slowdown factor of each slow rank; the key is the rank.
         jitter: Mean of an exponential delay added to each message's latency, in seconds.
         seed: Seed for the jitter.
 
@@ -125,7 +127,7 @@ class Network:
 
     @property
     def shared(self) -> bool:
-        """True if ranks share links."""
+        """Whether any level has an uplink that ranks share."""
         return any(level.uplink is not None for level in self.levels)
 
     def path(self, sender: int, receiver: int) -> Path:
@@ -146,7 +148,8 @@ class Network:
             if source == target:
                 return Path(level.alpha, 1 / level.bandwidth, tuple(out), tuple(reversed(into)))
             if level.uplink is not None:
-                # Even numbers are links to the outside, odd ones links from it; levels take turns.
+                # Number the links so that each unit of each level has an even number for its outgoing link and an odd
+                # number for its incoming link.
                 out.append((2 * (source * len(self.levels) + number), 1 / level.uplink))
                 into.append((2 * (target * len(self.levels) + number) + 1, 1 / level.uplink))
         return Path(self.alpha, 1 / self.bandwidth, tuple(out), tuple(reversed(into)))
@@ -182,7 +185,7 @@ def exponential(seed: int, sender: int, number: int) -> float:
 
 
 def exponentials(seed: int, size: int, number: int) -> Any:
-    """Return the same for all senders, as an array.
+    """Return `exponential` for all senders, as an array.
 
     Example:
         >>> round(float(exponentials(0, 4, 2)[1] - exponential(0, 1, 2)), 12)

@@ -1,7 +1,7 @@
-"""Engine for algorithms in which all ranks behave alike up to rotation: one numpy operation for all ranks of a round.
+"""Engine for algorithms whose ranks behave identically up to rotation: numpy computes all ranks of a round at once.
 
-The file's steps are evaluated once, with a symbolic rank. The times of all messages to rank + a are one array, or two
-slices if ranks wrap around.
+The algorithm's steps are evaluated once, with a symbolic rank. The times of the messages from every rank to rank + a
+form one array, or two slices of it if rank + a wraps around.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Array = npt.NDArray[np.float64]
 
 
 class _ChunkRun(NamedTuple):
-    """Run of chunks of rank r: from (r + shift) mod size times scale plus first, to the same plus last."""
+    """Run of consecutive chunks of rank r, from b + first up to b + last, where b = ((r + shift) mod size) * scale."""
 
     shift: int
     scale: int
@@ -37,17 +37,18 @@ class _ShiftedSend(NamedTuple):
 class Rounds:
     """Simulation of all ranks at once, on a network without overhead.
 
-    Shared links are exact only if each is used by one rank at a time, as in a ring; other algorithms are refused.
+    Shared links are modelled exactly only if one rank at a time uses each link, as in a ring. With shared links, other
+    algorithms are rejected.
 
     Args:
-        offsets: For each chunk, the bytes of all chunks before it, followed by the total.
+        offsets: For each chunk, the number of bytes in all chunks before it, followed by the total.
         network: The network.
         start: Start time of each rank.
-        messages: Number of messages that all ranks sent earlier.
+        messages: Number of messages that all ranks have sent in earlier collectives.
 
     Attributes:
         end: For each rank, the time at which its latest step ended.
-        messages: Number of messages sent.
+        messages: Number of messages sent so far.
     """
 
     def __init__(self, offsets: Sequence[int], network: Network, start: Sequence[float], messages: int = 0) -> None:
@@ -67,10 +68,10 @@ class Rounds:
         """Run all ranks to completion.
 
         Args:
-            steps: Steps of the symbolic rank.
+            steps: The algorithm's steps for a symbolic rank, a `Rotation`.
 
         Raises:
-            TypeError: The steps depend on the rank in some way other than rotation.
+            TypeError: Rotation does not map each rank's steps to those of the other ranks.
         """
         for step in steps:
             sends = [_ShiftedSend(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
@@ -85,7 +86,7 @@ class Rounds:
             self.messages += self.size * len(sends)
 
     def _check_links(self, sends: list[_ShiftedSend]) -> None:
-        """Refuse steps in which a link may have two messages: all ranks must send one message to the same neighbour."""
+        """Reject steps that may put two messages on a link: every rank must send one message, in the same direction."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
             raise TypeError("ranks may use a shared link at the same time")
@@ -97,21 +98,21 @@ class Rounds:
         return peer.shift
 
     def _bytes(self, runs: list[_ChunkRun], shift: int, factor: float) -> _Array:
-        """Return the bytes of each rank's message from rank + shift, times a factor."""
+        """Return, for each rank, the size in bytes of its message from rank + shift, times a factor."""
         parts = []
         for run in runs:
             key = (run.scale, run.first, run.last, factor)
             if key not in self._tables:
                 base = np.arange(self.size) * run.scale
                 lengths = (self._offsets[base + run.last] - self._offsets[base + run.first]) * factor
-                # Concatenated twice, so that any rotation is a slice.
+                # Concatenate two copies, so that every rotation is a slice.
                 self._tables[key] = np.concatenate([lengths, lengths])
             first = (run.shift + shift) % self.size
             parts.append(self._tables[key][first : first + self.size])
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def _exchange(self, send: _ShiftedSend, reduce: bool) -> None:
-        """Compute a step with one message each way."""
+        """Compute a step in which each rank sends one message and receives one."""
         begin = self.end
         delivered, reduced = self._buffers
         alpha = self.network.alpha
@@ -129,7 +130,7 @@ class Rounds:
             np.maximum(reduced[into], delivered[source], out=begin[into])
 
     def _paths(self, shift: int) -> tuple[_Array, _Array, _Array]:
-        """Return alpha, beta of the ports, and the largest beta of all links, from each rank to rank + shift."""
+        """Return, for the path from each rank to rank + shift, alpha, the ports' beta and the links' largest beta."""
         if shift not in self._costs:
             paths = [self.network.path(rank, (rank + shift) % self.size) for rank in range(self.size)]
             slowest = [max((beta for _, beta in (*path.out, *path.into)), default=0.0) for path in paths]
@@ -138,7 +139,7 @@ class Rounds:
         return self._costs[shift]
 
     def _slices(self, shift: int) -> list[tuple[slice, slice]]:
-        """Return where rank + shift is found, as slices of the ranks and of the shifted ranks."""
+        """Return pairs of slices (ranks, shifted ranks) that map each rank to (rank + shift) mod size."""
         cut = self.size - shift
         return [(slice(0, cut), slice(shift, None)), *([(slice(cut, None), slice(0, shift))] if shift else [])]
 
@@ -189,14 +190,14 @@ def _run(start: object, stop: object) -> _ChunkRun:
 
 
 class Rotation:
-    """Any rank r of a group, or a number computed from it: (r + shift) mod size, times scale, plus offset.
+    """Symbolic rank r of a group, or a number computed from r: ((r + shift) mod size) * scale + offset.
 
-    Sums with integers, products with positive integers, and remainders modulo size times scale are again such numbers.
-    Anything else, such as a comparison, raises TypeError, because the steps then depend on the rank in another way.
+    Adding an integer, multiplying by a positive integer, and the remainder modulo size * scale give another `Rotation`.
+    Any other operation, such as a comparison, raises TypeError, because its result is not a rotation of the rank.
 
     Args:
         size: Number of ranks.
-        shift, scale, offset: Integers.
+        shift, scale, offset: Integers in the formula above.
 
     Example:
         >>> (Rotation(8) - 3) % 8

@@ -1,4 +1,4 @@
-"""Simulation of collectives on a network model, driven by the algorithms' own files."""
+"""Simulates collectives on a network model, using the steps in the algorithms' files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Simulation:
         ends: For each rank, the time at which it finishes.
         messages: Number of messages.
         engine: "rounds" (numpy), "worklist" or "events".
-        record: All messages, ordered by their ends, if they were recorded.
+        record: All messages, ordered by end time, if they were recorded.
 
     Example:
         >>> result = un.algorithms.simulate("broadcast", "binomial", size=4, nbytes=1000, record=True)
@@ -44,7 +44,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """Time at which the last rank ends."""
+        """Time at which the last rank finishes."""
         return float(max(self.ends))
 
     @property
@@ -58,9 +58,9 @@ class SimulatedCall:
     """One collective of a simulated program.
 
     Attributes:
-        algorithm: Its algorithm.
-        nbytes: Bytes of the message.
-        ready: Earliest time at which a rank may begin it.
+        algorithm: The collective's algorithm.
+        nbytes: Message size in bytes.
+        ready: Earliest time at which a rank may begin the collective, in seconds.
     """
 
     algorithm: Algorithm
@@ -80,31 +80,31 @@ def simulate(
     record: bool = False,
     engine: _Engine | None = None,
 ) -> Simulation:
-    """Simulate a collective on a network, running the steps of the algorithm's file on ranks without data.
+    """Simulate a collective on a network. The ranks run the steps in the algorithm's file, but have no data.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.
-        algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
+        algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
-        nbytes: Message size in bytes: all chunks of one rank's input or output, whichever is longer.
+        nbytes: Message size in bytes: the size of one rank's input or output, whichever is larger.
         network: Model of the network; `Network()` by default.
-        start: Time at which each rank makes the call, in seconds; 0 by default.
+        start: Time at which each rank calls the collective, in seconds; 0 by default.
         itemsize: Element size in bytes; chunks contain whole elements.
         record: Whether to keep all messages, with their times.
-        engine: "rounds" computes all ranks of a round at once, if all behave identically up to rotation; "worklist"
-            advances each rank in turn, if ranks share no links; "events" supports everything. All give the same
-            results. By default the first that supports the algorithm and the network.
+        engine: "rounds" computes all ranks of a round at once; the ranks must behave identically up to rotation.
+            "worklist" advances one rank after another; ranks must not share links. "events" supports everything. All
+            engines give the same results. The default is the first of them that supports the algorithm and the network.
 
     Returns:
-        The times, and the messages if they are recorded.
+        The ranks' end times, and the messages if they are recorded.
 
     Raises:
-        ValueError: There is no such collective or algorithm, an argument is out of range, the engine does not support
+        ValueError: The collective or algorithm does not exist, an argument is out of range, the engine does not support
         the call, or the algorithm deadlocks.
 
-    Cost: about 1 to 3 us per message; 1 to 5 ns with the engine "rounds".
+    Cost: about 1 to 3 us per message; 1 to 5 ns with engine "rounds".
 
     Example:
         >>> round(un.algorithms.simulate("all_reduce", "ring", size=1000, nbytes=1 << 20).makespan, 6)
@@ -143,11 +143,11 @@ def run_calls(
         try:
             return _in_rounds(calls, size, network, times, itemsize)
         except TypeError as error:
-            # If the algorithm's own file raised the error, the other engines raise it again.
+            # The error may also be a bug in the algorithm's file. If so, the next engine raises it again.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")
-    # The garbage collector would scan the state of all ranks repeatedly, although engines create no cycles.
+    # Engines create no reference cycles, but the garbage collector would scan all ranks' state again and again.
     with no_collection():
         if engines[0] == "worklist":
             return _by_worklist(calls, size, network, times, itemsize)
@@ -167,11 +167,11 @@ def _engines(network: Network, record: bool) -> list[_Engine]:
 def _in_rounds(
     calls: Iterable[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int
 ) -> Simulation:
-    # Needs numpy, which the other engines do not.
+    # Import this here, because it needs numpy, and the other engines do not.
     from unisono.lab.simulator.rounds import Rotation, Rounds
 
     messages = 0
-    # It stands in for an integer.
+    # `steps` expects an int, but also works with a symbolic rank.
     rank: Any = Rotation(size)
     for call in calls:
         times = [max(time, call.ready) for time in times]
@@ -214,7 +214,7 @@ def _by_events(
 
 
 def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
-    """Return the steps of all calls, with consecutive chunk numbers, and the earliest times of calls."""
+    """Yield the steps of all calls, with chunks numbered across calls, and before each call its earliest time."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready

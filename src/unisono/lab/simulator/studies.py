@@ -1,4 +1,4 @@
-"""Simulator studies: how algorithms scale, and how much communication a backward pass hides."""
+"""Simulator studies: how algorithms scale, and how much communication overlaps with a backward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ScalingPoint(NamedTuple):
         algorithm: The algorithm's name.
         size: Number of ranks.
         nbytes: Bytes of the message.
-        seconds: Time until the last rank finishes; None if the algorithm does not support this number of ranks.
+        seconds: Time until the last rank finishes; None if the algorithm does not support that number of ranks.
 
     Example:
         >>> un.algorithms.scaling("barrier", ["dissemination"], sizes=[2], nbytes=[0])
@@ -52,16 +52,16 @@ def scaling(
 
     Args:
         collective: "all_reduce", ...
-        algorithms: Names, or algorithms with their options.
+        algorithms: Algorithm names, or `Algorithm` objects with their options.
         sizes: Numbers of ranks.
         nbytes: Bytes of the message.
         network: Model of the network; `Network()` by default.
 
     Returns:
-        A point for each message size, number of ranks and algorithm, in this order.
+        A point for each message size, number of ranks and algorithm, sorted in this order.
 
     Raises:
-        ValueError: There is no such collective or algorithm, or an argument is out of range.
+        ValueError: The collective or an algorithm does not exist, or an argument is out of range.
 
     Example:
         >>> ring, doubling = un.algorithms.scaling("all_reduce", ["ring", "recursive_doubling"], [64], [1024])
@@ -86,7 +86,7 @@ def scaling(
 
 
 def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
-    """Draw scaling curves to a file: time over number of ranks, with one plot per message size.
+    """Plot simulated time against the number of ranks, with one plot per message size, and write the figure to a file.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -131,9 +131,10 @@ class Overlap:
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        end: Time from the beginning of the pass until the last rank has all its reduced buckets.
-        exposed: Communication that is not hidden by computation: `end` minus the time of the last bucket.
-        serial: Time that the communication alone would take if all buckets were ready at the beginning.
+        end: Time from the beginning of the backward pass until the last rank has all its reduced buckets.
+        exposed: Communication time that does not overlap with computation: `end` minus the time at which the last
+            bucket is ready.
+        serial: Time that the communication would take if all buckets were ready at the beginning.
 
     Example:
         >>> overlap = un.algorithms.simulate_backward("ring", size=4, buckets=[(0.1, 1000), (0.2, 1000)])
@@ -152,21 +153,21 @@ def simulate_backward(
     buckets: Sequence[tuple[float, int]],
     network: Network | None = None,
 ) -> Overlap:
-    """Simulate a backward pass that all_reduces its buckets in order, on one communicator, while it computes.
+    """Simulate a backward pass that reduces its buckets in order, on one communicator, while it computes.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        algorithm: All_reduce algorithm: a name, a file, or an `Algorithm` with its options.
+        algorithm: The all_reduce algorithm: a name, an `AlgorithmFile`, or an `Algorithm` with its options.
         size: Number of ranks.
-        buckets: For each bucket, the time at which its gradients are ready, in seconds, and its bytes.
+        buckets: For each bucket, the time in seconds at which its gradients are ready, and its size in bytes.
         network: Model of the network; `Network()` by default.
 
     Returns:
-        The end, and how much communication is hidden.
+        The end time, and how much communication is exposed.
 
     Raises:
-        ValueError: There is no bucket or no such algorithm, or it does not support this number of ranks.
+        ValueError: There are no buckets, the algorithm does not exist, or it does not support this number of ranks.
 
     Example:
         >>> un.algorithms.simulate_backward("ring", size=4, buckets=[(0.01, 10**6), (0.02, 10**6)]).exposed < 0.0016

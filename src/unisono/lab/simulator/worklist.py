@@ -1,10 +1,11 @@
-"""Engine for networks without shared links, which advances one rank after another, without an event queue.
+"""Engine for networks without shared links. It advances one rank after another, without an event queue.
 
-The end of a step is a maximum of sums of times, all known once the step's messages are known, whatever the order in
-which ranks are processed. So each rank is advanced as far as messages allow, which is exact and needs no heap.
+The end of a step depends only on the times of the step's messages, not on the order in which the ranks are processed.
+Each rank can therefore be advanced until it needs a message that has not been sent yet. This is exact and needs no
+heap.
 """
 
-# A call of max would take longer than the rest of its line.
+# Calls of `max` would dominate the run time of the inner loop.
 # ruff: noqa: FURB136
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Worklist:
 
     Args:
         programs: The steps of each rank.
-        offsets: For each chunk, the bytes of all chunks before it, followed by the total.
-        costs: Alpha, beta and gamma.
+        offsets: For each chunk, the number of bytes in all chunks before it, followed by the total.
+        costs: The network's alpha, beta and gamma.
         start: Start time of each rank.
 
     Attributes:
@@ -49,11 +50,13 @@ class Worklist:
         self.begin: list[float] = list(start)
         self.messages: int = 0
         self.ended: int = 0
-        # The peer with which a rank is waiting to exchange one message in each direction, or the kind of its step.
+        # For each rank, the peer with which it waits to exchange one message in each direction, `_GENERAL` if it is in
+        # any other kind of step, or `_NOBODY`.
         self._waits = [_NOBODY] * self.size
         self._steps = [Step()] * self.size
         self._work = list(range(self.size - 1, -1, -1))
-        # Keys are receiver * size + sender; a message is its arrival, sender and bytes.
+        # Messages sent but not yet received. The key is receiver * size + sender; a message is (arrival time, sender,
+        # bytes).
         self._mail: dict[int, list[tuple[float, int, int]]] = {}
         self._wanted: dict[int, int] = {}
         self._inbox: list[list[tuple[float, int, int]]] = [[]] * self.size
@@ -108,7 +111,7 @@ class Worklist:
         return rank * self.size + peer in self._mail or peer * self.size + rank in self._wanted
 
     def _post(self, rank: int, step: Step) -> None:
-        """Begin a step with any messages."""
+        """Begin a step with any number of messages."""
         send, recv, _ = step
         self.begin[rank] = self.end[rank]
         self.messages += len(send)
@@ -127,7 +130,7 @@ class Worklist:
             self._deliver(receiver)
 
     def _send(self, rank: int, moves: tuple[Move, ...]) -> list[int]:
-        """Send messages, and return the receivers whose steps now have all messages."""
+        """Send messages, and return the receivers whose current steps have now received all their messages."""
         alpha, beta, _ = self.costs
         offsets = self.offsets
         start = self.end[rank]
@@ -151,7 +154,7 @@ class Worklist:
         return complete
 
     def _received(self, rank: int, moves: tuple[Move, ...]) -> list[tuple[float, int, int]]:
-        """Return the messages of a step that have already been sent, and wait for the others."""
+        """Return a step's messages that have already been sent, and note the others as awaited."""
         box = []
         mail = self._mail
         wanted = self._wanted

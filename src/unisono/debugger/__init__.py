@@ -1,4 +1,4 @@
-"""Stop all ranks, inspect any of them, and continue.
+"""Stops all ranks, inspects any of them, and continues them.
 
 Provisional: it may change in any minor version, without a deprecation.
 """
@@ -22,18 +22,19 @@ __all__ = ["Session", "attach", "breakpoint"]
 
 
 def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like Python's, for all ranks
-    """Stop here, and stop all other ranks at their next call; return when a debugger lets them continue.
+    """Stop this rank here, and all other ranks at their next call; return when a debugger continues them.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Deadlines are suspended in the meantime. If the ranks are threads of this process, or simulated, and its standard
-    input is a terminal, the debugger's prompt is shown here. Otherwise attach as the same user from another terminal on
-    this host with `unisono debug PID`, or from Python with `attach`; with several hosts, attach on each host to its
-    ranks. While ranks are held, each process has a Unix socket through which processes of the same user (checked by the
-    kernel) can run code in it. With PYTHONBREAKPOINT=0 this does nothing, like Python's `breakpoint`.
+    Deadlines are suspended while ranks are held. If the ranks are threads of this process, or simulated, and standard
+    input is a terminal, the debugger's prompt appears in that terminal. Otherwise, attach as the same user from another
+    terminal on this host with `unisono debug PID`, or from Python with `attach`. If the job has several hosts, attach
+    on each host to the ranks on that host. While ranks are held, each process has a Unix socket through which processes
+    of the same user (checked by the kernel) can run code in the process. With PYTHONBREAKPOINT=0, this function does
+    nothing, like Python's `breakpoint`.
 
     Args:
-        comm: A communicator of the job; if None, one that this thread has used.
+        comm: A communicator of the job. If None, a communicator that this thread has used.
 
     Raises:
         UnavailableError: Deadlines cannot be suspended: the communicator's backend is not shm, tcp, thread or sim, or

@@ -20,8 +20,8 @@ class Prompt(cmd.Cmd):
     Args:
         session: Connection to the ranks.
         rank: Rank chosen initially; if None, the rank that stopped the others.
-        lets_go: Whether this thread is one of the ranks; then `detach` and end of input let all ranks continue.
-        stdin, stdout: Streams to use instead of the process's.
+        lets_go: Whether this thread is one of the ranks. If so, `detach` and the end of the input continue all ranks.
+        stdin, stdout: Streams to use in place of the process's standard streams.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Prompt(cmd.Cmd):
         self._lets_go = lets_go
         ranks = session.ranks()
         self.intro: str = f"{session.reason}; {len(ranks)} ranks are here. `help` lists the commands"
-        # The rank that stopped the others, if it is on this host.
+        # By default, choose the rank that stopped the others, if it is on this host.
         named = [each for each in ranks if session.reason.startswith(f"rank {each} ")]
         self._choose((named or list(ranks))[0] if rank is None else rank)
 
     def _choose(self, rank: int) -> None:
         self._session.stack(rank)
         self._rank = rank
-        # The chosen frame, as the number of frames below it on the stack.
+        # The chosen frame: 0 is the innermost frame, 1 its caller, and so on.
         self._up = 0
         self.prompt: str = f"rank {rank}> "
 
@@ -54,7 +54,7 @@ class Prompt(cmd.Cmd):
         self.stdout.write("".join(f"{line}\n" for line in lines if line))
 
     def onecmd(self, line: str) -> bool:
-        """Run a command; return whether the prompt is done."""
+        """Run a command; return whether to leave the prompt."""
         try:
             return bool(super().onecmd(line))
         except ValueError as error:
@@ -65,7 +65,7 @@ class Prompt(cmd.Cmd):
             return True
 
     def emptyline(self) -> bool:
-        """Do nothing: a step repeated by mistake could not be undone."""
+        """Do nothing. By default, `cmd` repeats the last command, but a `step` repeated by mistake cannot be undone."""
         return False
 
     def default(self, line: str) -> None:
@@ -77,11 +77,11 @@ class Prompt(cmd.Cmd):
         self._print(self._session.evaluate(self._rank, code, self._up))
 
     def do_all(self, code: str) -> None:
-        """Evaluate on every rank: all CODE."""
+        """Evaluate code on every rank: all CODE."""
         self._print(*(f"rank {rank}: {text}" for rank, text in self._session.evaluate_all(code).items()))
 
     def do_ranks(self, _: str) -> None:
-        """Print where each rank is."""
+        """Print the state and the current line of each rank."""
         self._print(*(f"rank {rank}: {_line(described)}" for rank, described in self._session.ranks().items()))
 
     def do_rank(self, number: str) -> None:
@@ -97,15 +97,15 @@ class Prompt(cmd.Cmd):
         self._print(*(f"{'->' if index == chosen else '  '} {line}" for index, line in enumerate(stack)))
 
     def do_up(self, count: str) -> None:
-        """Choose the caller of this frame, or one further up: up [N]."""
+        """Choose the caller of the chosen frame, or the frame N levels above it: up [N]."""
         self._print(self._choose_frame(self._up + int(count or 1)))
 
     def do_down(self, count: str) -> None:
-        """Choose the frame called by this one, or one further down: down [N]."""
+        """Choose the frame called by the chosen frame, or the frame N levels below it: down [N]."""
         self._print(self._choose_frame(self._up - int(count or 1)))
 
     def _choose_frame(self, up: int) -> str:
-        """Choose the frame this many above the innermost, or the nearest one that exists; return it as text."""
+        """Choose the frame `up` levels above the innermost, or the nearest frame that exists; return it as text."""
         stack = self._session.stack(self._rank)
         if not stack:
             raise ValueError("its thread has ended")
@@ -113,7 +113,7 @@ class Prompt(cmd.Cmd):
         return stack[-1 - self._up]
 
     def do_list(self, _: str) -> None:
-        """Print the lines around the current one in the chosen rank's chosen frame."""
+        """Print the source lines around the current line of the chosen frame."""
         file, _, line = self._choose_frame(self._up).rpartition(" in ")[0].rpartition(":")
         for each in range(max(1, int(line) - _AROUND), int(line) + _AROUND + 1):
             text = linecache.getline(file, each).rstrip()
@@ -131,12 +131,12 @@ class Prompt(cmd.Cmd):
         return True
 
     def do_quit(self, _: str) -> bool:
-        """End the job; every rank raises AbortedError."""
+        """Abort the job; every rank raises AbortedError."""
         self._session.quit()
         return True
 
     def do_detach(self, _: str) -> bool:
-        """Leave with the ranks still held; at the program's own prompt, let them continue."""
+        """Leave the prompt. The ranks remain held, unless this is the program's own prompt: then they continue."""
         if self._lets_go:
             self._session.go()
         return True

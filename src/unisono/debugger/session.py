@@ -27,7 +27,7 @@ class Session(Closing):
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    A context manager that closes the session. The ranks are still held afterwards, and another debugger can attach.
+    As a context manager, it closes the session on exit. The ranks remain held, and another debugger can attach.
 
     Args:
         job: Name of the job.
@@ -56,7 +56,7 @@ class Session(Closing):
     def ranks(self) -> dict[int, dict[str, Any]]:
         """Return each rank's "state" (held, in a call, running), "site", "function", "file" and "line".
 
-        Includes ranks that were first held after the previous call.
+        The result includes ranks that were not yet held when this method was last called.
         """
         known = {(connection.pid, connection.number) for connection in self._connections}
         for job, more in _held_jobs(known).items():
@@ -80,11 +80,11 @@ class Session(Closing):
         Args:
             rank: Number of the rank in the job.
             code: Python code. It cannot set local variables.
-            up: 1 for the caller of this frame, and so on, as listed by `stack`.
+            up: Number of frames above the innermost frame of `stack`; 1 is its caller.
 
         Raises:
             ValueError: The rank is not on this host.
-            CommError: The process has ended or has continued.
+            CommError: The rank's process has ended or is no longer held.
         """
         text: str = self._at(rank).ask("evaluate", rank=rank, code=code, up=up)["text"]
         return text
@@ -109,14 +109,15 @@ class Session(Closing):
         return stack
 
     def step(self, rank: int, timeout: Timeout = 1.0) -> bool:
-        """Let a held rank run to its next line, and wait until it arrives.
+        """Run a held rank to its next line, and wait until it gets there.
 
         Args:
             rank: Number of the rank in the job.
-            timeout: Seconds to wait, or a `timedelta`. A collective on this line waits for the held ranks.
+            timeout: Seconds to wait, or a `timedelta`. A collective on the current line waits for the ranks that are
+                still held.
 
         Returns:
-            Whether the rank has arrived.
+            Whether the rank has reached its next line.
         """
         deadline = time.perf_counter() + resolve_timeout(timeout)
         stepped: bool = self._at(rank).ask("step", rank=rank)["stepped"]
@@ -131,7 +132,7 @@ class Session(Closing):
         self._end("go")
 
     def quit(self) -> None:
-        """End the job: every rank raises `AbortedError`.
+        """Abort the job: every rank raises `AbortedError`.
 
         Example:
             >>> # session.quit()
@@ -139,7 +140,7 @@ class Session(Closing):
         self._end("quit")
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect from the ranks, which remain held."""
         for connection in self._connections:
             connection.close()
 
@@ -170,8 +171,8 @@ def attach(pid: int | None = None) -> Session:
         The session.
 
     Raises:
-        CommError: No job is held, or several are and `pid` is None.
-        UnavailableError: Not on Linux.
+        CommError: No job is held, or several jobs are held and `pid` is None.
+        UnavailableError: The platform is not Linux.
 
     Example:
         >>> un.debugger.attach(1)
@@ -191,12 +192,12 @@ def attach(pid: int | None = None) -> Session:
 
 
 def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[DebugConnection]]:
-    """Return connections to the other processes of this user on this host that hold ranks, by job."""
+    """Return, for each job, connections to this user's processes on this host that hold ranks, except `without`."""
     jobs: dict[str, list[DebugConnection]] = {}
     for process in held_processes():
         if process in without:
             continue
-        # It may have continued in the meantime, or belong to another user.
+        # Skip a process that has continued in the meantime or belongs to another user.
         with suppress(CommError):
             connection = DebugConnection(*process)
             answer = connection.ask("ranks")
@@ -208,7 +209,7 @@ def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[Debug
 
 
 def _chosen(jobs: dict[str, list[DebugConnection]], pid: int | None) -> str:
-    """Return the job of a process, which need not hold ranks itself; the only job if no process is given."""
+    """Return the job of a process, which need not hold ranks itself. If `pid` is None, return the only job."""
     if pid is None:
         if len(jobs) > 1:
             named = sorted(connection.pid for connections in jobs.values() for connection in connections)

@@ -37,7 +37,7 @@ _LATER_S = 0.2
 
 
 class RecordingEndError(SystemExit):
-    """The program has made its last recorded call. A `SystemExit` with status 0, which ends a script quietly."""
+    """Raised after the last recorded call. It is a `SystemExit` with status 0, so a script exits without an error."""
 
 
 class RankReplay:

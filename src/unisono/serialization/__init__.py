@@ -1,4 +1,4 @@
-"""Serialization without pickle: received bytes can only become a value; they can never run code."""
+"""Serialization without pickle: decoding received bytes only creates a value and never runs code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ finders.extend((classes.find, tensors.find))
 def encode(value: object) -> bytes:
     """Return bytes from which `decode` creates an equal value.
 
-    Supports None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
-    OrderedDict, slice, range, members of enums, NamedTuples, dataclasses, and torch's tensors, dtypes,
-    devices and sizes; numpy's arrays (not subclasses) and scalars if numpy is already imported. Of a dataclass, only
-    the declared fields are sent. A received combination of flags that the receiver has not created itself equals no
-    other, unless it is an `IntFlag`: compare its `value`, or test whether it contains a flag. A tensor arrives on the
-    CPU, contiguous, without requires_grad.
+    Supports None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict,
+    slice, range, members of enums, NamedTuples, dataclasses, and torch's tensors, dtypes, devices and sizes. Also
+    supports numpy's arrays (not subclasses) and scalars if numpy is already imported. Only the declared fields of a
+    dataclass are sent. If the receiver has not created a combination of flags itself, the received combination does not
+    compare equal to any other: compare its `value`, or test whether it contains a flag. This does not apply to
+    `IntFlag`. A tensor arrives as a contiguous CPU tensor without requires_grad.
 
     Cost: about 0.3 us for a small item; a tensor's bytes are copied once.
 
@@ -54,12 +54,12 @@ def encode(value: object) -> bytes:
 def decode(data: Buffer) -> Any:
     """Return the value from which `encode` created these bytes.
 
-    Classes are looked up by name in modules that are already imported, or among those passed to `register`. No module
-    is imported, and no constructor, property setter, `__del__` or `_missing_` is run (except setters and `__del__` of
-    registered classes). Memory is bounded by a small multiple of the input, and nothing is cached.
+    Classes are looked up by name in modules that are already imported, or among the classes passed to `register`. No
+    module is imported, and no constructor, property setter, `__del__` or `_missing_` is run (except setters and
+    `__del__` of registered classes). Memory use is at most a small multiple of the input size, and nothing is cached.
 
     Raises:
-        ValueError: The bytes are truncated or damaged, or name a class that is not known here.
+        ValueError: The bytes are truncated or damaged, or name a class that this process does not know.
 
     Example:
         >>> decode(encode("a word")[:-1])
@@ -67,7 +67,8 @@ def decode(data: Buffer) -> Any:
         ...
         ValueError: these bytes hold no value: they end too early
     """
-    # Indexing bytes is twice as fast as indexing a view; slicing a view copies nothing.
+    # Read small inputs as bytes, because indexing bytes is twice as fast as indexing a memoryview. Read large inputs as
+    # a memoryview, because slicing it copies nothing.
     view = data if type(data) is bytes and len(data) < _SMALL else memoryview(data).cast("B")
     try:
         value, end = read(view, 0, MAX_DEPTH)
@@ -75,7 +76,7 @@ def decode(data: Buffer) -> Any:
             raise ValueError(f"{len(view) - end} bytes follow its end")
     except (IndexError, struct.error):
         raise ValueError(f"these bytes hold no value: {TOO_SHORT}") from None
-    # Hashing or comparing may run the code of a user's class, which may raise any exception.
+    # Hashing or comparing a decoded value may run code of a user's class, which may raise any exception.
     except Exception as error:
         raise ValueError(f"these bytes hold no value: {error}") from error
     return value

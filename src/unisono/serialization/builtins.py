@@ -32,7 +32,7 @@ _TOO_DEEP = "nests deeper than 100 levels, or contains itself"
 
 
 def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
-    """Append several items in sequence; an error contains the item's index."""
+    """Append several items one after another; an error's path contains the item's index."""
     if not depth:
         raise ValueError(f"the value {_TOO_DEEP}")
     depth -= 1
@@ -50,7 +50,7 @@ def put_items(parts: Parts, items: Iterable[object], depth: int) -> None:
 
 
 def take_items(view: View, at: int, depth: int) -> tuple[list[Any], int]:
-    """Append the number of items, and the items."""
+    """Read the number of items and the items. Return the items, and the offset after them."""
     if not depth:
         raise ValueError(f"their value {_TOO_DEEP}")
     depth -= 1
@@ -132,7 +132,8 @@ def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> None:
 
 
 def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
-    # A set's order differs between processes. Its encoding must not, because ranks compare values by their bytes.
+    # A set's order differs between processes, but its encoding must not, because ranks compare encoded values. So sort
+    # the encoded items.
     def encoder(parts: Parts, value: Collection[Any], depth: int) -> None:
         items = []
         for item in value:
@@ -151,7 +152,7 @@ def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
 
 
 def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
-    # All keys, then all values.
+    # Encode all keys first, and then all values.
     def encoder(parts: Parts, value: dict[Any, Any], depth: int) -> None:
         parts.append(head(kind, len(value)))
         put_items(parts, value, depth)

@@ -1,4 +1,4 @@
-"""Codecs for dataclasses, enums and NamedTuples: sent by qualified name, found only if already imported."""
+"""Codecs for dataclasses, enums and NamedTuples. A class is sent by name, and found only if already imported."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ __all__ = ["find", "install", "register"]
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-# A script's module name, in the script itself and in processes that multiprocessing starts from it.
+# Names of a script's module: in the script itself, and in processes that multiprocessing starts from the script.
 _MAIN = ("__main__", "__mp_main__")
 
-# Global to the process, like classes: a received name must resolve to a single class. Users fill it with `register`.
+# The classes passed to `register`. Global, because a received name must resolve to a single class in the process.
 _registered: dict[str, type[Any]] = {}
-# Caches of data derived from a class alone; weak, so that a local class can be freed.
+# The cached encoder of each class. The keys are weak, so that a local class can be freed.
 _encoders: WeakKeyDictionary[type[Any], Encoder] = WeakKeyDictionary()
-# Weak for the same reason.
+# The cached result of `_hook` for each class, also with weak keys.
 _hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 
 
 def register(cls: ClassT) -> ClassT:
     """Register a dataclass, enum or NamedTuple that cannot be found by name, such as a local class.
 
-    This also permits classes with `__del__` or with property setters that run on receipt, which are otherwise refused.
-    Every process that sends or receives the class must register it. Usable as a decorator.
+    Registration also permits classes whose `__del__` or property setters run when a value is received. Without
+    registration, such classes are rejected. Every process that sends or receives the class must register it. Usable as
+    a decorator.
 
     Raises:
         TypeError: The class is not a dataclass, enum or NamedTuple.
@@ -67,7 +68,7 @@ def register(cls: ClassT) -> ClassT:
 
 
 def find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder for a class of one of these three kinds; None for any other."""
+    """Return the encoder of a dataclass, an enum or a NamedTuple; None for any other class."""
     known = _encoders.get(cls)
     kind = None if known else _kind(cls)
     if kind is None:
@@ -90,7 +91,7 @@ def _kind(cls: type[Any]) -> str | None:
         return "enum"
     if issubclass(cls, tuple):
         return "tuple" if isinstance(getattr(cls, "_fields", None), tuple) else None
-    # If a subclass is not a dataclass itself, only its parent's fields would arrive.
+    # Look only at the class itself: if a subclass is not a dataclass, only its parent's fields would be sent.
     return "dataclass" if "__dataclass_fields__" in vars(cls) else None
 
 
@@ -100,7 +101,7 @@ def _name(cls: type[Any]) -> str:
 
 
 def _resolve(name: str) -> type[Any] | None:
-    """Return the class with this name, if it exists here. Only looks into dictionaries, so that no code can run."""
+    """Return the class with this name, or None if it is unknown. Only read dictionaries, so that no code can run."""
     if name in _registered:
         return _registered[name]
     module, _, qualname = name.partition(":")
@@ -124,7 +125,7 @@ def _known(name: str, kind: str) -> type[Any]:
 
 
 def _hook(name: str, cls: type[Any]) -> str:
-    """Return which code of a class would run when a value is created or freed; empty if none, or if allowed."""
+    """Describe the class's code that would run when a value is created or freed; empty if none or if allowed."""
     if _registered.get(name) is cls:
         return ""
     hook = _hooks.get(cls)
@@ -136,7 +137,7 @@ def _hook(name: str, cls: type[Any]) -> str:
 
 
 def _setters(cls: type[Any]) -> list[str]:
-    """Return the fields that have a setter; slots do not."""
+    """Return the fields that have a setter, except slots, whose setters run no Python code."""
     found = [(field, type(vars(base)[field])) for field in _fields(cls) for base in cls.__mro__ if field in vars(base)]
     return [f"the setter of {f}" for f, kind in found if hasattr(kind, "__set__") and kind is not MemberDescriptorType]
 
@@ -158,7 +159,7 @@ def _dataclass_encoder(name: str, cls: type[Any]) -> Encoder:
     except TypeError:
         raise UnsendableError(f"a {name}, which cannot be recreated from its fields alone") from None
     fields = _fields(cls)
-    # The field names are sent along, so that two versions of a class are not confused.
+    # Also send the field names, so that the receiver detects a different version of the class.
     start = _start("D", f"{name}({','.join(fields)})") + head("t", len(fields))[1:]
 
     def encoder(parts: Parts, value: object, depth: int) -> None:
@@ -198,7 +199,7 @@ def _enum_encoder(name: str, _cls: type[Any]) -> Encoder:
 def _flag_encoder(name: str, _cls: type[Any]) -> Encoder:
     start = _start("G", name)
 
-    # A combination of flags has no name, so its number is sent.
+    # Send the number of a flag, because a combination of flags has no name.
     def encoder(parts: Parts, value: enum.Flag, depth: int) -> None:
         parts.append(start)
         write(parts, int(value.value), depth)
@@ -250,7 +251,7 @@ def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _flag(cls: Any, number: int) -> enum.Flag:
-    """Return the member with this number. The class itself would run `_missing_` and cache each combination forever."""
+    """Return the flag with this number. Calling the class would run `_missing_` and cache each combination forever."""
     known: enum.Flag | None = cls._value2member_map_.get(number)
     if known is not None:
         return known

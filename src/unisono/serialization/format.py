@@ -1,4 +1,4 @@
-"""Byte format of an item: one byte for its kind, its length if it has one, and its content."""
+"""Byte format of a value: one byte for its kind, its length if the length varies, and its content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 100
-"""Maximum nesting depth of containers. Also detects containers that contain themselves."""
+"""Maximum nesting depth of containers. The limit also detects containers that contain themselves."""
 
 Buffer = bytes | bytearray | memoryview
 Parts = list[Buffer]
@@ -43,10 +43,10 @@ def _unknown(view: View, at: int, _depth: int) -> NoReturn:
 
 encoders: dict[type, Encoder] = {}
 decoders: list[Decoder] = [_unknown] * 256
-"""Decoders by the byte of the kind. A decoder may run past the end: `decode` knows what an IndexError means."""
+"""The decoder for each kind byte. A decoder may read past the end of its input: `decode` handles the IndexError."""
 
 finders: list[Callable[[type], Encoder | None]] = []
-"""Called in turn to find the encoder of a type that `encoders` does not list."""
+"""Functions that are called in turn to find the encoder of a type that `encoders` does not contain."""
 
 TOO_SHORT = "they end too early"
 
@@ -56,7 +56,7 @@ _TEXT_HEADS = tuple(bytes((ord("s"), length)) for length in range(_LONG))
 
 
 class UnsendableError(Exception):
-    """Raised for a value that cannot be sent. Containers around the value add their parts of its path."""
+    """Raised for a value that cannot be sent. Each container around the value adds an element to `path`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -73,17 +73,17 @@ def write(parts: Parts, value: object, depth: int) -> None:
 
 
 def read(view: View, at: int, depth: int) -> tuple[Any, int]:
-    """Return the item that begins at `at`, and the offset of the next one."""
+    """Return the item that begins at `at`, and the offset of the next item."""
     return decoders[view[at]](view, at + 1, depth)
 
 
 def head(kind: str, length: int) -> bytes:
-    """Append kind and length; two bytes if the length is small."""
+    """Return the encoded kind and length; two bytes if the length is small."""
     return bytes((ord(kind), length)) if length < _LONG else bytes((ord(kind), _LONG)) + _LENGTH.pack(length)
 
 
 def take_length(view: View, at: int) -> tuple[int, int]:
-    """Return a number of items of at least one byte each, and their offset; check that the bytes are present."""
+    """Read a length, check that at least that many bytes follow, and return the length and the offset after it."""
     length = view[at]
     at += 1
     if length == _LONG:
@@ -95,13 +95,13 @@ def take_length(view: View, at: int) -> tuple[int, int]:
 
 
 def take_bytes(view: View, at: int) -> tuple[View, int]:
-    """Return the bytes that follow their length, and the offset of the next item."""
+    """Read a length and that many bytes. Return the bytes, and the offset of the next item."""
     length, at = take_length(view, at)
     return view[at : at + length], at + length
 
 
 def put_text(parts: Parts, text: str, _depth: int = 0) -> None:
-    """Append a text as an item; any str is allowed, including lone surrogates."""
+    """Append a str, which may contain lone surrogates."""
     content = text.encode("utf-8", "surrogatepass")
     length = len(content)
     parts.append(_TEXT_HEADS[length] if length < _LONG else head("s", length))
@@ -109,7 +109,7 @@ def put_text(parts: Parts, text: str, _depth: int = 0) -> None:
 
 
 def take_text(view: View, at: int, _depth: int = 0) -> tuple[str, int]:
-    """Decode the text that `put_text` encoded, after the byte of its kind."""
+    """Decode a str that `put_text` encoded; `at` is the offset after the kind byte."""
     length = view[at]
     at += 1
     if length == _LONG or length > len(view) - at:

@@ -1,4 +1,4 @@
-"""Pickles functions by value, for processes that cannot import them. Only for trusted peers."""
+"""Pickles functions by value, for processes that cannot import them. Use only between peers that trust each other."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import cloudpickle
 __all__ = ["FunctionPickler", "dumps"]
 
 _FILE_NAME = 10
-"""Position of the file's name among the arguments of `CodeType`."""
+"""Position of the file name among the arguments of `CodeType`."""
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object with the name of its file, which cloudpickle 3.1.3 and later omit."""
+    """Reduce a code object for pickling, with its file name, which cloudpickle 3.1.3 and later omit."""
     build, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
     return build, (*arguments[:_FILE_NAME], code.co_filename, *arguments[_FILE_NAME + 1 :])
 
 
 class FunctionPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickler that sends functions and classes by value where needed. Errors on peers name the caller's lines."""
+    """Pickler that sends functions and classes by value if needed. Tracebacks on peers show the caller's file names."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table)
 
 
 _registry = threading.RLock()
-"""Held while a module is registered: cloudpickle has one registry for the process, in which several threads launch."""
+"""Held while a module is registered: threads that launch at the same time share cloudpickle's registry."""
 
 
 @contextmanager
 def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Register a module whose functions and classes are sent by value. A registration by the user is left in place."""
+    """Return a context in which a module's functions and classes are sent by value. Keep a user's own registration."""
     if module is None:
         yield
         return
@@ -51,12 +51,12 @@ def _by_value(module: ModuleType | None) -> Iterator[None]:
 
 
 def dumps(value: object, module: ModuleType | None = None, pickler: type[FunctionPickler] = FunctionPickler) -> bytes:
-    """Return the pickle of a value, with its functions by value where needed.
+    """Pickle a value. Functions that peers cannot import are pickled by value.
 
     Args:
         value: The value.
-        module: A module whose functions and classes are also sent by value, since peers cannot import it.
-        pickler: The class to pickle with.
+        module: A module whose functions and classes are also sent by value, because peers cannot import it.
+        pickler: The pickler class to use.
 
     Example:
         >>> import pickle

@@ -29,7 +29,7 @@ __all__ = ["find", "has_no_storage", "install", "put_dense", "put_shape", "put_t
 
 
 def find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder for a torch or numpy type; None for any other."""
+    """Return the encoder for a torch or numpy type; None for any other type."""
     torch = sys.modules.get("torch")
     if torch is not None:
         if issubclass(cls, torch.Tensor):
@@ -59,14 +59,14 @@ def take_shape(view: View, at: int) -> tuple[tuple[int, ...], int]:
 
 # -- torch -----------------------------------------------------------------------------------------
 def has_no_storage(tensor: torch.Tensor) -> bool:
-    """Return whether its elements are stored elsewhere and its own memory is arbitrary: DTensor, masked, nested."""
+    """Return whether a tensor's elements are not in its own memory, as in DTensor, masked and nested tensors."""
     import torch
 
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
 
 
 def why_not_dense(tensor: torch.Tensor) -> str | None:
-    """Return what kind of tensor it is if it has no plain bytes; None if it has."""
+    """Describe a tensor whose elements are not plain bytes in memory; return None for a dense tensor."""
     import torch
 
     if has_no_storage(tensor):
@@ -78,7 +78,7 @@ def why_not_dense(tensor: torch.Tensor) -> str | None:
 
 
 def put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
-    """Append a tensor; it arrives contiguous, on the CPU."""
+    """Append a tensor, which will arrive as a contiguous CPU tensor."""
     problem = why_not_dense(tensor)
     if problem is not None:
         raise UnsendableError(problem)
@@ -86,14 +86,14 @@ def put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
 
 
 def put_dense(parts: Parts, tensor: torch.Tensor) -> None:
-    """Append a tensor that has plain bytes."""
+    """Append a dense tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     parts.append(b"A")
     put_text(parts, str(dense.dtype).removeprefix("torch."))
     put_shape(parts, dense.shape)
     parts.append(head("b", dense.nbytes)[1:])
     if dense.nbytes:
-        # One copy, without numpy.
+        # Read the memory directly: this makes only one copy, and does not need numpy.
         parts.append((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()).raw)
 
 
@@ -109,7 +109,7 @@ def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
     raw = torch.empty(len(content), dtype=torch.uint8, device="cpu")
     if len(content):
         memoryview((ctypes.c_char * len(content)).from_address(raw.data_ptr())).cast("B")[:] = content
-    # Operations disagree about a bool that is neither 0 nor 1.
+    # Normalize bools, because operations disagree about a bool whose byte is neither 0 nor 1.
     return (raw.ne(0) if dtype == torch.bool else raw.view(dtype)).reshape(shape), at
 
 

@@ -1,4 +1,4 @@
-"""Helpers for training scripts: seeds, gradient norms, logging, throughput, parameter averages."""
+"""Helpers for training scripts: seeds, gradient norms, logging, throughput, and averages of parameters."""
 
 from __future__ import annotations
 

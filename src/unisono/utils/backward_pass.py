@@ -1,4 +1,4 @@
-"""Tracks the running backward pass: when it begins, and how it ends."""
+"""Tracks when a backward pass begins and how it ends."""
 
 from __future__ import annotations
 
@@ -29,31 +29,33 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 _created = itertools.count()
 _tokens: dict[int, weakref.ref[partial[None]]] = {}
-"""Token of each running graph task that a tracker has seen, by number; its argument is the list of trackers."""
+"""Tokens of the running graph tasks that trackers have seen, by task number. A token's argument lists the trackers."""
 
 current_pass: Callable[[], int] = _current_graph_task_id
-"""Number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
+"""Number of the graph task (one call of autograd's engine) that runs in this thread; -1 if there is none."""
 
 _current_node: Callable[[], Any] = _current_autograd_node
-"""Node of the graph that runs in this thread."""
+"""The autograd graph node that is running in this thread."""
 
 
 _in_order = attrgetter("owner.waits", "number")
 
 
 def _end_passes(trackers: list[BackwardTracker]) -> None:
-    """End the passes of all models that a graph task has reached, in the order in which their trackers were created.
+    """End the backward passes of all models that a graph task has reached, in the order of their trackers' creation.
 
-    That order is the same on all ranks. The order of their gradients follows the graph, and differs if ranks add up a
-    loss in different orders. Ending a pass may block until all other ranks end theirs, so ranks that used that order
-    could block forever.
+    All ranks create their trackers in the same order. The order in which gradients arrive depends on the graph, and
+    differs if ranks add up a loss in different orders. Ending a backward pass may block until all other ranks end
+    theirs, so ranks that used the order of the gradients could deadlock.
 
-    Models whose forwards communicate come first. If another rank has failed in this pass, it repeats such a forward
-    before anything else, so no rank may wait for the repeat in another model: these models raise. If they do not, all
-    ranks have reached the end of this pass, and any other broken model has been broken since an earlier pass.
+    Models whose forward passes communicate come first. If another rank has failed in this backward pass, it repeats
+    such a forward pass before anything else, so this rank must not wait for it in another model: these models raise an
+    error. If they raise none, all ranks have reached the end of this backward pass, and any other broken model has been
+    broken since an earlier backward pass.
 
-    Models that wait for the repeat of a pass that failed on another rank come last. The repeat first renews models that
-    do not wait, so a rank that does not yet know that one of these has failed would block the repeating rank forever.
+    Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews all
+    models that do not wait, which is collective. If this rank did not know of the failure and already waited in another
+    model, both ranks would block forever.
     """
     if _is_nested():
         return
@@ -64,9 +66,9 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         if tracker.owner.gathers:
             tracker.complete()
     if is_broken:
-        # Renew all models before any of them communicates. Another rank may not know yet that one of them is broken,
-        # and wait at the end of one that is not broken: renewing that one as well ends the wait, and the rank repeats
-        # its pass.
+        # Renew all models before any of them communicates, including models that are not broken. Another rank that does
+        # not know of the failure may be waiting in an unbroken model. Renewing that model ends the wait, and the other
+        # rank repeats its backward pass.
         for tracker in begun:
             tracker.owner.renew()
     for tracker in ordered:
@@ -74,25 +76,26 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
 
 class PassOwner:
-    """Base class for owners of a `BackwardTracker`: one model whose gradients are averaged in its backward passes."""
+    """Base class for owners of a `BackwardTracker`, which average one model's gradients during backward passes."""
 
     gathers = False
-    """Whether the model's forwards communicate, so that a pass cannot join the repeat of another rank's."""
+    """Whether the model's forward passes communicate. If so, a backward pass cannot join another rank's repetition."""
     waits = False
-    """Whether `end` waits until a rank whose pass has failed repeats it, instead of raising."""
+    """Whether `end` waits for a rank to repeat its failed backward pass, instead of raising an error."""
 
     def begin(self) -> None:
-        """Begin a pass, before any gradient is accumulated."""
+        """Begin a backward pass, before any gradient is accumulated."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """End the pass after the outermost call has succeeded. `backward()` raises any error from this."""
+        """End the backward pass after the outermost autograd call has succeeded. `backward()` raises its errors."""
         raise NotImplementedError
 
     def fail(self) -> None:
-        """Undo the pass, because the outermost call, or `end`, has raised; the caller sees the error next.
+        """Undo the backward pass, because the outermost autograd call or `end` has raised an error.
 
-        Also called for an autograd call that raised before reaching a parameter, in which case no pass had begun.
+        Also called if an autograd call raised an error before it reached a parameter, so that no backward pass had
+        begun.
         """
         raise NotImplementedError
 
@@ -101,39 +104,40 @@ class PassOwner:
         return False
 
     def renew(self) -> None:
-        """Repair the communication. Called before any `end` in a pass if one of its models is broken. Collective."""
+        """Restore communication. If any model is broken, called for all models before the first `end`. Collective."""
 
 
 class BackwardTracker:
-    """Tracks the pass of one model: the outermost autograd call in which a hooked parameter received a gradient.
+    """Tracks one model's backward pass: the outermost autograd call in which a hooked parameter received a gradient.
 
-    Nested calls, by re-entrant checkpointing or users' hooks, belong to it.
+    Nested calls, made by re-entrant checkpointing or users' hooks, belong to the same backward pass.
 
-    Each graph task gets a token among its final callbacks, shared by all trackers. Torch drops it with the graph task,
-    whether that has succeeded or raised. Then the enclosing graph task is current again, and gets a token in turn,
-    until the outermost one, which is not enclosed.
+    Each graph task gets a token, which is one of the task's final callbacks and is shared by all trackers. Torch drops
+    the token with the graph task, whether the task has succeeded or failed. If the task was nested, the enclosing graph
+    task is then current again and gets its own token, and so on up to the outermost task.
 
-    The first tracker that sees a graph task enlists those of all other models of the communicator whose parameters are
-    in its graph. If the task raises before it reaches one of these, other ranks may already be waiting in that model,
-    so its owner also has to fail.
+    The first tracker that sees a graph task enlists the trackers of all other models on the communicator whose
+    parameters are in the task's graph. If the task fails before it reaches one of these models, other ranks may already
+    be waiting in that model, so the model's owner must also fail.
 
     Args:
-        owner: The model, which is notified of each pass.
-        parameters: Its trained parameters.
-        watch: Started and stopped with each pass.
+        owner: The model's owner, which is notified of each backward pass.
+        parameters: The model's trained parameters.
+        watch: Watch that is started and stopped with each backward pass.
 
     Attributes:
-        owner: As passed.
+        owner: The owner, as passed.
         number: Position in the order in which trackers were created.
-        running: The latest graph task.
-        is_open: Whether a pass has begun but not ended.
-        arrived: Indices of the leaves to whose gradient the pass has added, or is about to.
+        running: Number of the latest graph task that adds to the model's gradients.
+        is_open: Whether a backward pass has begun but not ended.
+        arrived: Indices of the leaves to whose gradients the backward pass has added or is about to add.
     """
 
     def __init__(self, owner: PassOwner, parameters: Sequence[torch.Tensor], watch: PassWatch) -> None:
         self.owner = owner
         self._parameters = parameters
-        # On CPUs, all hooks run in the thread that called `backward()`.
+        # On CPUs, all hooks run in the thread that called `backward()`, so a hook in another thread means a second
+        # call.
         self._one_thread = all(p.is_cpu for p in parameters)
         self._watch = watch
         watch.on_pass = self._enlist
@@ -141,7 +145,7 @@ class BackwardTracker:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the running pass without ending or undoing it."""
+        """Drop the running backward pass without ending or undoing it."""
         self._watch.stop()
         self.running: int | None = None
         self._reading: int | None = None
@@ -152,20 +156,20 @@ class BackwardTracker:
         self._tasks: dict[int, weakref.ref[Any]] = {}
 
     def follow(self, *_: object) -> None:
-        """Hook on the tensor that a graph task has reached: record that the task may reach a parameter."""
+        """Tensor hook: record that the running graph task may reach a parameter."""
         number = current_pass()
         if number not in self._tasks:
             self._hold(number)
 
     def arrive(self, index: int, gradient: torch.Tensor) -> None:
-        """Hook on a leaf: its gradient is about to be accumulated, or returned by `torch.autograd.grad`."""
+        """Leaf hook: the leaf's gradient is about to be accumulated, or to be returned by `torch.autograd.grad`."""
         number = current_pass()
-        # Torch calls it for each parameter in each pass.
+        # Test the common case first: torch calls this hook for each parameter in each backward pass.
         if number != self.running:
             if number == self._reading:
                 return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
-            # Compiled autograd, which has no node here, is refused.
+            # Compiled autograd has no current node; `enter` rejects it.
             if number >= 0 and not compiled and not will_run(_current_node()):
                 self._reading = number
                 return
@@ -173,7 +177,7 @@ class BackwardTracker:
         self.arrived.add(index)
 
     def enter(self, number: int) -> None:
-        """Record that this graph task adds to gradients, as part of the pass, or as its first task."""
+        """Record that a graph task adds to gradients. The first such task begins the backward pass."""
         if number != self.running:
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise RuntimeError(
@@ -198,7 +202,7 @@ class BackwardTracker:
         token = None if known is None else known()
         is_new = token is None
         if token is None:
-            # Not an object with a method, whose frame would be in an error's traceback and keep the token alive.
+            # Use a partial, not a bound method: a method's frame in an error's traceback would keep the token alive.
             token = partial(_end_passes, [])
             _tokens[number] = weakref.ref(token, lambda _: _tokens.pop(number, None))
             _queue_callback(token)
@@ -208,12 +212,12 @@ class BackwardTracker:
             self._watch.announce(number)
 
     def _enlist(self, number: int) -> None:
-        """Follow the running graph task, which has reached another model, if it will add to a parameter's gradient."""
+        """Follow a graph task that reached another model first, if it will also add to this model's gradients."""
         if number not in self._tasks and any(map(_is_ahead, self._parameters)):
             self._hold(number)
 
     def complete(self) -> None:
-        """End the pass, because the outermost graph task has succeeded."""
+        """End the backward pass, because the outermost graph task has succeeded."""
         if self._conflict:
             raise _two_threads()
         if self.is_open:
@@ -221,7 +225,7 @@ class BackwardTracker:
         self.forget()
 
     def abandon(self, number: int) -> None:
-        """Handle the end of a graph task whose pass has not ended: undo the pass, unless another task encloses it."""
+        """Handle the end of a graph task: undo the unfinished backward pass, unless another task encloses this one."""
         self._tasks.pop(number, None)
         enclosing = current_pass()
         if enclosing < 0:
@@ -232,19 +236,20 @@ class BackwardTracker:
 
 
 def will_run(leaf: Any) -> bool:
-    """Return whether the running graph task adds to a leaf's gradient; `torch.autograd.grad` does not."""
+    """Return whether the running graph task adds to a leaf's gradient; False for `torch.autograd.grad`."""
     try:
         return _will_engine_execute_node(leaf)
     except RuntimeError:
-        # Torch raises this if torch.autograd.grad requested a leaf's gradient.
+        # Torch raises this error if `torch.autograd.grad` requested the gradient of a leaf.
         return False
 
 
 def _is_ahead(parameter: torch.Tensor) -> bool:
-    """Return whether the running graph task adds to a parameter's gradient."""
+    """Return whether the running graph task will add to a parameter's gradient."""
     if not parameter.requires_grad:
         return False
-    # Torch gives access to a leaf's node only through a view. The class of a freed parameter refuses any use.
+    # A leaf's graph node is only accessible through a view. Bypass `__torch_function__`, because the class of a freed
+    # parameter raises an error on any use.
     with torch.enable_grad(), torch.DisableTorchFunctionSubclass():
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None
@@ -252,14 +257,14 @@ def _is_ahead(parameter: torch.Tensor) -> bool:
 
 
 def _is_nested() -> bool:
-    """Return whether the autograd call that ends here is nested: in a hook, or in a Function's backward."""
+    """Return whether the autograd call that is ending is nested in a hook or in a Function's backward."""
     runs = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _RUN:
             runs += 1
         elif frame.f_code is _APPLY and runs:
-            # On a GPU, the outer call's thread has a separate stack.
+            # On a GPU, the outer call runs in another thread, so only the Function's backward is on this stack.
             return True
         frame = frame.f_back
     return runs > 1
@@ -280,8 +285,8 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
     """
     parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
-        # A leaf has its own hook, and lives for many steps; tensors wrapped by torch.func are not part of a training
-        # step.
+        # Skip leaves, which have their own hooks and live for many training steps, and tensors wrapped by torch.func,
+        # which are not part of a training step.
         if returned.grad_fn is not None and not is_transformed(returned):
             returned.register_hook(arrived)
             return 1
@@ -293,9 +298,9 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
 
 
 def adds_to_leaves(parameters: frozenset[int]) -> bool:
-    """Return whether the backward pass that runs a tensor's hook adds to the gradient of a leaf that it depends on.
+    """In a tensor hook, return whether the backward pass adds to the gradient of a leaf on which the tensor depends.
 
-    `torch.autograd.grad` does not.
+    False for `torch.autograd.grad`.
 
     Args:
         parameters: `id`s of the parameters; other leaves count only if the tensor depends on no parameter.
@@ -305,7 +310,7 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
 
 
 def _leaf(node: Any, parameters: frozenset[int]) -> Any:
-    """Return a node that adds to a leaf's gradient: a parameter's, if the model's output depends on any."""
+    """Return the graph node of a leaf: of a parameter, if the model's output depends on a parameter."""
     seen = {node}
     stack = [node]
     found = None

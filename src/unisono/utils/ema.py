@@ -20,30 +20,34 @@ __all__ = ["EMA"]
 class EMA:
     """Exponential moving average of the parameters of a model that is equal on all ranks.
 
-    Equals torch's `AveragedModel` with `get_ema_multi_avg_fn`: the first update copies, later ones compute `decay *
-    average + (1 - decay) * parameter`. It may be part of a checkpoint's state, which any number of ranks can load.
+    Gives the same values as torch's `AveragedModel` with `get_ema_multi_avg_fn`: the first update copies the
+    parameters, and later updates compute `decay * average + (1 - decay) * parameter`. The average can be part of a
+    checkpoint's state, which any number of ranks can load.
 
-    Tensors are identified by name, so a model may replace them, as `load_state_dict(assign=True)` does, or convert or
-    move them. The average keeps its dtype, device and values.
+    Tensors are identified by name, so the model may convert or move its tensors, or replace them as
+    `load_state_dict(assign=True)` does. The average keeps its dtype, device and values.
 
-    For a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
+    For a `ShardedModel`, create, update and apply the average inside `with sharded.full_parameters():`.
 
     Args:
-        model: Module whose floating-point and complex parameters are averaged; lower-precision ones in float32.
+        model: Module whose floating-point and complex parameters are averaged. Lower-precision parameters are averaged
+            in float32.
         decay: Weight of the previous average, from 0 to 1.
-        comm: Ranks that each keep an equal part of the average; construction is then collective. None: this process
-            keeps all of it.
-        use_buffers: Whether to average buffers as well, except integer ones. Other buffers keep the model's values.
+        comm: Communicator of the ranks, each of which keeps an equal part of the average; construction is then
+            collective. If None, this process keeps the whole average.
+        use_buffers: Whether to also average floating-point and complex buffers. Buffers that are not averaged keep the
+            model's values.
 
     Attributes:
         n_averaged: Number of updates.
 
     Raises:
-        MismatchError: On every rank, if ranks have different models or settings.
+        MismatchError: Ranks have different models or settings. Raised on every rank.
         ValueError: `decay` is out of range, or a parameter has no elements.
-        RuntimeError: From `update` and `applied`: a tensor of the model was removed, added or reshaped.
+        RuntimeError: A tensor of the model was removed, added or reshaped. Raised by `update` and `applied`.
 
-    Cost: the parameters' memory divided by the number of ranks in `comm`; `applied` needs all of it on each rank.
+    Cost: the memory of the parameters, divided by the number of ranks in `comm`. `applied` needs memory for the whole
+        average on each rank.
 
     Method: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -84,14 +88,14 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current parameters to the average. Call it after each optimizer step, on all ranks.
+        """Add the current parameters to the average. Call this after each optimizer step, on all ranks.
 
         Does not communicate.
 
         Raises:
-            RuntimeError: The average currently replaces the parameters, or they are sharded and not gathered.
+            RuntimeError: The average currently replaces the parameters, or the parameters are sharded and not gathered.
 
-        Cost: one pass over this rank's part.
+        Cost: reads and writes this rank's part of the average once.
         """
         self._check_not_applied("update")
         self._follow_model()
@@ -104,14 +108,15 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Return a context in which the average replaces the parameters, which are restored at the end. Collective.
+        """Return a context in which the average replaces the parameters; on exit, they are restored. Collective.
 
-        Changes made to the parameters inside are lost.
+        Changes made to the parameters inside the context are lost.
 
         Raises:
             RuntimeError: The average already replaces the parameters.
 
-        Cost: a gather of the average, whose full memory every rank needs; two copies of the parameters.
+        Cost: an all-gather of the average, which needs memory for the whole average on every rank, and two copies of
+            the parameters.
 
         Example:
             >>> model = torch.nn.Linear(1, 1)
@@ -145,7 +150,7 @@ class EMA:
         """Restore the average. Does not communicate.
 
         Args:
-            state: Result of `state_dict`; if its tensors are unsharded, from any number of ranks.
+            state: Result of `state_dict`. Unsharded tensors may be from a run with any number of ranks.
 
         Raises:
             ValueError: The state belongs to a different model or different ranks; nothing is changed.
@@ -176,7 +181,7 @@ class EMA:
 
 
 def _local(name: str, given: Any, mine: Any) -> torch.Tensor:
-    """The elements of a given tensor or shard that belong to one of this rank's shards."""
+    """Return the elements of a loaded tensor or shard that belong to this rank's shard."""
     if given.shape != mine.shape:
         raise ValueError(f"the average of {name!r} is of shape {list(given.shape)}, not {list(mine.shape)}")
     if isinstance(given, TensorShard) and isinstance(mine, TensorShard):
@@ -190,7 +195,7 @@ def _local(name: str, given: Any, mine: Any) -> torch.Tensor:
 
 
 class _FlatAverage:
-    """This rank's part of the average of tensors of one dtype and device."""
+    """This rank's part of the average of all tensors with one dtype and device."""
 
     def __init__(self, members: Named, dtype: torch.dtype, comm: Communicator | None) -> None:
         self.members = members
@@ -204,7 +209,7 @@ class _FlatAverage:
         self.copy_current()
 
     def follow(self, now: Mapping[str, torch.Tensor]) -> None:
-        """Average the tensors that currently have these names."""
+        """Replace the averaged tensors with the tensors that now have the same names."""
         for (name, _), shape in zip(self.members, self._shapes, strict=True):
             if name not in now or now[name].shape != shape:
                 found = f"of shape {list(now[name].shape)}" if name in now else "not in the model"
@@ -212,7 +217,7 @@ class _FlatAverage:
         self.members = [(name, now[name]) for name, _ in self.members]
 
     def current(self) -> list[torch.Tensor]:
-        """The parameters' elements of this part, in the dtype of the average."""
+        """Return the parameters' elements that belong to this part, in the dtype of the average."""
         return [
             self.members[s.index][1].detach().reshape(-1)[s.start : s.start + s.numel].to(self._flat)
             for s in self._slices
@@ -223,7 +228,7 @@ class _FlatAverage:
             average.copy_(value)
 
     def gather(self) -> torch.Tensor:
-        """Return the parts of all ranks in a new tensor."""
+        """Return the whole average in a new flat tensor. Collective."""
         whole = self._flat.new_empty(self._layout.total)
         if self._comm is None:
             return whole.copy_(self._flat)
@@ -232,7 +237,7 @@ class _FlatAverage:
 
     @torch.no_grad()
     def swap(self, whole: torch.Tensor) -> None:
-        """Exchange the elements of the tensors with those of a flat tensor."""
+        """Swap the values of the averaged tensors with the values in a flat tensor."""
         tensors = [tensor for _, tensor in self.members]
         for tensor, place in zip(tensors, self._layout.views(whole, tensors), strict=True):
             before = tensor.detach().clone()
@@ -240,7 +245,7 @@ class _FlatAverage:
             place.copy_(before)
 
     def state(self) -> dict[str, torch.Tensor | TensorShard]:
-        """This part by name, in memory that it shares."""
+        """Return this rank's part of each average by name. The results share memory with this object."""
         found = {s.index: (average, s.start) for s, average in zip(self._slices, self.averages, strict=True)}
         nothing = self._flat[:0], 0
         shards = {

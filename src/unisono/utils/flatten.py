@@ -1,4 +1,4 @@
-"""Packs many small tensors into a few long ones: buckets, one message each, and the layout of sharded parameters."""
+"""Packs many small tensors into a few long tensors: buckets for communication, and the layout of sharded parameters."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NO_ROOM = "a bucket must hold at least one byte"
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Return runs of tensors of one dtype and device, of at most `cap_bytes` each unless a single tensor is larger.
+    """Group tensors by dtype and device into buckets of at most `cap_bytes`; a larger tensor gets its own bucket.
 
-    Keeps the order within a dtype and device, so that equal models give equal buckets on all ranks.
+    Tensors with the same dtype and device keep their order, so equal models give equal buckets on all ranks.
 
     Example:
         >>> [[t.numel() for t in b] for b in buckets([torch.zeros(3), torch.zeros(2), torch.zeros(9)], 20)]
@@ -47,7 +47,7 @@ def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[to
 def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:
     """Apply `action` in place to a whole bucket as one flat tensor.
 
-    Cost: two copies of the bucket; none if it holds one contiguous tensor.
+    Cost: two copies of the bucket, or none if the bucket is a single contiguous tensor.
     """
     if len(bucket) == 1 and bucket[0].is_contiguous():
         action(bucket[0])
@@ -86,9 +86,9 @@ def plan_buckets(
 
     Args:
         parameters: All parameters.
-        order: Indices of the parameters that take part, in the expected order of their gradients.
-        cap_bytes: Maximum size of a bucket, unless it holds a single parameter.
-        first_bytes: Maximum size of the first bucket, if it should be small so that it is sent early.
+        order: Indices of the parameters to put into buckets, in the expected order of their gradients.
+        cap_bytes: Maximum size of a bucket. A larger parameter gets its own bucket.
+        first_bytes: Maximum size of the first bucket; None for `cap_bytes`. A small first bucket can be sent early.
 
     Raises:
         ValueError: A maximum is less than 1 byte.
@@ -101,7 +101,7 @@ def plan_buckets(
         raise ValueError(_NO_ROOM)
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    # Running sums, because summing again for each parameter would take seconds for thousands of short ones.
+    # Keep running sums: summing again for each parameter would take seconds with thousands of small parameters.
     lengths: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in order:
         parameter = parameters[index]
@@ -117,9 +117,9 @@ def plan_buckets(
 
 
 def in_bytes(mebibytes: float | None) -> int | None:
-    """Return a size set by the user, in bytes; None for None; infinity means unlimited.
+    """Convert a size in MiB that the user has set to bytes. None remains None; infinity means unlimited.
 
-    Raises TypeError for a value that is not a number, ValueError for one that is too small.
+    Raises TypeError for a value that is not a number, and ValueError for a value that is too small.
     """
     if mebibytes is None:
         return None
@@ -138,16 +138,17 @@ def bucket_sizes(
     background: bool,
     compressed: bool,
 ) -> tuple[int, int | None]:
-    """Maximum bytes in a bucket, and in the first one if different, with defaults for values not set by the user.
+    """Return the maximum size of a bucket, and of the first bucket if different, with defaults for unset sizes.
 
-    Collective. A small first bucket is sent early if each rank has a spare core for it.
+    Collective. By default, the first bucket is small, and thus sent early, if every rank has a spare core to send it.
 
     Args:
-        given: Values set by the user, or None.
+        given: The two sizes; each is None if the user has not set it.
         parameters: All parameters.
-        comm: The ranks that average.
-        background: Whether buckets are sent while others fill. If not, each bucket adds a wait for the slowest rank.
-        compressed: Whether a codec is used, which needs the same buckets on every machine.
+        comm: Communicator of the ranks that average.
+        background: Whether buckets are sent while later buckets fill. If not, each bucket adds a wait for the slowest
+            rank.
+        compressed: Whether a codec is used. A codec needs the same buckets on every machine.
     """
     cap, first = given
     if cap is None:
@@ -174,13 +175,13 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """Elements of one parameter in one rank's part.
+    """The elements of one parameter that belong to one rank's part of a flat tensor.
 
     Attributes:
         index: Number of the parameter.
-        start: Index of its first element in the flattened parameter.
+        start: Index of the slice's first element in the flattened parameter.
         numel: Number of elements, at least 1.
-        offset: Position of the first element in the rank's part.
+        offset: Position of the slice's first element in the rank's part.
     """
 
     index: int
@@ -200,7 +201,8 @@ class FlatLayout:
         offsets: Position of each parameter's first element in the flat tensor.
         part: Number of elements in a part.
         used: Number of elements before the padding.
-        total: Number of elements in the flat tensor, a multiple of `ranks` that exceeds the sum by less than `ranks`.
+        total: Number of elements in the flat tensor, including the padding: `used`, rounded up to a multiple of
+            `ranks`.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
@@ -223,7 +225,7 @@ class FlatLayout:
         self._numels = numels
 
     def views(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return views of the parameters in a flat tensor, in their shapes."""
+        """Return a view of each parameter in a flat tensor, with the shapes of `like`."""
         places = zip(self.offsets, like, strict=False)
         return [flat[start : start + parameter.numel()].view(parameter.shape) for start, parameter in places]
 
@@ -232,7 +234,7 @@ class FlatLayout:
         return flat[rank * self.part :][: self.part]
 
     def slices(self, rank: int) -> list[ParameterSlice]:
-        """Return the slices in a rank's part, in order."""
+        """Return the parameter slices in a rank's part, in order."""
         low = rank * self.part
         high = (rank + 1) * self.part
         found = []

@@ -1,4 +1,4 @@
-"""Norms of gradients, for plain parameters and for shards."""
+"""Computes and clips norms of gradients, for plain parameters and for shards."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["clip_grad_norm_", "grad_norm"]
 def grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], comm: Communicator | None = None, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Return the norm of all gradients as if they were one vector; bitwise identical on every rank.
+    """Return the norm of the vector of all gradients; bitwise identical on every rank.
 
     Args:
-        parameters: Tensors; those without a gradient are skipped.
-        comm: None if each rank has all parameters. A communicator if the tensors are disjoint shards, as in a sharded
-            optimizer or model: then this call is collective, and ranks may have different numbers of tensors.
+        parameters: Tensors. Tensors without a gradient are skipped.
+        comm: None if each rank has all parameters. If the tensors are disjoint shards, as in a sharded optimizer or
+            model, their communicator; this call is then collective, and ranks may have different numbers of tensors.
         norm_type: Order of the norm: a positive number, or infinity for the largest absolute value.
 
     Returns:
-        A 0-d tensor: without a communicator, as from torch's `get_total_norm`; otherwise in float64. Infinite or nan if
-        any rank's gradient is.
+        A 0-d tensor: without a communicator, the result of torch's `get_total_norm`; otherwise a float64 tensor. The
+        norm is infinite or nan if any rank's gradient is.
 
     Raises:
         ValueError: `norm_type` is not positive.
 
-    Cost: one pass over the gradients; with a communicator, 8 bytes from each rank.
+    Cost: one pass over the gradients, and with a communicator, an exchange of 8 bytes per rank.
 
     Example:
         >>> def program(comm):
@@ -66,16 +66,18 @@ def clip_grad_norm_(
     Args:
         parameters, comm, norm_type: As for `grad_norm`.
         max_norm: Maximum norm afterwards, up to rounding.
-        error_if_nonfinite: Whether to raise if the norm is infinite or nan, instead of scaling by it, as in torch.
+        error_if_nonfinite: Whether to raise an error if the norm is infinite or nan. If False, gradients are scaled by
+            it, as in torch.
 
     Returns:
         The norm before scaling, as from `grad_norm`.
 
     Raises:
-        RuntimeError: On every rank: the norm is not finite, and `error_if_nonfinite` is set. Gradients are unchanged.
+        RuntimeError: The norm is not finite, and `error_if_nonfinite` is set. Raised on every rank; gradients are
+            unchanged.
         ValueError: `norm_type` is not positive.
 
-    Cost: as `grad_norm`, plus a second pass.
+    Cost: the cost of `grad_norm`, plus a second pass over the gradients.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)

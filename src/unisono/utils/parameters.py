@@ -1,4 +1,4 @@
-"""Named parameters of a model: finding them, comparing them between ranks, and claiming their gradients."""
+"""Finds a model's named parameters, compares them between ranks, and claims their gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _TOKEN = secrets.token_hex(8)
-"""Mark of this process and its forks, because processes in two containers may have the same number."""
+"""Random mark of this process and its forks. The PID is not enough: it may be the same in two containers."""
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -56,7 +56,7 @@ def named_tensors(model: Model, *, buffers: bool = False) -> Named:
 
     Raises:
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        ValueError: `model` is an exhausted iterator, or `buffers` is set and it is not a module.
+        ValueError: `model` is an exhausted iterator, or `buffers` is set and `model` is not a module.
 
     Example:
         >>> [name for name, _ in named_tensors(torch.nn.BatchNorm1d(2), buffers=True)]
@@ -85,8 +85,8 @@ class ModelMembers:
     """A record of a model's modules and parameters, for cheap detection of changes.
 
     Args:
-        model: The module; ignored unless it is one.
-        named: The owner's parameters, with their names.
+        model: The module. An object that is not a module is ignored.
+        named: The parameters that the owner (such as an averager) knows, with their names.
 
     Cost: `same` takes about 0.1 us per parameter, a tenth of the time to walk through the modules.
 
@@ -101,7 +101,7 @@ class ModelMembers:
     def __init__(self, model: object, named: Named) -> None:
         self._model = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
         self._named = named
-        # The list keeps them alive, so that no other object can get one of these ids.
+        # `_named` keeps the parameters alive, so that no other object can get one of these ids.
         self._ids = {id(p) for _, p in named}
         self._take()
 
@@ -117,7 +117,7 @@ class ModelMembers:
         raise TypeError("what follows a model is of this process: it can be neither pickled nor copied")
 
     def same(self) -> bool:
-        """Return whether nothing has changed, and the owner knows all parameters that need a gradient."""
+        """Return whether the model is unchanged and the owner knows all parameters that need a gradient."""
         return (
             all(map(is_, chain.from_iterable(self._held), self._members))
             and sum(map(len, self._held)) == len(self._members)
@@ -126,12 +126,12 @@ class ModelMembers:
         )
 
     def problem(self) -> str | None:
-        """Return text about unknown parameters that need a gradient; None if there are none."""
+        """Describe the parameters that need a gradient but are unknown to the owner; return None if there are none."""
         if self.same() or in_functional_call():
             return None
         new = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._ids]
         if not new:
-            # The same parameters in other places, or an additional frozen one.
+            # The same parameters are in other modules, or a frozen parameter was added: neither is a problem.
             self._take()
             return None
         how = "replaced by a new parameter" if new[0] in dict(self._named) else "added to the model"
@@ -145,7 +145,7 @@ def in_functional_call() -> bool:
 
 
 def check_parameters(named: Named) -> None:
-    """Raise unless each parameter has elements that ranks can send, and that an optimizer can write.
+    """Raise an error unless every parameter has elements that ranks can send and an optimizer can write.
 
     Raises:
         ValueError: A parameter (named in the error) is uninitialized, on the meta device, the result of a computation,
@@ -175,7 +175,7 @@ def check_parameters(named: Named) -> None:
 
 
 def warn_of_norm_limits(model: object) -> None:
-    """Warn of embeddings whose forward renormalises the rows that the rank's own data uses, so that ranks diverge.
+    """Warn about embeddings with `max_norm`: each rank renormalizes only rows that its own data uses, so ranks diverge.
 
     Args:
         model: A module; anything else is ignored.
@@ -211,18 +211,18 @@ def agree_on_parameters(
     Args:
         named: The parameters, whose names, shapes, dtypes, memory orders and device types are compared.
         comm: The ranks.
-        settings: Other values that must be equal, by name.
-        of: Owner of the settings and parameters, for errors.
+        settings: Other values that must be equal on all ranks, by name.
+        of: Name of the owner of the settings and parameters, for error messages.
         frozen: Whether to compare which parameters are frozen.
-        hooked: Whether hooks will wait for other ranks in backward passes; `ValueError` on every rank if that would
-            deadlock.
+        hooked: Whether hooks will wait for other ranks in backward passes. If this would deadlock, every rank raises
+            `ValueError`.
 
-    Cost: one `flush_agreements`; with `hooked`, an exchange of the devices' names if there are accelerators.
+    Cost: one `flush_agreements`. With `hooked` and accelerators, also one exchange of the devices' names.
     """
     kinds = [(name, _described(p, frozen=frozen)) for name, p in named]
     comm.agree(settings, f"settings of {of}")
     comm.agree(dict(kinds), f"parameters of {of}")
-    # Names may occur twice.
+    # Also compare the list: the dict drops repeated names.
     comm.agree(kinds, f"order of the parameters of {of}")
     comm.flush_agreements()
     threads = engine_of(comm).measured("threads", partial(_backward_threads, named if hooked else []))
@@ -253,7 +253,7 @@ def _described(p: torch.Tensor, *, frozen: bool) -> str:
 
 
 class ParameterClaim:
-    """Claim on parameters, which it keeps alive; it ends when its owner does."""
+    """Claim on parameters. It keeps the parameters alive, and ends when its owner is freed."""
 
     def __init__(self, named: Named, text: str) -> None:
         self.named = named
@@ -261,7 +261,7 @@ class ParameterClaim:
 
 
 _CLAIMS: WeakValueDictionary[int, ParameterClaim] = WeakValueDictionary()
-"""Claims by parameter id, because a weak reference to a parameter would keep torch from swapping it."""
+"""Claims by `id` of the parameter. With weak references as keys, torch could not swap the parameters."""
 
 
 def claim(named: Named, how: str, owner: str) -> ParameterClaim:
@@ -269,13 +269,13 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
 
     Args:
         named: Parameters, with their names.
-        how: Participle for messages, such as "averaged".
-        owner: Class of the owner.
+        how: What the owner does with the parameters, as a participle for error messages, such as "averaged".
+        owner: Name of the owner's class.
 
-    Returns: The claim, which the owner keeps.
+    Returns: The claim. The owner must keep a reference to it.
 
     Raises:
-        ValueError: A parameter (named in the error) is already claimed. Nothing is claimed.
+        ValueError: A parameter (named in the error) is already claimed. If so, no parameter is claimed.
 
     Example:
         >>> from unisono.utils.parameters import claim
@@ -301,7 +301,7 @@ def check_unclaimed(named: Named) -> None:
 
 
 def release(parameters: Iterable[torch.Tensor]) -> None:
-    """Release claims. Idempotent."""
+    """Release the claims on these parameters. Idempotent."""
     for parameter in parameters:
         _CLAIMS.pop(id(parameter), None)
 
@@ -309,12 +309,12 @@ def release(parameters: Iterable[torch.Tensor]) -> None:
 def share(
     named: Named, comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB, *, model: object = None, hint: str = ""
 ) -> None:
-    """Call `broadcast_all` on tensors with names.
+    """Call `broadcast_all` on named tensors, after checking that they can be written to.
 
     Args:
         named, comm, src, cap_bytes: As for `broadcast_all`.
-        model: The module that owns the tensors, if any; its followers are notified of new values.
-        hint: Error text about a buffer, after its name.
+        model: The module that owns the tensors, or None. Objects that follow the module are notified of the new values.
+        hint: Text that follows a buffer's name in error messages.
 
     Raises:
         ValueError: A tensor (named in the error) cannot be written to, because it is sparse or its elements share
@@ -328,13 +328,14 @@ def share(
 
 
 INIT_SYNC = " (which init_sync=False does not broadcast)"
-"""Hint of `share` if an argument of its caller controls whether it is called."""
+"""The `hint` for `share` if its caller has an argument `init_sync`."""
 
 
 def share_buffers(model: torch.nn.Module, comm: Communicator, src: int = 0) -> None:
     """Make a module's buffers equal to rank `src`'s. Collective.
 
-    A buffer that an earlier forward's graph refers to is replaced, so that its backward pass finds the old values.
+    If the graph of an earlier forward pass refers to a buffer, the buffer is replaced, so that the backward pass finds
+    the old values.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Watches backward passes of several models, which wait forever if ranks run them in different orders."""
+"""Detects deadlocks between several models' backward passes, which occur if ranks run them in different orders."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ class WatchedComms(Protocol):
     """Interface of one model's communicators for `PassWatch`."""
 
     def in_use(self) -> Sequence[Communicator]:
-        """Return the communicators that the model's passes currently use, which are replaced after failures."""
+        """Return the communicators that the model's backward passes currently use. They are replaced after failures."""
 
     def every(self) -> Sequence[Communicator]:
-        """Return these, and those from which they are recreated."""
+        """Return the communicators in use, and the communicators from which they are recreated."""
 
 
 class PassWatch:
-    """Observer of one model's backward passes that detects two ranks waiting for each other in passes of two models.
+    """Watches one model's backward passes, and detects ranks that wait for each other in different models.
 
-    A pass waits until it runs on all ranks, and so does a forward that communicates. If rank 0 runs the passes of
-    models a and b, and rank 1 those of b and a, each waits for the other's second pass. The same happens if rank 1
-    fails in b and restarts its step with a. A single rank cannot see that, so meanwhile a thread queries all ranks'
-    activities. A cycle of ranks that each wait for a call that the next rank has not made is certain to be a deadlock.
-    The thread then aborts these calls on all ranks, so their passes raise, and models renew their communicators in the
-    next pass, as after any failure. A rank with only one such model needs no thread.
+    A backward pass waits until all ranks run it, and so does a forward pass that communicates. If rank 0 runs the
+    backward passes of model a and then b, but rank 1 runs b and then a, each rank waits for the other's second backward
+    pass. Ranks also deadlock if rank 1 fails in b and restarts its training step with a. No rank can detect this alone,
+    so a thread queries the activities of all ranks during each backward pass. If ranks form a cycle in which each rank
+    waits for a call that the next rank has not made, they are deadlocked. The thread then aborts these calls on all
+    ranks. The backward passes raise errors, and the models renew their communicators in the next backward pass, as
+    after any failure. A rank with only one such model needs no thread.
 
     Args:
-        kind: Name of the averaging class, such as "GradientAverager", for the error.
+        kind: Name of the averaging class, such as "GradientAverager", for error messages.
         comms: The model's communicators.
 
     Attributes:
-        name: The kind, and the line where it was created.
-        peers: This rank's watches, in order of creation. A single watch has nothing to do.
-        running: Event that ends the thread watching the current pass, if any.
-        on_pass: Called with the number of a graph task that has reached another model of this rank first.
+        name: The kind, and the line that created the averaging object.
+        peers: All watches of this rank, including this one, in order of creation. A single watch has nothing to do.
+        running: Event that stops the thread that watches the current backward pass; None if there is no thread.
+        on_pass: Function called with the number of a graph task that reached another model of this rank first.
     """
 
     on_pass: Callable[[int], None]
@@ -62,25 +63,25 @@ class PassWatch:
         self.peers.append(weakref.ref(self, self.peers.remove))
 
     def remove(self) -> None:
-        """Stop watching for good. Idempotent."""
+        """Stop watching permanently. Idempotent."""
         self.stop()
         self.peers[:] = [peer for peer in self.peers if peer() is not self]
 
     def announce(self, number: int) -> None:
-        """Let the other models of this rank know that a graph task has reached this one first."""
+        """Notify the other models of this rank that a graph task has reached this model first."""
         for ref in self.peers:
             peer = ref()
             if peer is not None and peer is not self:
                 peer.on_pass(number)
 
     def start(self) -> None:
-        """Watch a pass that begins, if there are other models."""
+        """Start watching a backward pass, if this rank has other models."""
         if self.running is None and len(self.peers) > 1:
             self.running = Event()
             Thread(target=self._watch, args=(self.running,), name="unisono-pass-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """End the watch: the pass has ended."""
+        """Stop watching, because the backward pass has ended."""
         if self.running is not None:
             self.running.set()
             self.running = None
@@ -88,11 +89,11 @@ class PassWatch:
     def _watch(self, done: Event) -> None:
         before = None
         while not done.wait(_EVERY_S):
-            # The original communicator, because the one in use may have been closed, to be replaced.
+            # Use the original communicator, because the communicator in use may already be closed for replacement.
             engine = engine_of(self._comms.every()[0])
             hang = hang_report(engine.control, engine.group)
-            # Ranks answer at different times; a cycle that still exists cannot be an artifact of inconsistent
-            # snapshots.
+            # Ranks answer a query at different times, so one report may show a cycle that never existed. A cycle that
+            # is the same in two reports is real.
             if hang.deadlock and hang.waits == before:
                 self._end_passes({group for group, _ in hang.waits}, hang.report)
                 return
@@ -103,7 +104,7 @@ class PassWatch:
         found = {peer: [c for c in peer._comms.every() if engine_of(c).group.name in groups] for peer in live}
         names = " and ".join(peer.name for peer, comms in found.items() if comms)
         for comm in (comm for comms in found.values() for comm in comms):
-            # If the control plane is gone, it has notified the other ranks already.
+            # If the control plane is lost, the other ranks have already been notified.
             with suppress(CommError):
                 comm.abort(
                     f"backward passes of {names} wait for each other. Run them in the same order on all ranks, or in "

@@ -13,7 +13,7 @@ from unisono.core.tensor_shard import TensorShard
 __all__ = ["redistribute"]
 
 _Range = tuple[int, int]
-# First element, element after the last one, the rank that has them, and the index of its shard.
+# Index of the first element, index after the last element, the rank that has the elements, and the index of its shard.
 _Source = tuple[int, int, int, int]
 
 
@@ -22,18 +22,18 @@ def redistribute(
     wanted: Mapping[Any, tuple[int, int, torch.Size, torch.dtype]],
     comm: Communicator,
 ) -> dict[Any, TensorShard]:
-    """Return a new shard for each wanted range, whichever ranks have its elements. Collective.
+    """Return a new shard for each wanted range, with elements from whichever ranks have them. Collective.
 
-    Elements that several ranks have are taken from the receiver itself if possible, otherwise from the lowest rank.
+    If several ranks have an element, it is copied from the receiver itself if possible, otherwise from the lowest rank.
 
     Args:
-        held: This rank's shards of each tensor, by a key that is the same on all ranks.
-        wanted: For each tensor of which this rank needs a part: start and stop in the flattened tensor, shape and
-            dtype.
+        held: This rank's shards of each tensor. A tensor must have the same key on all ranks.
+        wanted: For each tensor of which this rank needs a part, the part's start and stop in the flattened tensor, and
+            the tensor's shape and dtype.
         comm: The ranks.
 
     Raises:
-        ValueError: Some elements exist on no rank. Raised on every rank; nothing is moved.
+        ValueError: No rank has some of the elements. Raised on every rank, before any data is sent.
 
     Cost: one exchange of the ranges, and one all_to_all of the elements. A rank sends its elements at most once to each
     rank that needs them, and needs memory for the elements sent and received.

@@ -1,4 +1,4 @@
-"""A communicator in use, which is replaced after a failure."""
+"""A communicator that can be replaced after a failure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["ReplaceableComms"]
 
 
 class ReplaceableComms:
-    """A communicator in use, and one from which it is recreated.
+    """A communicator for training steps, and the communicator from which it is recreated after a failure.
 
-    A rank that fails mid-step aborts the one in use, so that no other rank waits for it, and no message of that step
-    matches a message of the next. All ranks replace it before they continue. Calls that must not be aborted when a step
-    fails on another rank use `base`.
+    If a rank fails in the middle of a training step, it aborts the communicator in use. Then no other rank waits for
+    the failed rank, and no message of that step can match a message of the next step. All ranks replace the
+    communicator before they continue. Calls that must not be aborted when a step fails on another rank use `base`.
 
     Args:
-        comm: The ranks that communicate. Construction is collective.
-        deterministic: Whether sums are reduced in a fixed order; if not, as on `comm`.
+        comm: Communicator of the ranks. Construction is collective.
+        deterministic: Whether sums are reduced in a fixed order. If False, the setting of `comm` applies.
         options: Options of `Communicator.dup` for the communicator in use.
 
     Attributes:
@@ -52,18 +52,18 @@ class ReplaceableComms:
         self.data: Communicator = self.dup(**options)
 
     def dup(self, **options: Any) -> Communicator:
-        """Create another communicator of these ranks. Collective."""
+        """Create another communicator of the same ranks. Collective."""
         comm = self.base.dup(**options)
-        # With a GPU, hooks run in autograd's threads.
+        # With a GPU, hooks run in autograd's threads, so allow every thread to use the communicator.
         comm.allow_any_thread()
         return comm
 
     def in_use(self) -> tuple[Communicator, ...]:
-        """Return the communicators that a failed step aborts."""
+        """Return the communicators that are aborted if a training step fails."""
         return (self.data,)
 
     def every(self) -> tuple[Communicator, ...]:
-        """Return these, and the one from which they are recreated."""
+        """Return the communicators in use, and the communicator from which they are recreated."""
         return self.base, *self.in_use()
 
     def replace(self) -> None:
@@ -72,11 +72,11 @@ class ReplaceableComms:
         self.data = self.dup(**self._options)
 
     def abort(self, reason: str) -> None:
-        """Abort the running step on all ranks."""
+        """Abort the running training step on all ranks."""
         self._abort(reason, *self.in_use())
 
     def abort_all(self, reason: str) -> None:
-        """Abort the running step and all later ones on all ranks."""
+        """Abort the running training step and all later steps on all ranks."""
         self._abort(reason, *self.every())
 
     @staticmethod

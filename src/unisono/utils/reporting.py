@@ -1,4 +1,4 @@
-"""Reports from a training loop: log messages from selected ranks, and samples per second over all ranks."""
+"""Reports from a training loop: log messages from selected ranks, and the throughput of all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Rate", "Throughput", "rank_logger"]
 
 
 class Rate(NamedTuple):
-    """Sample counts and rate over all ranks; the same on every rank.
+    """Sample counts and rate over all ranks. Every rank gets the same values.
 
     Attributes:
         samples_per_s: `window_samples` divided by `window_s`; nan before the first step.
         window_samples: Number of samples on all ranks in the window's steps.
-        window_s: Time of these steps on the slowest rank, in seconds.
+        window_s: Time that these steps took on the slowest rank, in seconds.
         samples: Number of samples on all ranks since the start.
 
     Example:
@@ -38,11 +38,11 @@ class Rate(NamedTuple):
 
 
 class Throughput:
-    """Meter of samples per second over the last steps, on ranks that may have uneven numbers of samples.
+    """Meter of samples per second over the last steps. Ranks may have different numbers of samples.
 
     Args:
         comm: The ranks; None for a single process.
-        window: Number of steps that the rate covers.
+        window: Number of latest steps that the rate covers.
 
     Raises:
         ValueError: `window` is less than 1.
@@ -66,7 +66,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window now, for example after an evaluation that should not be counted. The total is kept.
+        """Begin a new window now, for example after an evaluation that should not count. The total number is kept.
 
         Example:
             >>> meter = un.utils.Throughput()
@@ -79,7 +79,7 @@ class Throughput:
         self._steps.append((time.perf_counter(), 0))
 
     def step(self, samples: int) -> None:
-        """Count the samples of a step that has just ended. Not collective.
+        """Count the samples of a training step that has just ended. Not collective.
 
         Args:
             samples: This rank's number of samples, 0 or more.
@@ -97,7 +97,7 @@ class Throughput:
         """Return the counts and the rate of all ranks. Collective.
 
         Returns:
-            The counts and the rate; sums are exact integers.
+            The counts and the rate. Counts are exact integers.
 
         Cost: one exchange of about 50 bytes.
 
@@ -109,7 +109,7 @@ class Throughput:
             (32, True)
         """
         steps = list(self._steps)
-        # The first entry is the start of the window.
+        # The first entry only marks the start of the window.
         mine = sum(count for _, count in steps[1:]), steps[-1][0] - steps[0][0], self._samples
         everyone = (
             [mine]
@@ -130,14 +130,14 @@ else:
 def rank_logger(
     logger: logging.Logger | str, comm: Communicator, ranks: Collection[int] | None = None
 ) -> logging.LoggerAdapter[logging.Logger]:
-    """Return a logger adapter that is silent on other ranks, or prefixes messages with the rank.
+    """Return a logger adapter that logs only on selected ranks, and prefixes messages with the rank.
 
-    The logger itself remains unchanged, so thread ranks can share it. Records have the attributes `rank`, `size` and
-    `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is taken from a call's `extra={"step":
-    step}`, and is otherwise None.
+    The logger itself is not changed, so ranks that are threads can share it. Records have the attributes `rank`, `size`
+    and `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. To set `step`, pass `extra={"step": step}` to
+    a logging call; the default is None.
 
     Args:
-        logger: A logger, or the name of one.
+        logger: A logger, or a logger's name.
         comm: The ranks.
         ranks: The ranks that log; None for all. With a single rank, messages get no prefix; to log without a prefix on
             all ranks, pass `[comm.rank]`.
@@ -162,7 +162,7 @@ def rank_logger(
 
 
 class _RankAdapter(_Adapter):
-    """Adapter of one rank."""
+    """Logger adapter of one rank."""
 
     def __init__(self, logger: logging.Logger, rank: int, size: int, ranks: Collection[int] | None) -> None:
         super().__init__(logger, {"rank": rank, "size": size})

@@ -1,4 +1,4 @@
-"""Seeds for independent random numbers on each rank, and for equal random numbers where ranks make the same choices."""
+"""Seeds random generators: independent ones for each rank, and one that is equal on all ranks for common choices."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _PER_RANK = 4
 
 @dataclass(frozen=True)
 class Generators:
-    """CPU random generators, which may be saved in a checkpoint's state beside `un.checkpoint.RNG()`.
+    """Two CPU random generators. A checkpoint's state can contain them in addition to `un.checkpoint.RNG()`.
 
-    If more ranks load than saved, `rank` keeps its state on the additional ones; `shared` remains equal on all.
+    If more ranks load a checkpoint than saved it, `rank` keeps its current state on the additional ranks. `shared`
+    remains equal on all ranks.
 
     Attributes:
         rank: Draws different numbers on each rank.
-        shared: Draws the same numbers on every rank, as long as all ranks draw equally many.
+        shared: Draws the same numbers on every rank, as long as every rank makes the same draws.
 
     Example:
         >>> generators = un.utils.seed(7)
@@ -43,14 +44,14 @@ class Generators:
     shared: torch.Generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states: `shared` as a tensor common to all ranks, and `rank` as a generator."""
+        """Return both states: `shared` as a tensor that is equal on all ranks, and `rank` as a generator."""
         return {"shared": self.shared.get_state(), "rank": self.rank.clone_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore both generators.
 
         Args:
-            state: Result of `state_dict`; a checkpoint keeps the state of `rank` as a tensor.
+            state: Result of `state_dict`. In a loaded checkpoint, the state of `rank` is a tensor.
         """
         own = state["rank"]
         self.shared.set_state(state["shared"])
@@ -58,25 +59,26 @@ class Generators:
 
 
 def seed(seed: int, comm: Communicator | None = None) -> Generators:
-    """Seed the global generators of Python, numpy (if imported) and torch on all devices, differently on each rank.
+    """Seed the global generators of Python, numpy (if imported) and torch (on all devices), differently on each rank.
 
-    Collective. Streams depend on the seed and the rank, not on the number of ranks. To save the global generators, put
-    `un.checkpoint.RNG()` into the state, and the returned generators beside it. Thread ranks have their own generators,
-    except on GPUs, which have one per device.
+    Collective. A rank's random numbers depend on the seed and the rank, not on the number of ranks. To save all
+    generators in a checkpoint, add `un.checkpoint.RNG()` and the returned generators to its state. Ranks that are
+    threads have separate generators, except on a GPU, which has a single generator.
 
     Args:
         seed: An integer, equal on all ranks.
         comm: The ranks; None for a single process.
 
     Returns:
-        Two additional generators: one that differs between ranks, and one that is equal on all.
+        Two additional generators: one that differs between ranks, and one that is equal on all ranks.
 
     Raises:
-        MismatchError: On every rank, if ranks passed different seeds.
+        MismatchError: Ranks passed different seeds. Raised on every rank.
         TypeError: The seed is not an integer.
 
-    Method: the seed is hashed with BLAKE2; the lower 32 bits, all that torch's Mersenne Twister uses, are a permutation
-    of the stream's number (MurmurHash3's finalizer), so no two ranks have the same.
+    Method: the seed is hashed with BLAKE2, and the stream's number is added to the lower 32 bits, the only bits that
+    torch's Mersenne Twister uses. The sum is permuted with MurmurHash3's finalizer, so no two streams have the same
+    lower bits.
 
     Example:
         >>> def program(comm):
@@ -88,7 +90,7 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
     """
     whole = isinstance(seed, Integral)
     if comm is not None:
-        # An invalid seed on one rank must raise an error on all.
+        # An invalid seed on one rank must raise an error on all ranks.
         comm.agree(int(seed) if whole else f"a {type(seed).__name__}", "seed")
         comm.flush_agreements()
     if not whole:
@@ -108,7 +110,7 @@ def _generator(number: int) -> torch.Generator:
 
 
 def stream_seed(seed: int, number: int) -> int:
-    """Return 64 bits for a stream; the lower half is different for each stream number."""
+    """Return the 64-bit seed of a stream; its lower half is different for each stream number."""
     upper, lower = divmod(int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest()), _LIMIT)
     mixed = (lower + number) % _LIMIT
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

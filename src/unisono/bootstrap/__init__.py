@@ -1,14 +1,14 @@
-"""Start-up: this rank's number, the number of ranks, and the rendezvous.
+"""Start-up: finds this process's rank, the number of ranks, and the rendezvous.
 
-There is one module for each way to find them. Its function `find(request)` returns a `Rendezvous`. A scheme, which
-users name in an `init_method`, needs only that, and its name in `_SCHEMES`. A launcher, which is recognised by its
-environment variables, has its name in `_LAUNCHERS`, and also defines:
+Each module supports a scheme or a launcher. Its function `find(request)` returns a `Rendezvous`. A scheme, which users
+name in an `init_method`, needs only that function and an entry in `_SCHEMES`. A launcher, which is recognised by its
+environment variables, needs an entry in `_LAUNCHERS`, and also defines:
 
-- `VARIABLES`: the variables that give a process its place, and `PREFIXES` of all that it sets for its ranks;
+- `VARIABLES`: the variables that define a process's rank, and `PREFIXES` of all variables that it sets for ranks;
 - `START`: a command line that starts ranks with it, for error messages;
-- `launched()`: the `Launched` that they describe, with None for invalid values, or None if none is set;
+- `launched()`: the `Launched` that the variables describe, with None for invalid values, or None if none is set;
 - `detected(request)`: whether this module's `find` is the one to call;
-- `check(request)`, which raises the `ValueError` that `find` would raise before it contacts anybody.
+- `check(request)`: raises the `ValueError` that `find` would raise before communicating.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from unisono.host.launched import Launched
 __all__ = ["InitRequest", "Rendezvous", "find", "launched", "launchers"]
 
 _SCHEMES = ("env", "file", "mpi", "tcp")
-"""Modules of this package, each loaded on first use."""
+"""Modules of this package for schemes, each loaded on first use."""
 _LAUNCHERS = ("env", "mpi", "slurm")
-"""Modules of this package, the one that takes precedence first."""
+"""Modules of this package for launchers, in order of precedence."""
 _TAKEN = "UNISONO_TAKEN_BY"
-"""Variable for children of this process: its number, and its place among the ranks of its job."""
+"""Environment variable that tells child processes this process's PID and rank."""
 
 
 def find(
@@ -40,21 +40,21 @@ def find(
     timeout_s: float = 300.0,
     secret: str | bytes | None = None,
 ) -> Rendezvous:
-    """Return this process's place among the ranks of its job, once all of them have joined.
+    """Return this process's rank and its connection to the job, once all ranks have joined.
 
     Args:
-        init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", or None: the environment if it
-            defines ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else mpirun, else a Slurm step), else
-            a single rank. "mpi://" requires MPI.
+        init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", "mpi://" (requires MPI), or None.
+            If None, the environment defines the ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else
+            mpirun, else a Slurm step); if it does not, this process is a single rank.
         rank: This process's number; needed with tcp:// and file://.
         world_size: Number of ranks; needed with tcp:// and file://.
-        timeout_s: Seconds within which all ranks must join; otherwise all that have joined get an error.
+        timeout_s: Seconds within which all ranks must join. Otherwise, every rank that has joined raises an error.
         secret: Secret shared by all ranks; see `unisono.control.sockets.find_secret`.
 
     Raises:
-        ValueError: The arguments or the environment are inconsistent; or the variables belong to a rank that started
-            this process, which would then join that rank's job.
-        CommTimeoutError: Ranks are missing (named), or rank 0 cannot be reached.
+        ValueError: The arguments or the environment are inconsistent, or this process has inherited the variables of
+            the rank that started it.
+        CommTimeoutError: Ranks are missing (the error names them), or rank 0 cannot be reached.
         MismatchError: Two processes claim the same rank, or ranks disagree on the number of ranks.
         CommError: Rank 0 cannot listen on the address, or the secrets differ.
 
@@ -82,12 +82,12 @@ def find(
 
 
 def launchers() -> list[Any]:
-    """Return the modules of the launchers that can be recognised, the one that takes precedence first."""
+    """Return the modules of the launchers that can be recognised, in order of precedence."""
     return [_module(name) for name in _LAUNCHERS]
 
 
 def launched() -> Launched | None:
-    """Return this process's place as its launcher's variables give it; None if no launcher started it."""
+    """Return this process's rank according to its launcher's variables; None if no launcher started it."""
     return next(filter(None, (each.launched() for each in launchers())), None)
 
 
@@ -96,12 +96,12 @@ def _module(name: str) -> Any:
 
 
 def _take_place(names: Sequence[str]) -> None:
-    """Raise `ValueError` if the variables' rank is another process, which has started this one."""
+    """Raise `ValueError` if this process has inherited the variables from a rank that started it."""
     there = {name: value for name in names if (value := os.environ.get(name))}
     if not there:
         return
     place = " ".join(f"{name}={value}" for name, value in there.items())
-    # Torchrun gives each rank of each run a separate file, so its path identifies the run.
+    # Torchrun gives each rank of each run a separate error file, so the file's path identifies the run.
     agent = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     number, taken, agent_then = (os.environ.get(_TAKEN, "") + "\n\n").split("\n")[:3]
     if number not in ("", str(os.getpid())):
@@ -112,7 +112,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # The variables were set by hand in one of that torchrun's ranks; at their address, its agent serves no
-            # store.
+            # The program has set the variables itself in a rank of that torchrun, so torchrun's agent serves no store
+            # at their address.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

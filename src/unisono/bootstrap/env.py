@@ -17,7 +17,7 @@ START = "torchrun --nproc-per-node 2 train.py"
 
 
 def launched() -> Launched | None:
-    """Return the place that torchrun, or whatever else set RANK and WORLD_SIZE, gave to this process."""
+    """Return the rank that RANK and WORLD_SIZE give to this process, as set by torchrun or another launcher."""
     # An empty variable counts as unset.
     if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return None
@@ -26,7 +26,7 @@ def launched() -> Launched | None:
 
 
 def detected(request: InitRequest) -> bool:
-    """Return whether the environment or the caller defines ranks at all."""
+    """Return whether the environment or the caller defines ranks."""
     return request.rank is not None or request.size is not None or launched() is not None
 
 
@@ -47,7 +47,7 @@ def check(request: InitRequest) -> tuple[str, int]:
     """Return the rendezvous address, after setting rank and size in the request.
 
     Raises:
-        ValueError: The environment is inconsistent; the message says what to set.
+        ValueError: The environment is inconsistent. The message explains which variables to set.
     """
     request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
@@ -64,10 +64,10 @@ def check(request: InitRequest) -> tuple[str, int]:
 
 
 def _private_port() -> int | None:
-    """Return the port for this library, because torch's own store listens on MASTER_PORT.
+    """Return this library's own port, if there is one: torch's store listens on MASTER_PORT.
 
-    `unisono run` sets it together with the job's MASTER_PORT. It is ignored beside another job's MASTER_PORT, as in a
-    job that is started inside a rank of the first one.
+    `unisono run` sets UNISONO_PORT together with the job's MASTER_PORT. If MASTER_PORT has changed, as in a job that is
+    started inside a rank of another job, UNISONO_PORT is ignored.
     """
     value = os.environ.get("UNISONO_PORT", "")
     port, _, other = value.partition("/")

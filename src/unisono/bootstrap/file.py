@@ -1,4 +1,4 @@
-"""file:///path: rank 0 writes its address and a fresh secret to a file that all ranks on one host can read."""
+"""file:///path: rank 0 writes its address and a new secret to a file, which the other ranks on the host read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REACH_WITHIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RendezvousFile:
-    """Content of the rendezvous file."""
+    """Contents of the rendezvous file."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class RendezvousFile:
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous in a file, which is created if missing, and taken over if empty or old."""
+    """Return the rendezvous through a file, which rank 0 creates, or overwrites if it is empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
     claim = RankClaim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
@@ -47,7 +47,7 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def address_in(url: str) -> tuple[tuple[str, int], bytes]:
-    """Return the address and secret of the control plane in a file."""
+    """Return the control plane's address and secret from a file."""
     path = _path(url)
     published = read(path)
     if published is None:
@@ -56,7 +56,7 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
 
 
 def _path(url: str) -> Path:
-    # File names may contain "#" and "?", and even "%20", although `Path.as_uri` encodes spaces that way.
+    # File names may contain "#" and "?". They may even contain "%20", although `Path.as_uri` encodes a space as "%20".
     name = url.removeprefix("file://")
     path = Path(unquote(name))
     if not path.parent.is_dir() and Path(name).parent.is_dir():
@@ -69,7 +69,7 @@ def _path(url: str) -> Path:
 
 
 def read(path: Path) -> RendezvousFile | None:
-    """Return the file's content; None if it is missing or empty."""
+    """Return the file's contents; None if the file is missing or empty."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -88,7 +88,7 @@ def read(path: Path) -> RendezvousFile | None:
 
 
 def _is_address(host: str, port: str) -> bool:
-    """Return whether a socket could try to connect there at all."""
+    """Return whether a socket could try to connect to this address."""
     number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 0
     return 0 < number < 1 << 16 and 0 < len(host) < 256 and host.isascii() and host.isprintable()
 
@@ -117,7 +117,7 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
         with contextlib.suppress(OSError, ValueError, CommError):
             published = read(path)
             if published is None or published.secret.encode() != held.secret:
-                # Another process has taken it over.
+                # Another process has overwritten the file, so leave it unchanged.
                 return
             if made_by_user:
                 path.write_text("")
@@ -129,7 +129,7 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the file atomically, so that no reader ever sees a part of it."""
+    """Write the file atomically, so that no reader ever sees an incomplete file."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -142,7 +142,7 @@ def _write(path: Path, text: str) -> None:
 
 # -- the others ------------------------------------------------------------------------------------
 def _follow(path: Path, claim: RankClaim) -> Rendezvous:
-    """Try the file's address repeatedly, because a file from an earlier run has a stale address."""
+    """Try the address in the file repeatedly: if the file is from an earlier run, rank 0 will still replace it."""
     last = "no rank has written it"
     while claim.left_s:
         published = read(path)

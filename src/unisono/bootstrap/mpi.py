@@ -1,6 +1,6 @@
-"""Rendezvous under mpirun: rank, size and local rank come from MPI, and rank 0 sends its address and a secret over MPI.
+"""Rendezvous under mpirun: MPI provides rank, size and local rank, and transfers rank 0's address and secret.
 
-So every backend works there. A rank that exits too early ends the job; see `job_end`.
+Every backend therefore works under mpirun. If a rank exits too early, the job is aborted; see `job_end`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK")
 PREFIXES = ()
-"""Empty, since `env_without_launcher` keeps the settings that are the user's."""
+"""Empty: `env_without_launcher` removes the launcher's variables, and keeps the user's settings."""
 START = "mpirun -n 2 python train.py"
 
 _TAG = 23041
@@ -49,20 +49,20 @@ _GRACE_S = 2.0
 
 
 def detected(_request: InitRequest) -> bool:
-    """Return whether an MPI launcher has started this process, and others with it."""
+    """Return whether an MPI launcher has started this process together with other processes."""
     found = launched()
     return found is not None and found.size != 1
 
 
 def check(_request: InitRequest) -> None:
-    """Do nothing: MPI itself gives rank and size."""
+    """Do nothing: MPI itself provides rank and size."""
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous found through MPI.
+    """Return the rendezvous for the ranks of MPI's world.
 
     Raises:
-        UnavailableError: mpi4py or its library is missing, or differs from the launcher's.
+        UnavailableError: mpi4py or its MPI library is missing, or the library does not belong to the launcher.
         CommTimeoutError: Not all ranks called `init` in time; rank 0's error names the missing ranks.
     """
     started = launched()
@@ -81,7 +81,7 @@ def find(request: InitRequest) -> Rendezvous:
     rendezvous = find_on(world, source, request.deadline, request.secret)
     rendezvous.network = "mpi"
     end.await_closing(rendezvous)
-    # All ranks have joined, so no rank waits for another here.
+    # This MPI collective has no timeout, but all ranks have joined, so it cannot block for long.
     node = world.Split_type(mpi.COMM_TYPE_SHARED, rank)
     rendezvous.local_rank = node.Get_rank()
     node.Free()
@@ -89,16 +89,16 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Rendezvous:
-    """Return the rendezvous of an MPI communicator's ranks. Each of them calls this.
+    """Return the rendezvous of an MPI communicator's ranks. All of them must call this.
 
     Args:
-        comm: A communicator without posted any-tag receives.
-        source: As in `Rendezvous`.
-        deadline: On the library's clock.
-        secret: Secret; a random one if None.
+        comm: An MPI communicator without posted any-tag receives.
+        source: As for `Rendezvous`.
+        deadline: Time by which all ranks must have joined, on the library's clock.
+        secret: The shared secret; if None, rank 0 generates one.
     """
     claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source, restarts=False)
-    # Checked on every rank, because every rank must refuse an invalid value.
+    # Check the secret on every rank, because every rank must reject an invalid value.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
     exchange = _HelloExchange(comm, claim)
     if claim.rank == 0:
@@ -113,14 +113,14 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
 
 
 def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
-    """Return an address of this host that all ranks can reach, given the identity and name of each rank's host."""
+    """Return an address at which all ranks can reach this host, given the identity and name of each rank's host."""
     other_hosts = [name for host, name in hosts_by_rank if host != hosts_by_rank[0][0]]
     if not other_hosts:
         return "127.0.0.1"
     try:
         return address_for_others(other_hosts[0])
     except OSError:
-        # The name cannot be resolved.
+        # The other host's name cannot be resolved.
         outward = address_outward()
         if outward is None:
             raise
@@ -128,14 +128,14 @@ def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
 
 
 class _HelloExchange:
-    """Exchanges short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
+    """Sends short messages from all ranks to rank 0 and back, with a time limit and without pickle."""
 
     def __init__(self, comm: Any, claim: RankClaim) -> None:
         self._comm = comm
         self._claim = claim
 
     def collect(self) -> list[tuple[str, str]]:
-        """Collect every rank's host, on rank 0. If ranks are missing, notify the others, and raise."""
+        """On rank 0, collect every rank's host. If ranks are missing, notify the other ranks and raise an error."""
         mine = (host_identity(), socket.gethostname())
         memory = {rank: bytearray(_MAX_BYTES) for rank in range(1, self._claim.size)}
         waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
@@ -157,7 +157,7 @@ class _HelloExchange:
         self._send((host_identity(), socket.gethostname()), [0])
         memory = bytearray(_MAX_BYTES)
         waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
-        # Rank 0 may need until its deadline to find out which ranks are missing.
+        # Wait a little longer than the deadline: rank 0 waits until its own deadline before it reports missing ranks.
         if not clock.poll_until(lambda: _all_done(waiting), self._claim.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
@@ -170,7 +170,7 @@ class _HelloExchange:
 
     def _send(self, message: object, ranks: Any) -> None:
         data = FrameChannel().encode(Kind.HELLO, serialization.encode(message))
-        # Short enough that MPI buffers them until they are received, so the caller's memory can be reused immediately.
+        # The messages are so short that MPI buffers them, so their memory can be reused before they are received.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
         clock.poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
 
@@ -188,7 +188,7 @@ def _byte() -> Any:
 
 
 def _all_done(waiting: dict[int, Any]) -> bool:
-    """Drop completed requests; return whether none is left."""
+    """Drop completed requests; return whether all are complete."""
     for rank, request in list(waiting.items()):
         if request.Test():
             del waiting[rank]
@@ -204,7 +204,7 @@ def _read(memory: bytearray) -> Any:
 
 
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
-    """Install hooks that end the job with this process after an uncaught exception or `sys.exit(3)`."""
+    """Install hooks that abort the whole job if this process ends with an uncaught exception or by `sys.exit(3)`."""
     known = getattr(sys.excepthook, "__self__", None)
     if isinstance(known, MpiAbortGuard):
         return known
@@ -215,11 +215,11 @@ def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
 
 
 class MpiAbortGuard:
-    """Replacement for `sys.excepthook` and `sys.exit`.
+    """Replacement for `sys.excepthook` and `sys.exit` that aborts the MPI job.
 
     Args:
         mpi: The module.
-        rank, size: This rank in MPI's world, and its size.
+        rank, size: This process's rank in MPI's world, and the world's size.
     """
 
     def __init__(self, mpi: Any, rank: int, size: int) -> None:
@@ -241,12 +241,12 @@ class MpiAbortGuard:
         rendezvous.release = close
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report the error as `sys.excepthook` does, then end the job."""
+        """Report the error as `sys.excepthook` does, then abort the job."""
         if self._over():
             self._excepthook(kind, error, trace)
             return
         if isinstance(error, PeerLostError | AbortedError):
-            # If another rank's failure is the cause, that rank reports it and ends the job first.
+            # If another rank's failure is the cause, give that rank time to report its error and abort the job first.
             self._excepthook(kind, error, trace)
             time.sleep(_GRACE_S)
             sys.stderr.write(f"{self._who} ends the job\n")
@@ -258,32 +258,33 @@ class MpiAbortGuard:
     def leave(self, status: Any = None, /) -> NoReturn:
         """Exit as `sys.exit` does.
 
-        If this is not caught, and communicators were open at the call, the whole job ends.
+        If the exception is not caught, and communicators were open at the call, the whole job is aborted.
         """
         raise SystemExit(status) if status in (None, 0) or not self._open else _Exit(status, self._uncaught)
 
     def _uncaught(self, status: object) -> None:
         if not self._over():
             sys.stderr.write(f"{self._who} ends the job by sys.exit({status!r})\n")
-            # As in Python: any other value has been printed already, and means exit code 1.
+            # As in Python, a status that is not an integer has already been printed, and means exit code 1.
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:
-        # An exit that was caught, and whose exception was kept, is only dropped when the interpreter shuts down.
+        # If a program catches the SystemExit and keeps it, the object is freed only while the interpreter shuts down.
+        # This must not abort the job.
         return os.getpid() != self._process or sys.is_finalizing() or self._mpi.Is_finalized()
 
     def _end(self, status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if has_ulfm():
-            # With ULFM, which was requested, only this rank ends, and the others are notified.
+            # The user has enabled ULFM, so end only this rank; the other ranks are notified.
             close_all()
             os._exit(status)
         self._mpi.COMM_WORLD.Abort(status)
 
 
 class _Exit(SystemExit):
-    """SystemExit that notices when it ends the process: Python has no hook for that, but drops it when no code runs."""
+    """SystemExit that notices if it ends the process: Python has no hook for that, but frees it when no code runs."""
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:
         super().__init__(status)

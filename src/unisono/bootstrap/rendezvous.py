@@ -1,4 +1,4 @@
-"""Rendezvous at an address: host or reach the control plane there, register the rank, and wait for all ranks."""
+"""Rendezvous at an address: serves the control plane there or connects to it, registers the rank, and waits for all."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _OPEN = "open"
 
 @dataclass(slots=True)
 class InitRequest:
-    """Arguments from the caller of `init`.
+    """Arguments that the caller passed to `init`.
 
     Attributes:
         init_method: As passed.
-        rank, size: As passed or as found, so that errors name the rank.
+        rank, size: As passed, or as found in the environment, so that errors can name the rank.
         deadline: Time by which all ranks must have joined, on the library's clock.
         secret: As passed.
     """
@@ -62,7 +62,7 @@ class InitRequest:
     secret: str | bytes | None
 
     def numbers(self) -> tuple[int, int]:
-        """Return rank and size, if they were given and are consistent."""
+        """Return rank and size; raise `ValueError` if they were not passed or are inconsistent."""
         if self.rank is None or self.size is None:
             raise ValueError(
                 f"{self.init_method} gives an address, but not the rank of this process: pass rank and world_size too"
@@ -71,7 +71,7 @@ class InitRequest:
 
 
 def checked(rank: int, size: int) -> tuple[int, int]:
-    """Return rank and size, if they are consistent."""
+    """Return rank and size; raise `ValueError` if they are inconsistent."""
     for name, number in (("rank", rank), ("world_size", size)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise ValueError(f"{name} must be a whole number, not {number!r}")
@@ -83,7 +83,7 @@ def checked(rank: int, size: int) -> tuple[int, int]:
 
 
 def env_number(name: str) -> int | None:
-    """Return the number in an environment variable; None if it is unset or empty."""
+    """Return the number in an environment variable; None if the variable is unset or empty."""
     text = os.environ.get(name)
     if not text:
         return None
@@ -99,16 +99,16 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """This process's place in the world. Its group is already joined; join again to be notified of failures.
+    """This process's rank in the job. It has already joined the group; join again to be notified of failures.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
-        local_rank: Its number on its host, if known.
-        control: Its handle to the control plane.
-        server: The control plane itself, if this process hosts it.
-        address: This host's address that the other ranks can reach.
-        name: The name of the world's group, different for each `init` of a job.
-        source: How the place was found, and why, as one line for the log.
+        local_rank: This process's rank on its host; None if unknown.
+        control: This process's handle to the control plane.
+        server: The server of the control plane if this process hosts it, else None.
+        address: Address at which the other ranks can reach this host.
+        name: Name of the group of all ranks, different for each `init` of a job.
+        source: How the rank and the rendezvous were found, as one line for the log.
         network: Backend that "auto" uses between hosts; "" if it depends on the hosts.
     """
 
@@ -124,7 +124,7 @@ class Rendezvous:
     network: str = ""
 
     def close(self) -> None:
-        """Leave without an error. Idempotent. A server in this process serves the others until they have left."""
+        """Leave without an error. A server in this process runs until the other ranks have left. Idempotent."""
         release = self.release
         self.release = _nothing
         self.control.close()
@@ -132,19 +132,19 @@ class Rendezvous:
 
 
 # -- servers of this process -----------------------------------------------------------------------
-# Long enough for ranks that end at about the same time, short enough not to delay this one much if another never ends.
+# Long enough for ranks that exit at about the same time, but short enough if another rank never exits.
 LINGER_S = 5.0
 
 
 @dataclass(slots=True)
 class Lease:
-    """Right to use one of this process's servers, shared by all callers that requested the same key.
+    """Right to use one of this process's servers. All callers that request the same key share the server.
 
     Attributes:
-        server: The server.
+        server: The control-plane server.
         secret: Its secret.
-        users: Number of users that have not yet released it.
-        withdraw: Called when the last user has released it, before the server ends.
+        users: Number of callers that have not yet released the lease.
+        withdraw: Function called after the last release, before the server shuts down.
     """
 
     server: ControlServer
@@ -153,7 +153,7 @@ class Lease:
     withdraw: Callable[[], None]
 
     def release(self) -> None:
-        """Release this use. After the last one, the server shuts down in the background once its clients have left."""
+        """Release the lease. After the last release, the server shuts down in the background, after its clients."""
         with _lock:
             self.users -= 1
             if not self.users:
@@ -161,10 +161,10 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Global, because the address is: each `init` of a job must find the server of the previous one. Keyed by process,
-# because a forked child inherits its parent's entries but does not serve them.
+# Global, like the address: each `init` of a job must find the server of the previous `init`. The key contains the
+# process ID, because a forked child inherits its parent's entries but does not run the servers.
 _leases: dict[tuple[int, str], Lease] = {}
-# Guards the leases above.
+# Protects `_leases` and the leases in it.
 _lock = threading.Lock()
 
 
@@ -177,15 +177,15 @@ def acquire(
     *,
     restarts: bool = True,
 ) -> Lease:
-    """Return the server that this process runs under `key`, or a new one.
+    """Return a lease on the server that this process runs under `key`, or on a new server.
 
-    Without a secret, it makes its own. `restarts` is as for `ControlState`.
+    If `secret` is None, a new server generates a secret. `restarts` is as for `ControlState`.
 
-    The next `init` of a job finds the previous one's server, even if that is about to end.
+    A job's next `init` finds the server of the previous `init`, even if that server is about to shut down.
 
     Raises:
         ValueError: The server is running with a different secret.
-        CommError: A new one cannot listen there.
+        CommError: A new server cannot listen on this address.
     """
     with _lock:
         known = _leases.get((os.getpid(), key))
@@ -202,12 +202,12 @@ def acquire(
 
 
 def hosts_at(address: tuple[str, int]) -> bool:
-    """Return whether a server in this process listens on an address, or did recently."""
+    """Return whether a server in this process listens on an address, or has recently done so."""
     return any(process == os.getpid() and held.server.address == address for (process, _), held in _leases.items())
 
 
 def _close_servers() -> None:
-    # This process's handles close first, whatever the order of its exit hooks.
+    # Close this process's handles before its servers, regardless of the order of exit hooks.
     close_all()
     mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
     for held in mine:
@@ -220,7 +220,7 @@ def _close_servers() -> None:
 
 # -- joining ---------------------------------------------------------------------------------------
 class MovedError(CommError):
-    """The ranks meet at a different address than expected."""
+    """The ranks gather at a different address than expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +228,12 @@ class RankClaim:
     """Rank, job and deadline of a process that wants to join.
 
     Attributes:
-        rank, size, local_rank: As in `Rendezvous`.
+        rank, size, local_rank: As for `Rendezvous`.
         deadline: On the library's clock.
         source: As in `Rendezvous`.
-        job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at the same address.
-        restarts: Whether a process that is killed while ranks gather may be restarted: then the others wait for it
-            until their deadline, instead of raising an error.
+        job: Prefix of the names of the job's groups. Ranks of different jobs never meet, even at the same address.
+        restarts: Whether a process that is killed while ranks gather may be restarted. If so, the other ranks wait for
+            it until their deadline instead of raising an error.
     """
 
     rank: int
@@ -251,16 +251,16 @@ class RankClaim:
 
 
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
-    """Return the rendezvous at this server address, once all ranks have joined.
+    """Return the rendezvous at a server's address, once all ranks have joined.
 
-    A server that closes meanwhile belonged to an earlier `init`, and a lost one to a process that may be restarted, so
-    the call waits for the next one.
+    If the server closes during the call, it belonged to an earlier `init`. If the server is lost, its process may be
+    restarted. In either case, the call waits for the next server.
 
     Args:
         claim: This process's claim.
         address: The server's address.
         secret: Its secret.
-        lease: Set if this process hosts the server; released on failure.
+        lease: The lease on the server if this process hosts it, else None. Released on failure.
 
     Raises:
         CommError: As for `find`.
@@ -284,17 +284,18 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
 
 
 def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
-    """Claim rank 0 at a server that this process should host but cannot. Other errors are not reported.
+    """Claim rank 0 at the server that another process runs at this process's address. Ignore all other errors.
 
     Raises:
-        MismatchError: Another process holds it; the ranks gathering there are also notified.
+        MismatchError: The other process has already claimed rank 0. The ranks that gather at its server are notified
+            too.
     """
     try:
         control = SocketControl(address, secret, _CLAIM_WITHIN_S)
     except CommError:
         return
     try:
-        # Do not take the rank from a process that is about to join.
+        # Wait until the other process has joined, so that this claim does not precede its claim.
         control.get(f"{claim.job}1/{_OPEN}", _CLAIM_WITHIN_S)
         control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
@@ -308,23 +309,25 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
 def confirm(
     claim: RankClaim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
 ) -> Rendezvous:
-    """Return the rendezvous at the server of `control`, once all ranks have joined; close `control` on failure.
+    """Return the rendezvous at the server to which `control` is connected, once all ranks have joined.
 
     Args:
         claim: This process's claim.
-        control: This rank's handle.
-        lease: Set if this process hosts the server.
-        moved: Function that returns whether the ranks meet elsewhere, called while rank 0 has not joined.
+        control: This rank's handle, which is closed on failure.
+        lease: The lease on the server if this process hosts it, else None.
+        moved: Function that returns whether the ranks gather elsewhere. It is called until rank 0 has joined.
 
     Raises:
-        MovedError: They do; or the server has ended, and rank 0's next process may open another.
+        MovedError: The ranks gather elsewhere, or the server has exited and rank 0's next process may start another
+            server.
         CommError: As for `find`.
     """
     try:
         name = _gather(claim, control, moved)
     except BaseException as error:
         ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
-        # Report the reason, or the others would wait for this rank as they do for a killed one.
+        # Report the reason. Otherwise, the other ranks would wait for this rank, as for a killed rank that may be
+        # restarted.
         control.on_process_exit(None if isinstance(error, MovedError) else error)
         if ended and isinstance(error, CommError):
             raise MovedError(error.message) from error
@@ -353,7 +356,7 @@ def _gather(claim: RankClaim, control: SocketControl, moved: Callable[[], bool] 
 
 
 def _await_rank_0(claim: RankClaim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
-    """Poll until rank 0 has joined here, or has turned out to be elsewhere."""
+    """Poll until rank 0 has joined; raise `MovedError` if it gathers the ranks elsewhere."""
     while not control.check([_open(group)]) and claim.left_s:
         cause = control.first_cause(group)
         if cause is not None:
@@ -369,16 +372,16 @@ def _open(group: Group) -> str:
 
 @functools.cache
 def _process(number: int) -> str:
-    """A name unique to this process; a fork has another number."""
+    """Return a name that is unique to this process. The PID is part of the cache key, so a fork gets a new name."""
     return f"{number}-{uuid.uuid4().hex}"
 
 
-# Global, because two single-rank worlds must not have the same name.
+# Global, because the groups of two single-rank jobs must not have the same name.
 _worlds_of_one = itertools.count(1)
 
 
 def alone(_request: InitRequest) -> Rendezvous:
-    """Return a single-rank world, because nothing defines ranks. Opens no sockets, starts no threads."""
+    """Return the rendezvous of a single rank, if nothing defines ranks. Opens no sockets and starts no threads."""
     control = LocalHub().control()
     close_at_exit(control)
     name = f"alone{next(_worlds_of_one)}"

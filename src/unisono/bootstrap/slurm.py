@@ -1,10 +1,10 @@
 """Slurm: each task of a job step is a rank; the ranks meet on the step's first node.
 
-Uses slurmstepd's variables for the step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST,
-SLURM_JOB_ID and SLURM_STEP_ID. Nothing is guessed from the job's name. Outside a step, in a shell of `salloc` or the
-body of an `sbatch` script, the process is alone.
+This module reads the variables that slurmstepd sets for a step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID,
+SLURM_STEP_NODELIST, SLURM_JOB_ID and SLURM_STEP_ID. The job's name is not used. Outside a step, that is, in a shell of
+`salloc` or in the body of an `sbatch` script, the process is a single rank.
 
-MASTER_ADDR and MASTER_PORT take precedence over the first node and the port from `port_of`.
+MASTER_ADDR and MASTER_PORT, if set, take precedence over the first node and the port from `port_of`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START = "srun python train.py"
 
 _log = logging.getLogger("unisono")
 
-# Slurm numbers steps not started by srun (batch script, interactive, external) downwards from the highest number.
+# Steps that srun has not started (batch script, interactive, external) are numbered downwards from the highest number.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _FIRST_PORT = 15000
@@ -54,7 +54,7 @@ class SlurmStep:
     """Slurm's description of this task.
 
     Attributes:
-        rank, size, local_rank: The task's number, the step's number of tasks, the task's number on its node.
+        rank, size, local_rank: The task's number, the number of tasks in the step, and the task's number on its node.
         job, number: Numbers of the job and the step.
         nodes: The step's nodes; empty if Slurm does not list them.
     """
@@ -68,7 +68,7 @@ class SlurmStep:
 
     @property
     def local_size(self) -> int | None:
-        """The number of tasks on this node, if Slurm sets it."""
+        """Return the number of tasks on this node, or None if Slurm does not set it."""
         tasks = os.environ.get("SLURM_GTIDS")
         return self.size if len(self.nodes) <= 1 else len(tasks.split(",")) if tasks else None
 
@@ -76,8 +76,7 @@ class SlurmStep:
 def port_of(job: int, number: int) -> int:
     """Return the rendezvous port of a step's ranks: 15000 + (job + 1009 * step) mod 16384.
 
-    It is below the ephemeral ports of the system. Consecutive jobs, and the
-    steps of one job, have different ports.
+    The port is below the system's ephemeral ports. Consecutive jobs, and the steps of one job, have different ports.
 
     Example:
         >>> port_of(4711, 0), port_of(4711, 1), port_of(4712, 0)
@@ -87,7 +86,7 @@ def port_of(job: int, number: int) -> int:
 
 
 def launched() -> Launched | None:
-    """Return this task's place in its step, if this process is a task of one."""
+    """Return this task's rank in its step; None if this process is not a task of a step."""
     try:
         task = step()
     except ValueError:
@@ -96,17 +95,17 @@ def launched() -> Launched | None:
 
 
 def check(_request: InitRequest) -> None:
-    """Raise `ValueError` if the variables of the step make no sense."""
+    """Raise `ValueError` if the variables of the step are inconsistent."""
     step()
 
 
 def detected(_request: InitRequest) -> bool:
-    """Return whether this process belongs to a Slurm job at all."""
+    """Return whether this process belongs to a Slurm job."""
     return "SLURM_JOB_ID" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the place of a step's task; a single rank outside a step, or in a step with one task."""
+    """Return the rendezvous of a step's tasks; of a single rank outside a step, or in a step with one task."""
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
     if task is None:
@@ -121,10 +120,10 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def step() -> SlurmStep | None:
-    """Return the step of which this process is a task; None outside a step.
+    """Return the step to which this process belongs as a task; None outside a step.
 
-    The body of an sbatch script also has a SLURM_PROCID, although it is not a rank; slurmstepd has set its
-    SLURM_TASK_PID, but no step number.
+    The body of an sbatch script also has a SLURM_PROCID, although the script is not a rank. It can be recognised
+    because slurmstepd has set SLURM_TASK_PID but no step number.
 
     Raises:
         ValueError: A variable is invalid.
@@ -169,7 +168,7 @@ def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
 
 
 def _first_node(task: SlurmStep) -> str:
-    """Return an address of rank 0's host that the others can reach."""
+    """Return an address at which the other ranks can reach rank 0's host."""
     return "127.0.0.1" if len(task.nodes) <= 1 else task.nodes[0]
 
 
@@ -178,7 +177,7 @@ def _first(*names: str) -> int | None:
 
 
 MAX_HOSTS = 65536
-"""A longer list is considered a mistake, as in Slurm itself."""
+"""A host list with more names is considered a mistake, as in Slurm itself."""
 
 _MAX_DEPTH = 32
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})(?=[,\]])")
@@ -189,7 +188,7 @@ def expand(hostlist: str) -> list[str]:
     """Return the names in a Slurm host list, in order.
 
     Raises:
-        ValueError: It is malformed (says where), or has more than `MAX_HOSTS` names.
+        ValueError: The list is malformed (the message shows where), or has more than `MAX_HOSTS` names.
 
     Example:
         >>> expand("node[001-003,7],gpu-a")
@@ -269,7 +268,7 @@ class _HostlistParser:
         return match
 
     def _bound(self, count: int) -> None:
-        """Check the number of names before creating them, so that a short text cannot exhaust memory."""
+        """Check the number of names before creating the names, so that a short text cannot exhaust memory."""
         if count > MAX_HOSTS:
             raise ValueError(f"{self._text!r} stands for {count} hosts or more; at most {MAX_HOSTS} are allowed")
 

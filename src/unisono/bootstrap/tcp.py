@@ -1,4 +1,4 @@
-"""tcp://host:port: rank 0 hosts the control plane there, and all ranks connect to it."""
+"""tcp://host:port: rank 0 serves the control plane at this address, and all ranks connect to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
-    """Return the place at this address, hosted by rank 0."""
+    """Return the rendezvous at this address, where rank 0 serves the control plane."""
     host = plain_host(host)
     known = find_secret(secret)
     try:
@@ -39,19 +39,19 @@ def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) 
 
 
 def plain_host(host: str) -> str:
-    """Return the host without the brackets of an IPv6 address in a URL, and "localhost" as an address.
+    """Return the host without an IPv6 address's brackets, and with "localhost" replaced with its address.
 
-    A link-local address gets its zone on this host: the given one, or the interface from the environment.
+    A link-local address gets a zone that is valid on this host: the given zone, or the interface from the environment.
 
     Raises:
-        ValueError: It means all addresses, or is link-local with an unknown interface.
+        ValueError: The host means all addresses, or is a link-local address with an unknown interface.
     """
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(
             f"{host!r} is not an address that other hosts can reach; pass the address of the host of rank 0"
         )
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
-    # A URL may encode a percent sign as %25.
+    # In a URL, the percent sign before the zone may be encoded as %25.
     bare, _, zone = host.replace("%25", "%").partition("%")
     if not is_link_local(bare):
         return host
@@ -66,7 +66,7 @@ def plain_host(host: str) -> str:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Host and port of tcp://host:port."""
+    """Return the host and port of tcp://host:port."""
     parts = urlsplit(url)
     try:
         port = parts.port

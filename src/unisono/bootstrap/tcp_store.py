@@ -1,9 +1,10 @@
 """Rendezvous through torch's `TCPStore` at MASTER_PORT, in which rank 0 publishes its own address.
 
-Under torchrun, the store belongs to its agent. Otherwise rank 0 opens it, or uses the one that torch's env:// has
-opened in its process, and closes it before any rank leaves, because torch may open its own store there next.
+Under torchrun, torchrun's agent serves the store. Otherwise, rank 0 opens the store, or uses the store that torch's
+env:// has opened in rank 0's process. It closes the store before any rank continues, because torch may open its own
+store at the same port next.
 
-The store does not authenticate, but the peer at the published address still has to know the secret.
+The store does not authenticate its clients, but the peer at the published address must still know the secret.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ _threads = DaemonThreadPool("unisono store")
 def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | None, *, agent: bool) -> Rendezvous:
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
-    The address is removed once all ranks have met. After a restart by torchrun, its store may still hold the earlier
-    one; each agent counts restarts by itself, so these counts do not distinguish old from new. So an address that fails
-    is retried until rank 0 publishes another.
+    The address is removed once all ranks have joined. After a restart by torchrun, the store may still contain the
+    previous address. Restart counts cannot tell it from a new address, because each agent counts restarts separately.
+    An address that fails is therefore retried until rank 0 publishes another address.
 
     Args:
         claim: This process's claim.
@@ -67,12 +68,12 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     """
     host = plain_host(host)
     known = find_secret(secret)
-    # The key excludes the host, because ranks may know it by different names.
+    # The key does not contain the host, because ranks may use different names for the host.
     key = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {port}/rank 0"
     at = _StoreAt(host, port, f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}", agent)
     found = _follow(at, key, claim, known) if claim.rank else _lead(at, key, claim, known)
     try:
-        # By now, neither `_lead` nor `_follow` keeps the store open.
+        # This exchange is a barrier: after it, no rank keeps the store open.
         found.control.exchange(Group.world(claim.rank, claim.size, found.name), "store closed", None, claim.left_s)
     except BaseException:
         found.close()
@@ -88,11 +89,11 @@ class _StoreAt(NamedTuple):
 
 
 def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
-    """Publish the address of this process's server, and return the rendezvous there."""
-    # torchrun sets the number of agents; with a single one, no other host needs to reach this rank.
+    """Publish the address of this process's server, and return the rendezvous at that address."""
+    # torchrun sets the number of its agents. With a single agent, no other host needs to reach this rank.
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     outward = (address_towards if alone else address_for_others)(at.host, at.port) if at.agent else at.host
-    # Before the store, so that if this fails, no rank has found the address yet.
+    # Start the server before publishing its address: if this fails, no rank has read the address yet.
     hosted = acquire(f"{key} at {at.host}", secret, outward, 0, restarts=claim.restarts)
     try:
         store = _connected(claim, at) if at.agent else _opened(claim, at, secret, key)
@@ -109,7 +110,7 @@ def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous
 
 @contextlib.contextmanager
 def _losses_named(at: _StoreAt) -> Iterator[None]:
-    """Raise `MovedError` instead of torch's error if the store's process has ended: its next one opens another."""
+    """Raise `MovedError` instead of torch's error if the store's process has exited: a new one opens a new store."""
     from torch.distributed import DistError
 
     try:
@@ -123,12 +124,12 @@ def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
     from torch.distributed import DistError
 
     def knock(timeout_s: float) -> str:
-        # Check first, because torch's wait for a server cannot be interrupted.
+        # Test the address first, because torch's wait for a server cannot be interrupted.
         with dial((at.host, at.port), timeout_s) as peer:
             return host_in(peer.getpeername())
 
     def client() -> TCPStore:
-        # Use the address that has answered, because torch would wait for each of a name's addresses.
+        # Use the address that has answered, because torch would wait at every address of a host name.
         host = reach((at.host, at.port), max(claim.left_s, 0.1), knock)
         return _client(host, at.port, at.where, _ANSWERS_WITHIN_S)
 
@@ -137,7 +138,7 @@ def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
     except CommTimeoutError as error:
         if not isinstance(error.__cause__, DistError):
             raise
-    # The process that has closed the connection may have been killed and restarted.
+    # Try once more: the process that has closed the connection may have been killed and restarted.
     return client()
 
 
@@ -157,7 +158,7 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
         except Exception as error:
             made.set_exception(error)
 
-    # In another thread, because torch waits forever for an answer.
+    # Connect in another thread, because torch waits forever for an answer.
     _threads.run(make)
     try:
         return made.result(timeout_s)
@@ -168,10 +169,10 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
 
 
 def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore:
-    """Return the store that this process serves on this port: one opened by torch, or a new one.
+    """Return the store that this process serves on this port: a store opened by torch, or a new store.
 
     Raises:
-        CommError: Another process listens there.
+        CommError: Another process listens on the port.
         MismatchError: That process is also rank 0.
     """
     import torch.distributed as dist
@@ -182,7 +183,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
     deadline = clock.now() + min(claim.left_s, LINGER_S)
     while listener is None:
         try:
-            # Torch's own socket would listen on all interfaces.
+            # Pass a socket to torch, because torch's own socket would listen on all interfaces.
             listener = listen(host, port).detach()
         except CommError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
@@ -211,7 +212,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
 
 
 def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> None:
-    """Claim the rank at the address that another process has published."""
+    """Call `claim_rank` at the address that another process has published, if there is one."""
     try:
         published = _read(_client(at.host, at.port, "the store", _REACH_WITHIN_S), key, at)
     except CommError:
@@ -221,7 +222,7 @@ def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> Non
 
 
 def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
-    """Try the address that rank 0 has published repeatedly; if it is lost, try its next process's."""
+    """Try the published address of rank 0 until it works. If rank 0 is lost, try the address of its next process."""
     last = "it has published nothing yet"
     lost = ""
     store: TCPStore | None = None
@@ -232,11 +233,11 @@ def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvo
             if published:
                 return _try(store, key, published, claim, secret, at)
         except MovedError as error:
-            # The next address may be in another store.
+            # The next address may be published in another store.
             store = None
             last = lost = error.message or last
         except CommTimeoutError:
-            # The attempt times out shortly before the deadline, so that the error can say why nobody answers.
+            # If rank 0 was lost before, ignore this timeout, so that the final error reports the loss.
             if not lost:
                 raise
         time.sleep(_LOOK_EVERY_S)
@@ -255,7 +256,7 @@ def published_address(published: str) -> tuple[str, int]:
     """Return the address that was published.
 
     Raises:
-        MovedError: It is invalid, because any process that reaches the store can write there.
+        MovedError: The text is not an address; any process that reaches the store can write to it.
     """
     host, _, port = published.rpartition(" ")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -282,7 +283,7 @@ def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: by
         refusal = error.__cause__
         refused = isinstance(refusal, AuthenticationError) and (refusal.other_secret or refusal.versions)
         settled = control is not None or refused or isinstance(refusal, UntrustedError)
-        # In an agent's store, it may be an earlier run's address, whose ranks still exist for a while.
+        # In an agent's store, the address may be from an earlier run, whose ranks continue to exist for a while.
         if not settled or (at.agent and _moves(store, key, published, claim, at)):
             raise MovedError(error.message) from error
         raise

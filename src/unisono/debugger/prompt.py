@@ -120,7 +120,7 @@ class Prompt(cmd.Cmd):
             self._print(f"{'->' if each == int(line) else '  '} {each:4} {text}" if text else "")
 
     def do_step(self, _: str) -> None:
-        """Let the chosen rank run to its next line. A collective on this line waits for the held ranks."""
+        """Run the chosen rank to its next line. A collective on the current line waits for the ranks still held."""
         self._up = 0
         arrived = self._session.step(self._rank)
         self._print(("" if arrived else "not there yet: ") + _line(self._session.ranks()[self._rank]))

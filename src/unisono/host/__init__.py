@@ -1,1 +1,1 @@
-"""Facts about this host: its network, processors and MPI library."""
+"""Facts about this host: its network, its processors and its MPI library."""

@@ -18,10 +18,10 @@ _CHECKOUT = Path(__file__).parents[3]
 
 
 def source(*extras: str) -> str | None:
-    """Return pip's arguments to install unisono again: options and a path or URL. None if not recorded, or gone.
+    """Return the pip arguments that install unisono again from its source; None if the source is unknown or gone.
 
     Args:
-        extras: Names of the extras to install with it.
+        extras: Names of extras to install.
 
     Example:
         >>> isinstance(source("cli"), str | None)
@@ -43,8 +43,8 @@ def source(*extras: str) -> str | None:
 def install_command(*extras: str) -> str:
     """Return the command that adds optional dependencies, such as the extra "mpi", to this installation.
 
-    It names the folder, wheel or URL that unisono was installed from. If there is none, it names the packages
-    themselves: an index may contain a different package named unisono.
+    The command contains the folder, wheel or URL from which unisono was installed. If this is unknown, the command
+    lists the dependencies themselves, because a package index may contain a different package named unisono.
 
     Args:
         extras: Names of extras in unisono's metadata.
@@ -57,7 +57,7 @@ def install_command(*extras: str) -> str:
 
 
 def _record() -> dict[str, Any]:
-    """Return pip's record of the source (PEP 610), or such a record for a checkout that is not installed."""
+    """Return pip's record of the source (PEP 610), or an equivalent record for a checkout that is not installed."""
     try:
         text = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:

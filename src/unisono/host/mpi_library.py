@@ -1,6 +1,6 @@
-"""The MPI library of this process, and its launcher's settings in the environment.
+"""The MPI library of this process, and the settings that MPI's launcher makes in the environment.
 
-mpi4py starts MPI when it is imported, so only `library` imports it fully, when the caller requests MPI.
+Importing mpi4py starts MPI, so only `library` imports it completely, when the caller requests MPI.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 
-# Rank and size, global and on this host, from the most to the least specific. With PMI, Slurm also sets the last ones.
+# For each launcher, the variables of rank and size, globally and on this host. More specific launchers come first,
+# because several launchers, including Slurm, set the PMI variables.
 _OMPI = "OMPI_COMM_WORLD_"
 _MV2 = "MV2_COMM_WORLD_"
 _VARIABLES = (
@@ -42,7 +43,7 @@ _OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return the MPI launcher that started this process; None if there is none, or if it was Slurm's srun.
+    """Return the MPI launcher that started this process; None if there was none, or if the launcher was Slurm's srun.
 
     Example:
         >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
@@ -59,17 +60,18 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def library() -> Any:
-    """Return the module `mpi4py.MPI`, with MPI started.
+    """Return the module `mpi4py.MPI`, after starting MPI.
 
     Raises:
-        UnavailableError: mpi4py or its MPI library is missing, the library is not the launcher's, or MPI has been
-            finalized.
+        UnavailableError: mpi4py or its MPI library is missing, the library does not belong to the launcher, or MPI has
+            been finalized.
     """
     mpi = imported()
     if mpi.Is_finalized():
         raise UnavailableError("MPI was finalized in this process and cannot be initialized again; use backend='gloo'")
     if not mpi.Is_initialized():
-        # If the launcher belongs to a different MPI, some libraries end the process here.
+        # Check this before `Init_thread`: if the launcher belongs to a different MPI, some libraries exit the process
+        # there.
         _check_launcher(mpi)
         from mpi4py import rc
 
@@ -78,7 +80,7 @@ def library() -> Any:
 
 
 def imported() -> Any:
-    """Return the module `mpi4py.MPI`, without starting MPI; mpi4py finalizes it with the process.
+    """Return the module `mpi4py.MPI` without starting MPI; mpi4py will finalize MPI at process exit.
 
     Raises:
         UnavailableError: mpi4py or its MPI library is missing.
@@ -108,7 +110,7 @@ def imported() -> Any:
 
 def _check_launcher(mpi: Any) -> None:
     launcher = launched()
-    # A launcher that speaks PMIx may belong to any library.
+    # A launcher that uses PMIx may belong to any MPI library.
     if launcher is None or "PMIx" in launcher.by:
         return
     if ("Open MPI" in launcher.by) != name_of(mpi).startswith("Open MPI"):
@@ -137,7 +139,7 @@ def name_of(mpi: Any) -> str:
 
 
 def check_world(mpi: Any, size: int) -> None:
-    """Raise `UnavailableError`, with the fix, if MPI's world has only one process when there should be more.
+    """Raise `UnavailableError`, with instructions, if MPI's world has only one process but should have more.
 
     Args:
         mpi: The module that `library` returned.
@@ -161,7 +163,7 @@ def _mpiexec_beside() -> str | None:
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun next to this interpreter, where pip installs it, or else the one on the path."""
+    """Return the mpirun next to this interpreter, where pip installs it, or else the mpirun on the PATH."""
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec")
     return next(filter(None, (shutil.which(name, path=path) for path in (beside, None) for name in names)), None)
@@ -172,7 +174,7 @@ _USERS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "HYDR
 
 
 def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without a launcher's and MPI's variables, in which mpirun can be started.
+    """Return an environment without the variables of a launcher and of MPI, so that mpirun can be started in it.
 
     Example:
         >>> env_without_launcher({"PMIX_RANK": "0", "OMPI_MCA_btl": "self", "HOME": "/root"})
@@ -186,13 +188,13 @@ def env_without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mpirun_environment(environment: Mapping[str, str], *, crowded: bool) -> dict[str, str]:
-    """Return an environment in which mpirun starts any number of ranks on any core, even as root.
+    """Return an environment in which mpirun starts any number of ranks on any cores, even as root.
 
-    All added variables are Open MPI's; other libraries need none.
+    All added variables are for Open MPI; other libraries need none.
 
     Args:
-        environment: The initial environment; its settings are kept.
-        crowded: Whether ranks share cores, and have to yield while they wait.
+        environment: The environment to extend; its settings are kept.
+        crowded: Whether ranks share cores, so that they must yield while they wait.
     """
     given = {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

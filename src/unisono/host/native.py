@@ -1,4 +1,4 @@
-"""The native core, which is built if a compiler is available. The backends shm and tcp need it."""
+"""The native core, a C++ module that is built if a compiler is available. The backends shm and tcp need it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["NO_EXTENSIONS", "NativeCore", "core_build", "native"]
 
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
-"""Environment variable that disables the native extensions unless empty."""
+"""Environment variable that disables the native extensions if it is not empty."""
 
 _SOURCES = Path(__file__).parents[2] / "native"
-"""Sources of the native core in a checkout; an installed package has none."""
+"""Sources of the native core in a checkout. They do not exist in an installed package."""
 
 
 class NativeCore(Protocol):
-    """Type of the native core, the module that nanobind builds, for type checkers."""
+    """Interface of the native core, a module built with nanobind, for type checkers."""
 
     BUILD: str
     STATUSES: dict[str, int]
@@ -37,21 +37,21 @@ class NativeCore(Protocol):
     TcpCore: type[TcpCore]
 
     def rings_nbytes(self, size: int, ring_bytes: int, /) -> int:
-        """Return the number of bytes that the rings between `size` ranks take."""
+        """Return the size in bytes of the rings between `size` ranks."""
 
     def rings(self, memory: object, rank: int, size: int, ring_bytes: int, /) -> tuple[list[Ring], list[Ring]]:
-        """Return a rank's outgoing rings, one per rank, and its incoming rings, one per rank."""
+        """Return a rank's outgoing rings and its incoming rings, with one of each per rank."""
 
     def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
-        """Copy memory, given destination addresses, source addresses, and lengths in bytes."""
+        """Copy memory, given lists of destination addresses, source addresses, and lengths in bytes."""
 
     def stop_deadlines(self, stood_s: float, stopped_at_s: float, /) -> None:
-        """Exclude the time for which a debugger holds the ranks from the deadlines of waits."""
+        """Extend the deadlines of waits by the time for which a debugger has held the ranks."""
 
 
 @cache
 def native() -> NativeCore | None:
-    """Return the native core, unless it was built from sources other than this checkout's."""
+    """Return the native core; None if it is missing, disabled, or was built from sources other than this checkout's."""
     if os.environ.get(NO_EXTENSIONS):
         return None
     try:
@@ -65,12 +65,12 @@ def native() -> NativeCore | None:
 
 
 def core_build() -> str:
-    """Return an identifier of the native core's build; "" if there is no core."""
+    """Return an identifier of the native core's build; "" if there is no native core."""
     module = native()
     return "" if module is None else module.BUILD
 
 
 def _digest() -> str:
-    """Return the digest of the sources, as setup.py computes it."""
+    """Return the digest of the native core's sources, computed as in setup.py."""
     content = b"".join(path.read_bytes() for path in sorted(_SOURCES.rglob("*.[ch]pp")))
     return hashlib.sha256(content).hexdigest()[:16]

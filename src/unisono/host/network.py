@@ -1,4 +1,4 @@
-"""This host's identity, and the address at which other hosts reach it."""
+"""This host's identity, and the addresses at which other hosts reach this host."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 INTERFACE = "UNISONO_INTERFACE"
-"""Environment variable that names the network interface through which other hosts reach this one."""
+"""Environment variable that names the network interface through which other hosts reach this host."""
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = "192.0.2.1", "2001:db8::1"
-"""Addresses reserved for documentation, which no host has, so that the route to them is the default route."""
+"""Addresses reserved for documentation. No host has them, so the route to them is the default route."""
 
 
 def why_no_shm() -> str | None:
-    """Return the reason why shared memory between processes is unsafe here, with the fix; None if it is safe."""
+    """Return why shared memory between processes is unsafe on this host, and how to fix that; None if it is safe."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "backend 'shm' needs Linux (memfd_create); use backend='gloo'"
     machine = platform.machine()
@@ -68,7 +68,7 @@ def why_no_shm() -> str | None:
 
 @cache
 def host_identity() -> str:
-    """Return the kernel's boot ID and the network namespace, or the host name if these do not exist."""
+    """Return the kernel's boot ID and the network namespace, or the host name if the system has neither."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -77,7 +77,7 @@ def host_identity() -> str:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """Return this host's address on the route to another host. Nothing is sent."""
+    """Return this host's address on the route to another host. No packet is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         # Connecting a datagram socket only queries the routing table.
@@ -86,22 +86,22 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def address_for_others(host: str, port: int = 9) -> str:
-    """Return this host's address for a peer with rendezvous address `host`, which may be this host itself.
+    """Return the address at which peers reach this host, given a rendezvous host, which may be this host itself.
 
-    An interface named by an environment variable has priority. Otherwise it is `host` itself if that is a name of this
-    host, or else the address on the route to `host`.
+    If an environment variable names an interface, the result is that interface's address. Otherwise, it is `host`
+    itself if this is a name of this host, or else this host's address on the route to `host`.
     """
     requested = requested_interface()
     if requested is not None:
         return address_of(*requested)
-    # Each peer has reached this host through the name, whatever that resolves to there; here it is often the loopback.
+    # Return the name itself: peers can resolve it, but on this host it often resolves to the loopback address.
     if is_name(host) and means_here(host):
         return host
     return address_towards(host, port)
 
 
 def is_name(host: str) -> bool:
-    """Return whether this is a name that may resolve to different addresses on different hosts; "localhost" never does.
+    """Return whether this is a name that hosts may resolve to different addresses; "localhost" does not count.
 
     Example:
         >>> is_name("node1"), is_name("localhost"), is_name("fe80::1%eth0")
@@ -111,7 +111,7 @@ def is_name(host: str) -> bool:
 
 
 def means_here(host: str) -> bool:
-    """Return whether a name or address refers to this host, that is, whether it can be bound to.
+    """Return whether a name or address refers to this host, that is, whether a socket can be bound to it.
 
     Example:
         >>> means_here("127.0.0.1"), means_here("192.0.2.1")
@@ -126,24 +126,25 @@ def means_here(host: str) -> bool:
 
 
 def host_in(address: Any) -> str:
-    """Return the host part of a socket address, with the zone that a link-local address needs.
+    """Return the host part of a socket address, including the zone of a link-local address.
 
     Args:
-        address: Address as returned by `getsockname` and `getpeername`.
+        address: Address as returned by `getsockname` or `getpeername`.
 
     Example:
         >>> host_in(("10.1.1.20", 29500)), host_in(("::ffff:10.1.1.20", 29500, 0, 0)), host_in(("fe80::1", 29500, 0, 1))
         ('10.1.1.20', '10.1.1.20', 'fe80::1%lo')
     """
     host, _, *rest = address
-    # A dual-stack socket shows IPv4 peers in this form.
+    # A dual-stack socket reports IPv4 peers as "::ffff:a.b.c.d".
     return f"{host}%{socket.if_indextoname(rest[1])}" if rest and rest[1] else host.removeprefix("::ffff:")
 
 
 def in_zone_of(address: str, mine: str) -> str:
-    """Return the address with which this host reaches another host that has published `address`.
+    """Return the address at which this host can reach another host that has published `address`.
 
-    The zone of a link-local address names an interface of one host, so it is replaced with the zone of `mine`.
+    The zone of a link-local address names an interface of the publishing host, so it is replaced with the zone of
+    `mine`.
 
     Args:
         address: Address of the other host.
@@ -159,7 +160,7 @@ def in_zone_of(address: str, mine: str) -> str:
 
 
 def is_link_local(address: str) -> bool:
-    """Return whether this is an IPv6 address that is valid only together with an interface.
+    """Return whether this is an IPv6 address that is valid only in combination with an interface.
 
     Example:
         >>> is_link_local("fe80::1"), is_link_local("fe80::1%eth0"), is_link_local("169.254.0.1")
@@ -169,7 +170,7 @@ def is_link_local(address: str) -> bool:
 
 
 def address_outward() -> str | None:
-    """Return this host's address on the default route; None if it has only the loopback."""
+    """Return this host's address on the default route; None if the host has only the loopback interface."""
     for far in _ELSEWHERE:
         with contextlib.suppress(OSError):
             address = address_towards(far)
@@ -181,12 +182,12 @@ def address_outward() -> str | None:
 def requested_interface(
     named: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str] | None:
-    """Return the requested network interface, and the setting that requests it; None if there is none.
+    """Return the requested network interface and the setting that requests it; None if no interface is requested.
 
     Args:
         named: Interface passed by the program. It takes precedence over UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and
-            NCCL_SOCKET_IFNAME. Of a list, the first interface that exists is used; NCCL's variable may also contain
-            prefixes and its signs for "exactly" (=) and "not" (^).
+            NCCL_SOCKET_IFNAME. If a variable lists several interfaces, the first interface that exists is used. NCCL's
+            variable may also contain prefixes and the signs for "exactly" (=) and "not" (^).
 
     Example:
         >>> requested_interface("lo", {})
@@ -207,7 +208,7 @@ def requested_interface(
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether NCCL would select the interface by this pattern."""
+    """Return whether NCCL would select this interface for the pattern in its variable."""
     words = pattern.lstrip("^=").split(",")
     if pattern.startswith("^"):
         excluded = name == "lo" or any(name.startswith(word) for word in words)
@@ -216,14 +217,14 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def address_of(interface: str, setting: str | None = None) -> str:
-    """Return the first IPv4 address of a network interface, else its first IPv6 address, link-local ones last.
+    """Return a network interface's first IPv4 address, else its first IPv6 address, preferably not link-local.
 
     Args:
         interface: Name of the interface.
-        setting: Variable or argument that names it, for errors.
+        setting: Variable or argument that names the interface, for error messages.
 
     Raises:
-        ValueError: The interface does not exist (the message lists the existing ones), or has no address.
+        ValueError: The interface does not exist (the message lists the existing interfaces), or has no address.
     """
     here = [name for _, name in socket.if_nameindex()]
     named = f"{interface!r}, which {setting} names" if setting else f"{interface!r}"
@@ -238,13 +239,13 @@ def address_of(interface: str, setting: str | None = None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface of this host that has this address; None if there is none."""
+    """Return this host's network interface that has the address; None if there is no such interface."""
     here = (name for _, name in socket.if_nameindex() if address in (_ipv4_of(name), _ipv6_of(name)))
     return address.partition("%")[2] or next(here, None)
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether no other host can reach the address.
+    """Return whether this is a loopback address, which no other host can reach.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.name")
@@ -285,5 +286,5 @@ def _ipv6_of(interface: str) -> str | None:
         digits, _, _, scope, _, name = line.split()
         if name == interface:
             found.setdefault(scope, str(ip_address(bytes.fromhex(digits))))
-    # Global, loopback and link-local addresses.
+    # Prefer global ("00") over loopback ("10") and link-local ("20") addresses.
     return found.get("00") or found.get("10") or ("20" in found and f"{found['20']}%{interface}") or None

@@ -1,4 +1,4 @@
-"""Identity of processes, since process IDs are valid only on one host and reused later; and interpreter options."""
+"""Identity of processes: process IDs alone are valid only on one host and are reused. Also, interpreter options."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["exit_status", "interpreter_flags", "process_space", "process_stat", 
 
 
 def interpreter_flags() -> list[str]:
-    """Return the options that this interpreter was started with, as multiprocessing passes them to its children."""
-    # Python has no public name for this.
+    """Return the command-line options of this interpreter, as multiprocessing passes them to child processes."""
+    # Python has no public function for this.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 
 
 @cache
 def process_space() -> bytes:
-    """Return an identifier of the scope of process IDs: this host's current boot, and the PID namespace.
+    """Return an identifier of the scope in which process IDs are unique: this host's current boot and PID namespace.
 
-    Zeros if unknown.
+    If the scope is unknown, the identifier is all zeros.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -32,25 +32,26 @@ def process_space() -> bytes:
 
 
 def started(pid: int) -> int:
-    """Return when a process started, in ticks since boot; 0 if it is gone, or unknown."""
+    """Return when a process started, in ticks since boot; 0 if the process is gone or the time is unknown."""
     return int(process_stat(pid)[19])
 
 
 def exit_status(pid: int) -> int | None:
     """Return a process's exit status, or the negated number of the signal that killed it.
 
-    None while it runs; 0 if unknown, because its parent has collected the status or the platform is not Linux.
+    None while the process runs. 0 if the status is unknown, because the parent has collected it or the platform is not
+    Linux.
     """
     stat = process_stat(pid)
-    # An exiting process has a status before it counts as ended.
+    # A process that is exiting already has a status, even if its state does not show the exit yet.
     code = int(stat[49]) if len(stat) > 49 else 0
     return -(code & 0x7F) or code >> 8 or (0 if stat[0] in "ZX" else None)
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of Linux's stat file from the state on; if there is no file, as for a process that is gone."""
+    """Return the fields of Linux's stat file, from the state on; if there is no file, fields of an ended process."""
     try:
-        # The name comes first, in parentheses, and may contain any character.
+        # Split after the last parenthesis: the process name is in parentheses and may contain any character.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ["X", *["0"] * 19]

@@ -1,6 +1,6 @@
-"""Processors of this host: how many its ranks share, waits for them, NUMA nodes, and the placement of ranks.
+"""Processors of this host: their number, the time spent waiting for them, NUMA nodes, and the placement of ranks.
 
-Containers often have fewer processors than the machine.
+Containers may often use fewer processors than the machine has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _V1 = Path("/sys/fs/cgroup/cpu")
 
 
 def cores() -> int:
-    """Return the number of processors that affinity and control groups allow this process; at least 1.
+    """Return the number of processors that this process may use, according to its affinity and cgroups; at least 1.
 
     Example:
         >>> 1 <= cores() <= os.cpu_count()
@@ -44,7 +44,7 @@ def cores() -> int:
 
 
 def core_wait_s() -> float | None:
-    """Return how long this thread was runnable but waited for a processor; None if the system does not record this.
+    """Return for how many seconds this thread was runnable but not running; None if the system does not record it.
 
     Example:
         >>> (core_wait_s() or 0.0) >= 0.0
@@ -55,24 +55,24 @@ def core_wait_s() -> float | None:
 
 
 def visible() -> int:
-    """Return the number of processors in this process's affinity, or in the machine if a launcher binds each rank."""
+    """Return the number of processors in this process's affinity mask; in the machine if a launcher binds ranks."""
     of_the_machine = os.cpu_count() or 1
-    # The script that sbatch runs is not a step, and has all of the job's processors on this host.
+    # The script that sbatch runs is not a Slurm step. It may use all of the job's processors on this host.
     binds = (
         mpi_library.launched() is not None
         or BOUND in os.environ
         or ("SLURM_STEP_ID" in os.environ and "RANK" not in os.environ)
     )
     if binds or not hasattr(os, "sched_getaffinity"):
-        # This rank's binding does not show the processors of the other ranks.
+        # Ignore this rank's binding, which does not include the processors of the other ranks.
         return of_the_machine
     return len(os.sched_getaffinity(0))
 
 
 def quota() -> float | None:
-    """Return the number of processors that this process's control groups allow. None if there is no limit."""
+    """Return the number of processors that this process's cgroups allow; None if there is no limit."""
     of = {name: path for _, names, path in _memberships() for name in names.split(",")}
-    # Limits of cgroups version 2, where hierarchies have no name, and of version 1.
+    # Read the limits of cgroups version 2, whose hierarchy has an empty name, and of version 1.
     texts = [_read(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
     texts += [
         _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
@@ -87,7 +87,7 @@ def _memberships() -> list[list[str]]:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """Return the folders of a group and of all its ancestors."""
+    """Return the folders of a cgroup and of all its ancestors."""
     own = root / path.lstrip("/")
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
 
@@ -99,15 +99,15 @@ def _is_limit(words: list[str]) -> bool:
 Binding = Literal["none", "numa", "core"]
 
 BOUND = "UNISONO_CPUS"
-"""Environment variable in which `unisono run` passes a rank its processors, such as "0-3,8"."""
+"""Environment variable in which `unisono run` passes processors to a rank, such as "0-3,8"."""
 
 _SYSTEM = Path("/sys/devices/system")
 
 
 def nodes() -> dict[int, tuple[int, ...]]:
-    """Return the processors of each NUMA node that this process may use, with the threads of a core adjacent.
+    """Return the processors of each NUMA node that this process may use. Hardware threads of a core are adjacent.
 
-    A host that does not list its nodes counts as node 0.
+    If the host does not list its NUMA nodes, all processors belong to node 0.
 
     Example:
         >>> len(nodes()) >= 1 and min(map(len, nodes().values())) >= 1
@@ -127,12 +127,13 @@ def nodes() -> dict[int, tuple[int, ...]]:
 def placement(ranks: int, binding: Binding) -> list[tuple[int, ...]]:
     """Return the processors of each of this host's ranks.
 
-    Consecutive ranks share a node, so that most messages between pipeline stages remain inside a node.
+    Consecutive ranks share a NUMA node, so that most messages between pipeline stages remain inside a node.
 
     Args:
         ranks: Number of ranks on this host.
-        binding: "numa" gives a rank all processors of its node; "core" an equal share of them, or a shared one if ranks
-            outnumber processors; "none" all processors of all nodes.
+        binding: "numa" gives a rank all processors of its NUMA node. "core" gives it an equal share of its node's
+            processors, or one shared processor if the node has more ranks than processors. "none" gives it all
+            processors of all nodes.
 
     Example:
         >>> len(placement(4, "numa"))
@@ -149,7 +150,7 @@ def placement(ranks: int, binding: Binding) -> list[tuple[int, ...]]:
         here = of.count(node)
         for index in range(here):
             first, last = (place * len(cpus) // here for place in (index, index + 1))
-            # With more ranks than processors, several ranks share one.
+            # If there are more ranks than processors, several ranks share a processor.
             placed.append(cpus[first : max(last, first + 1)])
     return placed
 
@@ -161,7 +162,7 @@ def bind() -> None:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the processors in a list in Linux's notation.
+    """Return the set of processors in a list in Linux's notation.
 
     Example:
         >>> sorted(parse_cpus("0-2,8"))
@@ -172,7 +173,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def shown(cpus: tuple[int, ...]) -> str:
-    """Return a list of processors in Linux's notation.
+    """Format a list of processors in Linux's notation.
 
     Example:
         >>> shown((0, 1, 2, 8))

@@ -139,7 +139,7 @@ class EMA:
             self._is_applied = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and the average by name: `TensorShard`s if it is sharded, else tensors."""
+        """Return the number of updates and the averages by name: `TensorShard`s if `comm` was given, else tensors."""
         return {
             "n_averaged": self.n_averaged,
             "average": {name: value for part in self._parts for name, value in part.state().items()},

@@ -210,7 +210,7 @@ def agree_on_parameters(
 
     Args:
         named: The parameters, whose names, shapes, dtypes, memory orders and device types are compared.
-        comm: The ranks.
+        comm: Communicator of the ranks.
         settings: Other values that must be equal on all ranks, by name.
         of: Name of the owner of the settings and parameters, for error messages.
         frozen: Whether to compare which parameters are frozen.

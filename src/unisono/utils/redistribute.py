@@ -30,7 +30,7 @@ def redistribute(
         held: This rank's shards of each tensor. A tensor must have the same key on all ranks.
         wanted: For each tensor of which this rank needs a part, the part's start and stop in the flattened tensor, and
             the tensor's shape and dtype.
-        comm: The ranks.
+        comm: Communicator of the ranks.
 
     Raises:
         ValueError: No rank has some of the elements. Raised on every rank, before any data is sent.

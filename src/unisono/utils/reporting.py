@@ -41,7 +41,7 @@ class Throughput:
     """Meter of samples per second over the last steps. Ranks may have different numbers of samples.
 
     Args:
-        comm: The ranks; None for a single process.
+        comm: Communicator of the ranks; None for a single process.
         window: Number of latest steps that the rate covers.
 
     Raises:
@@ -138,7 +138,7 @@ def rank_logger(
 
     Args:
         logger: A logger, or a logger's name.
-        comm: The ranks.
+        comm: Communicator of the ranks.
         ranks: The ranks that log; None for all. With a single rank, messages get no prefix; to log without a prefix on
             all ranks, pass `[comm.rank]`.
 

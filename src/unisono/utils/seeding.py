@@ -67,7 +67,7 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
 
     Args:
         seed: An integer, equal on all ranks.
-        comm: The ranks; None for a single process.
+        comm: Communicator of the ranks; None for a single process.
 
     Returns:
         Two additional generators: one that differs between ranks, and one that is equal on all ranks.

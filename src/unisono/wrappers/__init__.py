@@ -1,4 +1,4 @@
-"""Transport wrappers: each changes one behaviour and forwards the rest."""
+"""Transport wrappers: each changes one behaviour of a transport and forwards all other calls."""
 
 from __future__ import annotations
 

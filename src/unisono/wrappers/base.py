@@ -18,10 +18,10 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Transport):
-    """Forwards every call except native collectives, which would bypass a wrapper that intercepts `post`.
+    """Forwards every call except native collectives, because these would bypass a wrapper that intercepts `post`.
 
     A wrapper that handles native collectives sets `native` to the inner transport's value. A subclass overrides the
-    methods that it changes, and `wrap_child`, which applies it to subgroups.
+    methods that it changes, and `wrap_child`, which wraps the transports of subgroups.
 
     Args:
         inner: The transport to wrap.

@@ -1,4 +1,4 @@
-"""Adds a checksum header to every message: detects corruption, loss and duplication, and names the sender."""
+"""Adds a checksum header to every message, to detect corruption, loss and duplication, and name the sender."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from unisono.wrappers.delay_queue import Stream
 
 __all__ = ["Checksummed", "Frame"]
 
-# Magic number, message number in its stream, length, hash of the bytes, and a hash of all of these.
+# Magic number, number of the message in its stream, length, and hash of the message's bytes. `_HEADER_HASH` follows: a
+# hash of these fields.
 _HEADER = struct.Struct("<8sQQQ")
 _HEADER_HASH = struct.Struct("<Q")
 _MAGIC = b"unisono\x01"
@@ -27,20 +28,21 @@ _HEADER_BYTES = _HEADER.size + _HEADER_HASH.size
 
 
 class Checksummed(Wrapper):
-    """Prefixes every message with a header: its number, its length and a 64-bit XXH3 hash of its bytes.
+    """Prefixes every message with a header: the message's number, its length, and a 64-bit XXH3 hash of its bytes.
 
-    The receiver checks it: for a flipped bit, or a lost, duplicated or reordered message, the wait raises
-    `CorruptedError`, which names the sender (`peer`), the tag and the message's number, before the data is used. Either
-    all ranks must use this wrapper, or none. It protects against accidents, not against attackers: there is no key.
-    Native collectives are hidden, so that collectives are sent as messages as well.
+    The receiver checks the header. If a bit was flipped, or a message was lost, duplicated or reordered, the wait
+    raises `CorruptedError` before the data is used. The error names the sender (`peer`), the tag and the message's
+    number. Either all ranks must use this wrapper, or none. It protects against accidents but not against attackers,
+    because there is no key. Native collectives are hidden, so that collectives also consist of messages.
 
-    A receive whose length or dtype differs from the send's still raises `MismatchError`, in terms of bytes.
+    If a receive's length or dtype differs from the send's, the wait still raises `MismatchError`, with lengths in
+    bytes.
 
     Args:
-        inner: The transport to check.
+        inner: The transport whose messages are checked.
 
-    Cost: 40 extra bytes per message; a copy and a hash of its bytes on each side (about 0.2 ns per byte; GPU data is
-    copied to the CPU for the hash). A change goes undetected with probability 2**-64.
+    Cost: 40 extra bytes per message, and a copy and a hash of the message's bytes on both ranks (about 0.2 ns per byte;
+    GPU data is copied to the CPU for the hash). A change goes undetected with probability 2**-64.
 
     Example:
         >>> from unisono.testing import Checksummed, Faulty
@@ -83,7 +85,7 @@ class Checksummed(Wrapper):
 
 
 class Frame:
-    """A message as sent: the header, then the bytes."""
+    """A message in the form in which it is sent: the header, then the message's bytes."""
 
     def __init__(self, message: Message, number: int) -> None:
         self._message = message
@@ -96,14 +98,14 @@ class Frame:
         return self.packed[_HEADER_BYTES:]
 
     def pack(self) -> None:
-        """Write header and bytes."""
+        """Write the header and the message's bytes to `packed`."""
         self._content.copy_(self._message.tensor.view(torch.uint8))
         header = _HEADER.pack(_MAGIC, self._number, self._message.tensor.nbytes, _hash(self._content))
         data = bytearray(header + _HEADER_HASH.pack(xxhash.xxh3_64_intdigest(header)))
         self.packed[:_HEADER_BYTES].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def unpack(self) -> None:
-        """Copy the content to its destination; raise `CorruptedError` if it differs from what was sent."""
+        """Copy the received bytes to the message's tensor; raise `CorruptedError` if they differ from those sent."""
         data = bytes(self.packed[:_HEADER_BYTES].tolist())
         header = data[: _HEADER.size]
         header_hash = _HEADER_HASH.unpack(data[_HEADER.size :])[0]

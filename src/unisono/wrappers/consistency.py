@@ -1,4 +1,4 @@
-"""Comparison of all ranks' collectives, before or while data moves, and optionally of the data that arrives."""
+"""Compares all ranks' collectives before or while data is transferred, and optionally the data that arrives."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _log = logging.getLogger("unisono")
 
 _DIGEST = struct.Struct("<Q")
 _BEFORE = frozenset(name for name, collective in COLLECTIVES.items() if collective.returns or not collective.moves)
-"""Calls that are always compared before they run: barriers, and calls whose lengths the library reads."""
+"""Collectives that are always compared before they run: barriers, and collectives whose results this library reads."""
 _CONNECT_S = 5.0
-"""Seconds for the ranks of a group to connect; a firewall may drop packets without an answer."""
+"""Maximum time for the ranks of a group to connect. It is short because a firewall may drop packets silently."""
 
 
 class Comparer(Protocol):
     """Compares the calls of a group's ranks."""
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
-        """Return once all ranks are known to make the same call; otherwise, raise `MismatchError` on all of them."""
+        """Wait until all ranks have made the same call; raise `MismatchError` on all ranks if their calls differ."""
 
     def leave(self) -> None:
-        """Notify ranks that wait for this one."""
+        """Tell peers that wait for this rank that it has left."""
 
     def end(self, cause: BaseException) -> None:
         """End every wait with an error. Callable from any thread."""
@@ -50,28 +50,32 @@ class Comparer(Protocol):
 
 
 Connect = Callable[[Group, ControlPlane, Options], Comparer]
-"""Function that makes a `Comparer`. Collective."""
+"""Function that creates a `Comparer`. Collective."""
 
 
 class Checked(Wrapper):
-    """Starts every collective with an exchange of fingerprints: `MismatchError` on all ranks if they differ.
+    """Exchanges fingerprints before every collective, and raises `MismatchError` on all ranks if they differ.
 
-    If the transport `compares_later`, only some calls wait for that exchange: the first one, barriers, calls that
-    consist of messages, and calls whose result the library itself reads. A thread compares all others while they run.
+    If the transport has `compares_later` set, only some calls wait for the exchange: the first call, barriers, calls
+    that consist of messages, and calls whose result the library itself reads. A thread compares all other calls while
+    they run.
 
-    Cost: about 25 us per collective on one host, for log2 p short messages over connections made in the first
-    collective, or a round trip to the control plane if these cannot be made; nothing per message. `full` also compares
-    shapes, and after each collective the hashes of inputs and outputs, with another round trip to the control plane:
-    `CorruptedError` on all ranks if they differ. The hash of a sum cannot be known beforehand, so ranks only check that
-    they all hold the same sum. A message then costs the sender one request to the control plane, and the receiver two.
+    Cost: about 25 us per collective on one host. Each collective sends log2(p) short messages over connections that the
+    first collective opens; if these connections fail, it makes a round trip to the control plane. Point-to-point
+    messages cost nothing. `full` also compares shapes, and after each collective the hashes of inputs and outputs, with
+    another round trip to the control plane; if hashes differ, all ranks raise `CorruptedError`. The hash of a sum is
+    not known in advance, so ranks only check that they all have the same sum. With `full`, a point-to-point message
+    costs the sender one request to the control plane, and the receiver two.
 
     Args:
         inner: The transport to check.
         control: Handle to the control plane.
-        options: Options, for the timeout and the address of this host.
-        connect: Opens the connections over which a group's calls are compared; if None, the control plane is used.
-        full: Whether to compare contents as well.
-        report: Reports an error from a comparison that runs alongside its call. If None, all calls wait.
+        options: The communicator's options, which contain the timeout and this host's address.
+        connect: Function that opens the connections over which a group's calls are compared. If None, calls are
+            compared through the control plane.
+        full: Whether to compare shapes and contents as well.
+        report: Function that reports an error from a comparison that runs during its call. If None, all calls wait for
+            their comparison.
     """
 
     def __init__(
@@ -102,7 +106,8 @@ class Checked(Wrapper):
     def compare(self, call: Call, deadline: float) -> None:
         if self._later is not None:
             if call.steps is None and call.fingerprint.operation not in _BEFORE:
-                # The transport does not compare calls itself, or this method would not be called.
+                # Don't call `super().compare`: this method is only called if the inner transport does not compare calls
+                # itself.
                 self._later.add(call.fingerprint, deadline)
                 return
             self._later.settle()
@@ -110,7 +115,7 @@ class Checked(Wrapper):
             self._comparer.compare(call.fingerprint, deadline, shapes=self.full)
         else:
             self._compare_by_control_plane(call.fingerprint, deadline)
-            # All ranks are known to be in this call.
+            # All ranks are now known to be in this call, so they can connect, which is collective.
             self._comparer = self._connected()
             self._connect = None
             if self._comparer is not None and self._report is not None:
@@ -141,7 +146,7 @@ class Checked(Wrapper):
         compare_in_full(self._control, self.group, topic, fingerprint, left, shapes=self.full)
 
     def _connected(self) -> Comparer | None:
-        """Return the comparer for later calls; None, on all ranks, if not all ranks can be connected."""
+        """Return the comparer for later calls, or None on all ranks if any rank could not connect."""
         if self._connect is None:
             return None
         comparer: Comparer | None = None
@@ -158,7 +163,8 @@ class Checked(Wrapper):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         work = super().run(call, over)
         collective = FAMILIES[call.name]
-        # The hash of a sum cannot be known beforehand, so it is compared only if all ranks hold the sum.
+        # The hash of a sum is not known in advance, so results of a reduction are compared only if all ranks have the
+        # sum.
         if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
             return work
         return ChainedWork(work, lambda: self._compare_results(call, collective))
@@ -191,10 +197,10 @@ class Checked(Wrapper):
         return ChainedWork(super().post(batch), lambda: self._compare_messages(received))
 
     def _key(self, message: Message) -> str:
-        """Return the key of a message's hash, which sender and receiver can compute separately."""
+        """Return the control-plane key of a message's hash. Sender and receiver compute the key independently."""
         receives = isinstance(message, Recv)
         source, target = (message.peer, self.rank) if receives else (self.rank, message.peer)
-        # For messages to itself, this rank counts both ends.
+        # Count sends and receives separately, because this rank counts both for messages to itself.
         stream = receives, source, target, message.tag
         self._counted[stream] += 1
         number = self._counted[stream]
@@ -214,7 +220,7 @@ class Checked(Wrapper):
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
-        # Before the farewell: without this rank's part, a comparison fails on the others.
+        # Finish comparisons before leaving: a comparison without this rank would fail on the other ranks.
         self.settle()
         if self._comparer is not None:
             self._comparer.leave()
@@ -236,7 +242,7 @@ class Checked(Wrapper):
 
 
 def _topic(fingerprint: Fingerprint) -> str:
-    # The operation is not part of the key, because calls that differ in it must be compared.
+    # The operation is not part of the key: ranks that call different operations must compare them under the same key.
     return f"call {fingerprint.call}"
 
 
@@ -245,14 +251,14 @@ _Found = tuple[int, int] | None
 
 
 def _other_than_most(rows: _Rows) -> _Found:
-    """Return a rank with the most common result, and a rank with a different one."""
+    """Return a rank with the most common result and a rank with a different result; None if all results are equal."""
     results = [taken[0] for _, taken in rows]
     usual = max(results, key=results.count)
     return next(((results.index(usual), rank) for rank, result in enumerate(results) if result != usual), None)
 
 
 def _other_than_sent(collective: Collective, rows: _Rows, root: int) -> _Found:
-    """Return the sender and the receiver of data that changed in flight."""
+    """Return the sender and the receiver of data that changed in flight; None if no data changed."""
     for rank, (_, taken) in enumerate(rows):
         for (source, part), received in zip(collective.sources(rank, len(rows), root), taken, strict=True):
             if rows[source][0][part] != received:

@@ -1,4 +1,4 @@
-"""Simulates slower links: a delay for each message, and a bandwidth limit."""
+"""Simulates slower links: delays each message, and limits the bandwidth."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LinkModel:
         self._free_at: dict[int, float] = {}
 
     def due(self, send: Send, longer_s: float = 0.0) -> float:
-        """Return the send time on the library's clock. The link is busy until that time minus the latency."""
+        """Return a message's send time on the library's clock. The link is busy until `latency_s` before that time."""
         start = max(clock.now(), self._free_at.get(send.peer, 0.0))
         if self._bytes_per_s is not None:
             start += send.tensor.nbytes / self._bytes_per_s
@@ -41,18 +41,18 @@ class LinkModel:
 class Delayed(Wrapper):
     """Delays each message that this rank sends, and limits the bandwidth. No message is lost or reordered.
 
-    Use this to test a program on a slower network, or with one slow rank. Native collectives are hidden, so that
-    collectives consist of messages, which are delayed. On simulated ranks, time is virtual.
+    Use this wrapper to test a program on a slower network, or with one slow rank. Native collectives are hidden, so
+    that collectives consist of messages, which are delayed. On simulated ranks, the delays are in virtual time.
 
     Args:
         inner: The transport to slow down.
         latency_s: Delay of each message, in seconds.
         bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
-        jitter: Maximum random increase of each latency, as a fraction of it.
+        jitter: Maximum random increase of each message's latency, as a fraction of `latency_s`.
         seed: Seed for the jitter.
 
     Raises:
-        ValueError: `latency_s` or `jitter` is negative, or `bytes_per_s` not positive.
+        ValueError: `latency_s` or `jitter` is negative, or `bytes_per_s` is not positive.
 
     Example:
         >>> from unisono.testing import Delayed
@@ -91,7 +91,7 @@ class Delayed(Wrapper):
         return Delayed(inner, self._latency_s, bytes_per_s=self._bytes_per_s, jitter=self._jitter, seed=self._seed)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        # Receives first, because they must not queue behind late sends.
+        # Post receives first, because they must not wait behind delayed sends.
         posted = self.inner.post([message for message in batch if not isinstance(message, Send)])
         late = [DelayedSend(message, self._due(message)) for message in batch if isinstance(message, Send)]
         return WorkGroup([posted, self._late.post(late)]) if late else posted

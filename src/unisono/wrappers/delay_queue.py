@@ -1,4 +1,4 @@
-"""Sends that are held back until they are due."""
+"""A queue that delays sends until they are due."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.core.work import CountdownWork
 __all__ = ["DelayQueue", "DelayedSend", "Stream"]
 
 Stream = tuple[int, int]
-"""A rank and a tag: the unit of ordering in a backend."""
+"""A destination rank and a tag. Backends preserve the order of messages within a stream."""
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class DelayedSend:
     Attributes:
         send: The message.
         due: Send time, on the library's clock.
-        swap: Whether the next message of the stream, if it is posted before `due`, is sent first.
+        swap: Whether the stream's next message overtakes this message, if it is posted before `due`.
     """
 
     send: Send
@@ -37,7 +37,7 @@ class DelayedSend:
 class DelayQueue:
     """Sends messages when they are due, in posting order per rank and tag.
 
-    Has one thread per stream with waiting messages; an idle thread ends after 5 s.
+    There is one thread per stream with waiting messages; an idle thread ends after 5 s.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -53,7 +53,7 @@ class DelayQueue:
             return stream in self._streams
 
     def post(self, messages: Sequence[DelayedSend]) -> Work:
-        """Send each message when it is due. The work completes when all are received, each within the inner timeout."""
+        """Send each message when it is due, with the inner timeout. The work completes when all sends have."""
         work = CountdownWork(threading.TIMEOUT_MAX, [held.send for held in messages])
         for held in messages:
             stream = (held.send.peer, held.send.tag)
@@ -63,7 +63,7 @@ class DelayQueue:
                 served = len(waiting) > 1
                 self._changed.notify_all()
             if not served:
-                # Mypy cannot type a lambda's default.
+                # Mypy cannot infer the type of a lambda's default argument.
                 self._threads.run(lambda stream=stream: self._serve(stream))  # type: ignore[misc]
         return work
 
@@ -75,7 +75,7 @@ class DelayQueue:
                     raise self._cause
                 self._inner.post([held.send]).wait()
             except BaseException as error:
-                # Report the error to the sender.
+                # The sender's wait raises the error.
                 work.complete(error)
             else:
                 work.arrived(held.send)
@@ -86,7 +86,7 @@ class DelayQueue:
                     return
 
     def _next(self, stream: Stream) -> tuple[DelayedSend, CountdownWork]:
-        """Return the message to send now, which remains at the head of its stream."""
+        """Wait until a message is due, and return it. The message remains at the head of its stream."""
         with self._changed:
             waiting = self._streams[stream]
             while True:

@@ -1,4 +1,4 @@
-"""Fault injection: lost, late, duplicated, reordered or corrupted messages, and ranks that die, freeze or are slow."""
+"""Injects faults: lost, late, duplicated, reordered or corrupted messages, and ranks that die, freeze or are slow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class KilledError(Exception):
-    """Raised in a rank that `Faulty` has killed, if ranks are threads; a process would simply be gone.
+    """Raised in a rank that `Faulty` has killed, if ranks are threads. A rank that is a process gets SIGKILL instead.
 
     Example:
         >>> def program(comm):
@@ -69,26 +69,29 @@ class _Faults:
 
 
 class Faulty(Wrapper):
-    """Injects faults: damages messages at random, and kills, freezes or slows ranks, reproducibly from a seed.
+    """Injects faults: damages messages at random, and kills, freezes or slows ranks. A seed makes runs reproducible.
 
-    A message's fault depends only on the seed, the group, both ranks, the tag, and the message's number among these, so
-    a run can be repeated regardless of timing. Native collectives are hidden, so that faults reach collectives through
-    their messages. Only sends are affected; to detect the damage, wrap this in `Checksummed`.
+    A message's fault depends only on the seed, the group, the two ranks, the tag, and the message's number in that
+    stream, so a run can be repeated regardless of timing. Native collectives are hidden, so that collectives consist of
+    messages, which faults can affect. Only sends are affected. To detect the damage, wrap this transport in
+    `Checksummed`.
 
     Args:
         inner: The transport to inject faults into.
         seed: Seed for all random choices.
-        drop: Probability that a message is lost. Its sender sees success.
-        delay: Probability that a message is sent late. Later messages with its tag to its rank queue behind it.
+        drop: Probability that a message is lost. Its send still succeeds.
+        delay: Probability that a message is sent late. Later messages with the same tag to the same rank wait behind
+            it.
         duplicate: Probability that a message arrives twice.
-        reorder: Probability that the next message with its tag to its rank overtakes it, if sent within `delay_s`.
+        reorder: Probability that the next message with the same tag to the same rank overtakes a message, if the next
+            message is sent within `delay_s`.
         corrupt: Probability that one bit of a message changes in flight.
         delay_s: Delay of late messages, in seconds.
         on_ranks: Ranks that are killed, freeze or run slowly.
 
     Raises:
-        ValueError: A probability is outside 0 to 1, or the duration is negative.
-        TypeError: An argument is not a number, or `on_ranks` not a `RankFaults`.
+        ValueError: A probability is not between 0 and 1, or the delay is negative.
+        TypeError: An argument is not a number, or `on_ranks` is not a `RankFaults`.
 
     Example:
         >>> def program(comm):
@@ -131,7 +134,7 @@ class Faulty(Wrapper):
         self._late = DelayQueue(inner)
         self._slowness = LinkModel(0.0, self._rank_faults.slow_bytes_per_s)
         self._thawed = threading.Event()
-        # Shared by all groups of this rank with the same origin.
+        # The group in which this rank froze, if any. Subgroups share the list, so that the rank freezes only once.
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:
@@ -169,10 +172,10 @@ class Faulty(Wrapper):
             else:
                 prompt.append(sent)
                 again += copies[1:]
-        # Receives first: they must not queue behind late sends.
+        # Post receives first, because they must not wait behind late sends.
         posted = self.inner.post(prompt)
         if again:
-            # Nothing waits for the duplicates.
+            # The returned work does not include the duplicates, because nothing waits for them.
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
@@ -205,7 +208,7 @@ class Faulty(Wrapper):
 
 
 def check_faults(faults: Mapping[str, Any], size: int) -> None:
-    """Check the arguments of `Faulty`, except the seed, before ranks exist.
+    """Check the arguments of `Faulty`, except the seed, before any ranks are started.
 
     Args:
         faults: The arguments, by name.
@@ -226,13 +229,13 @@ def check_faults(faults: Mapping[str, Any], size: int) -> None:
 
 
 def _of_rank(faults: RankFaults, rank: int) -> RankFaults:
-    """Return the faults of one rank, by its number in the job's first group."""
+    """Return the faults of one rank, which is given by its number in the job's initial group."""
     return faults if faults.ranks is None or rank in faults.ranks else RankFaults()
 
 
 @dataclass(frozen=True, slots=True)
 class _FaultDecision:
-    """Fault of one message; `where` is the position of the bit that changes, as a fraction of its length."""
+    """Faults of one message. `where` is the position of the changed bit, as a fraction of the message's length."""
 
     dropped: bool
     delayed: bool
@@ -243,7 +246,7 @@ class _FaultDecision:
 
 
 def _corrupted(send: Send, decision: _FaultDecision) -> Send:
-    """Return the message with one bit changed; the sender's tensor is not modified."""
+    """Return a copy of the message with one bit changed; the sender's tensor is not modified."""
     if not send.tensor.nbytes:
         return send
     changed = send.tensor.clone()

@@ -1,4 +1,4 @@
-"""Comparison of calls in a separate thread."""
+"""Compares calls in a separate thread."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from unisono.errors import MismatchError
 __all__ = ["LaterComparison", "Report"]
 
 Report = Callable[[BaseException, Fingerprint], None]
-"""Reports the error of a comparison to the group. Called in the comparing thread."""
+"""Function that reports a comparison's error to the group. Called in the comparing thread."""
 
 _AHEAD = 64
 """Maximum number of calls that have not been compared yet.
 
-A device's launch queue has about a thousand entries, and a launch into a full queue blocks its thread, so a rank must
-not get that far ahead of one that never arrives.
+A device's launch queue has about a thousand entries, and a launch into a full queue blocks the calling thread. If a
+rank never makes a call, its peers must stop before their queues are full.
 """
 
 
 class LaterComparison:
-    """Compares calls in order while they run. The calling thread waits only if it gets far ahead.
+    """Compares calls in order while they run. The calling thread waits only if it is far ahead of the comparisons.
 
     Args:
-        compare: Compares one call until a deadline, as `Comparer.compare` does.
-        report: Called with the first error, after which no more calls are compared.
+        compare: Function that compares one call until a deadline, as `Comparer.compare` does.
+        report: Function called with the first error. After that, no more calls are compared.
         name: Name of the thread.
     """
 
@@ -37,20 +37,21 @@ class LaterComparison:
         self._report = report
         self._worker = SerialWorker(name)
         self._added = 0
-        # Written only by the worker. A reader that misses its last change calls `settle` needlessly.
+        # Only the worker writes this, so no lock is needed: a reader that misses the last write merely calls `settle`
+        # needlessly.
         self._compared = 0
         self._failed = False
         self._ended = False
 
     def add(self, fingerprint: Fingerprint, deadline: float) -> None:
-        """Queue a call for comparison. Call this before the call itself, whose launch may wait for the other ranks."""
+        """Queue a call for comparison, before the call is launched: the launch may wait for the other ranks."""
         if self._added - self._compared >= _AHEAD:
             self.settle()
         self._added += 1
         self._worker.run(partial(self._compare_one, fingerprint, deadline))
 
     def settle(self) -> None:
-        """Return when every added call has been compared, or a comparison has failed."""
+        """Wait until every added call has been compared or a comparison has failed."""
         if self._compared < self._added and not self._ended:
             settled = threading.Event()
             self._worker.run(settled.set)

@@ -1,4 +1,4 @@
-"""Faults of whole ranks: their death, a freeze, and slow links."""
+"""Faults of whole ranks: death, freezes, and slow links."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ __all__ = ["RankFaults"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFaults:
-    """Setting for `Faulty`: ranks that are killed, freeze or run slowly.
+    """Setting for `Faulty`: ranks that are killed, freeze or have slow links.
 
     Args:
-        kill_at: Number of the `post`, counted from 1 in each group, at which the rank is killed: with SIGKILL, or
-            `KilledError` if ranks are threads. Never if None.
-        freeze_at: Number of the `post`, in the first group to reach it, at which the rank freezes, once, while still
-            answering the control plane. Never if None.
-        freeze_s: Duration of the freeze in seconds; if None, until its group has failed or is closed.
+        kill_at: Number of the `post` call at which the rank is killed: with SIGKILL, or `KilledError` if ranks are
+            threads. Each group counts its calls from 1. None for never.
+        freeze_at: Number of the `post` call at which the rank freezes but still answers the control plane. Each group
+            counts its calls from 1, and the rank freezes once, in the first group that reaches the number. None for
+            never.
+        freeze_s: Duration of the freeze in seconds. If None, the rank freezes until the group has failed or is closed.
         slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
-        ranks: Ranks affected, by their numbers in the job's first group; all if None.
+        ranks: The affected ranks, by their numbers in the job's initial group; None for all ranks.
 
     Raises:
         ValueError: A duration is negative, a post number is below 1, or a bandwidth is not positive.
-        TypeError: An argument is not a number, or `ranks` not a sequence of ranks.
+        TypeError: An argument is not a number, or `ranks` is not a sequence of ranks.
 
     Example:
         >>> def program(comm):

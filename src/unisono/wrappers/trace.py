@@ -21,13 +21,13 @@ __all__ = ["Traced", "observed", "traced", "waits_of"]
 
 
 class Traced(Wrapper):
-    """Reports each message and collective to `sink` when it ends. Forwards everything, including native collectives.
+    """Reports each message and collective to `sink` when it completes. Forwards all calls, also native collectives.
 
     Args:
         inner: The transport to record.
-        sink: Called with each event, in the thread that completes it.
+        sink: Function called with each event, in the thread that completes the event.
         called_s: Time at which the program made the call, if the wrapper is for a single call.
-        posted: Messages of that call, numbered since the group was made.
+        posted: Messages of that single call, numbered since the group was created.
 
     Example:
         >>> events = []
@@ -71,7 +71,7 @@ class Traced(Wrapper):
         return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, details, start))
 
     def _message(self, place: int, message: Message) -> dict[str, Any]:
-        """Return a message's peer and tag, and its identity, which sender and receiver can compute separately."""
+        """Return a message's peer, tag and identifier. Sender and receiver compute the identifier independently."""
         peer = message.peer
         tag = message.tag
         kind = "send" if isinstance(message, Send) else "recv"
@@ -104,7 +104,7 @@ def _detail(fingerprint: Fingerprint) -> dict[str, Any]:
 
 
 def traced(transport: Transport, posted: Sequence[PendingMessage] = ()) -> Transport:
-    """Return the transport for a call, traced if a recording is open in this context."""
+    """Return the transport for a call, wrapped in `Traced` if a recording is open in this context."""
     sink = SINK.get()
     return transport if sink is None else Traced(transport, sink, time.perf_counter(), posted)
 
@@ -115,14 +115,14 @@ _UNOBSERVED = nullcontext()
 def observed(
     transport: Transport, call: Call, *, starts: bool = False
 ) -> tuple[Transport, AbstractContextManager[None]]:
-    """Return the transport for a collective, and the context in which the program waits for it.
+    """Return the transport for a collective, and the context manager in which the program waits for the collective.
 
-    They record for the recording that is open in this context, and for torch's profiler, if there are any.
+    Both write to the recording that is open in this context and to torch's profiler, if these exist.
 
     Args:
         transport: Transport of the communicator.
-        call: The call.
-        starts: Whether the program only starts the call.
+        call: The collective.
+        starts: Whether the program only starts the collective and waits for it later.
     """
     if not observed_now():
         return transport, _UNOBSERVED
@@ -137,7 +137,7 @@ def waits_of(work: Work, name: str, group: Group) -> Work:
 
     Args:
         work: The work.
-        name: Name of its operation.
+        name: Name of the work's operation.
         group: Group of the call.
     """
     return ObservedWork(work, name, group) if observed_now() else work

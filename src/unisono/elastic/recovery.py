@@ -63,9 +63,9 @@ class Recovery:
         TypeError: A part has none of these methods.
         ValueError: `redundancy` is negative or not an integer.
 
-    Construction is collective if a part is sharded. More ranks may die during recovery. On a replacement rank
-    (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the other ranks, which are
-    in `recover(size=...)`. It sets `comm`, `step` and the parts to the job's current state.
+    Construction is collective if a part is sharded. Recovery also works if more ranks die in the meantime. On a
+    replacement rank (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the other
+    ranks, which are in `recover(size=...)`. It sets `comm`, `step` and the parts to the job's current state.
 
     Cost: without sharded parts, nothing until a failure. A recovery then costs the rebuild, one small exchange, and, if
     ranks are at different steps, one broadcast of the state. With sharded parts, each commit copies a rank's shards,
@@ -148,7 +148,7 @@ class Recovery:
             sampler.advance(1 if isinstance(sampler, GlobalBatchSampler) else samples)
 
     def recover(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
-        """Resume with the survivors and `grow` new ranks. Collective over the survivors. Iterate over samplers anew.
+        """Resume with the survivors and `grow` new ranks. Collective over the survivors. Restart sampler iterators.
 
         Call this in an `except CommError` clause around the training step, or on all ranks at the same point to admit
         new ranks. Ranks that die during the recovery are also excluded.
@@ -197,7 +197,7 @@ class Recovery:
 
         Raises:
             ValueError: `comm` is None although a part is sharded.
-            CommError: As `recover` does.
+            CommError: As for `recover`.
         """
         if self._snapshots:
             if comm is None:
@@ -220,7 +220,7 @@ class Recovery:
             timeout: As for `Communicator.rebuild`.
 
         Raises:
-            CommError: As `recover` does.
+            CommError: As for `recover`.
 
         Example:
             >>> def program(comm):

@@ -223,7 +223,7 @@ class StopSources(Closing):
         self._restore()
 
     def _follow(self, comm: Communicator) -> None:
-        """Send later stop requests to this communicator."""
+        """From now on, send stop requests to this communicator."""
         self._comm = weakref.ref(comm, self._on_drop)
         _sources[comm] = self
 

@@ -23,8 +23,8 @@ _LOOK_EVERY_S = 0.1
 class Dask(Engine):
     """Engine for Dask: each rank is a task on a separate worker. The least busy workers are used first.
 
-    Tasks are pinned to their workers and not retried. The workers already run and continue after the launch: changes
-    that a rank makes to its process remain, and a rank cannot be stopped before its next call on the communicator.
+    Tasks are pinned to their workers and not retried. Workers exist before the launch and outlive it: changes that a
+    rank makes to its process remain, and a rank cannot be stopped before its next call on the communicator.
 
     Args:
         client: A `dask.distributed.Client`, or a scheduler's address. If None, the first available of: this process's

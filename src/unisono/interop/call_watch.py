@@ -69,7 +69,7 @@ class _WatchedGroup:
     Attributes:
         index: Number by which reports refer to the group.
         size: Number of its ranks.
-        text: Name in errors.
+        text: Name of the group in error messages.
         calls: Number of collectives called.
         activity: The calls in progress, for hang reports.
     """
@@ -133,7 +133,7 @@ class Watch:
         self._close()
 
     def invalidate_after_fork(self) -> None:
-        """Stop watching in a forked child, because the connection belongs to its parent."""
+        """Stop watching in a forked child, because the connection belongs to the parent."""
         self._forget()
 
     def _forget(self) -> None:

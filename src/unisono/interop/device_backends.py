@@ -31,7 +31,7 @@ _excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_di
 
 _OPTIONS = tuple(kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options"))
 
-# Names of these methods in older versions of torch.
+# Names that older versions of torch use for these methods.
 _OLDER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -54,8 +54,8 @@ class DeviceBackends:
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
-        # A weak reference, because the group holds this object: a reference cycle would keep the group alive after its
-        # last user.
+        # Keep only a weak reference: the group refers to this object, and a reference cycle would keep both alive after
+        # their last use.
         self._group_ref = weakref.ref(group)
         self._store = store
         self._timeout = timeout
@@ -210,7 +210,8 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             # Under `_DisableTorchDispatch`, modes and subclasses are bypassed.
             seen = self.others.has_hooks or ((handled or modes()) and not _excluded(_PYTHON))
         else:
-            # A fake or meta tensor needs no backend, but if the group has one for its device, use that.
+            # A fake or meta tensor needs no backend, but if the group has a backend for the tensor's device, use that
+            # backend.
             seen = (handled or kind == "meta") and kind not in self.others.names()
         if seen and not CALLS.making:
             through = self.others.through

@@ -4,8 +4,8 @@ All callers of a C++ group, such as `dist.all_reduce`, DDP's reducer or a functi
 as `c10d::allreduce_`. Our kernel is registered for the dispatch key `BackendSelect`, which comes after autograd, modes
 and FakeTensor but before the kernels of all devices. It receives each call with all its arguments and forwards it.
 
-A Python group is called directly, which is faster, but torch's tools do not see the call. If they must see it, the call
-is made on a C++ group without a backend instead. That group calls the operator, and our kernel then calls the Python
+A Python group is called directly, which is faster, but torch's tools do not see the call. If the tools must see a call,
+it is made on a C++ group without a backend instead. That group calls the operator, and our kernel then calls the Python
 group. Programs may also call operators themselves, as graphs traced by torch do.
 """
 

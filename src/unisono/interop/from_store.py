@@ -43,7 +43,7 @@ class JoinedGroup:
     Attributes:
         comm: The communicator, usable from any thread.
         control: This rank's handle to the control plane.
-        group: The group in the control plane.
+        group: The group, as registered in the control plane.
     """
 
     comm: Communicator

@@ -46,8 +46,8 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# The methods override torch's, but torch annotates other parameter names and optional arguments, so hide the base
-# class.
+# The methods override torch's, but torch annotates other parameter names and optional arguments, so hide the base class
+# from type checkers.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -63,7 +63,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         store: Torch's store, used only by this group.
-        rank, size: This rank in the group, and its size.
+        rank, size: This process's rank in the group, and the group's size.
         timeout: Timeout for joining, and default timeout of every operation.
         group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
@@ -390,7 +390,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 
-    # Names of the same methods in other versions of torch.
+    # Other versions of torch use these names for the same methods.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -538,7 +538,7 @@ def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) ->
 
 
 def _row(lists: _Lists) -> _Tensors:
-    """Return the only list in a list. Check its type, because a tensor would be read as a list of its rows."""
+    """Return the only list in a list. Reject a tensor, which could be mistaken for a list of its rows."""
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise TypeError(f"the list for all ranks stands in a list, not {[type(row).__name__ for row in lists]}")
     return [plain(t) for t in lists[0]]

@@ -27,8 +27,8 @@ class Carrier(Backend):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
-        # A weak reference, because the group holds this object: a reference cycle would keep the group alive after its
-        # last user.
+        # Keep only a weak reference: the group refers to this object, and a reference cycle would keep both alive after
+        # their last use.
         self._group_ref = weakref.ref(group)
 
     def getBackendName(self) -> str:  # noqa: N802

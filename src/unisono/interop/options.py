@@ -95,7 +95,7 @@ def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the tensor without gradient history. Torch's own backends also ignore gradient history.
 
-    The view is needed even if the tensor has no history now: torch may add one while the call is in flight, as
+    The view is needed even if the tensor has no history now: torch may add a history while the call is in flight, as
     differentiable functions do with their outputs. A sparse tensor is returned unchanged, because a detached copy would
     not see later changes to it.
     """
@@ -187,7 +187,7 @@ class UnisonoWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of the tensors. Torch keeps an error's text but converts its class to one C++ handles."""
+        """Return a future of the tensors. Torch keeps an error's text but changes its class to one that C++ handles."""
         if self._waits and self._work is not None:
             with suppress(Exception):
                 # The future will raise the error.

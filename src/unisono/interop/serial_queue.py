@@ -27,7 +27,7 @@ class _QueuedJob(Completion):
     """Queued job. A thread that waits for it runs it and the jobs before it, unless another thread is running jobs."""
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
-        # No timeout here, because every job has its own.
+        # The wait itself has no timeout, because every job has its own timeout.
         super().__init__(threading.TIMEOUT_MAX)
         self._queue = queue
         self._job = job
@@ -139,7 +139,7 @@ class SerialQueue:
 def _finish_all() -> None:
     """Complete jobs that the program started but did not wait for, while the control plane is still running.
 
-    A job must not outlast this: once Python has finalized, it kills daemon threads that return from C++ code, which
+    No job may run after that: once Python has finalized, it kills daemon threads that return from C++ code, which
     aborts the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
@@ -153,8 +153,8 @@ _GRACE_S = 0.005
 class Progress:
     """Background progress of messages. Torch users rely on it, but not every transport provides it.
 
-    A message that its waiter completes within 5 ms needs no help. After that, requesting the message's future starts a
-    thread that completes it.
+    A message that its waiter completes within 5 ms needs no help. If a message takes longer, requesting its future
+    starts a thread that completes it.
     """
 
     def __init__(self, name: str) -> None:

@@ -63,7 +63,7 @@ class TaskBatch:
 
     @property
     def short(self) -> bool:
-        """Return whether chunks are known to finish soon."""
+        """Return whether a chunk is known to take only a short time."""
         return self.seconds is not None and self.seconds * (self._chunksize or 1) <= LONGEST_S
 
     def take(self, workers: int) -> Range:

@@ -51,7 +51,7 @@ class Pool(Executor):
     `with` block then gets None as the pool. Without `with`, the other ranks run tasks in `shutdown`.
 
     An idle worker gets the next tasks, and runs them one at a time in its main thread. If a worker dies, other workers
-    run its unfinished tasks. Each task's result arrives once, but if a task runs again, its side effects occur twice.
+    run its unfinished tasks. Each task's result arrives once, but if a task runs again, its side effects occur again.
     If a pool is garbage-collected, or is still open when its process exits without an error, it runs all accepted tasks
     and then shuts down.
 
@@ -287,7 +287,7 @@ class Pool(Executor):
                 agent.rpc_async(rank, self._rank.stop)
             agent.shutdown()
         except CommError:
-            # A worker was lost during the shutdown, so it cannot be collective any more.
+            # A worker was lost during the shutdown, which is collective, so only close this rank's agent.
             agent.close()
         if self._own is not None:
             self._own.close()
@@ -355,7 +355,7 @@ class OwnRanks:
         self.rank = first
 
     def close(self) -> None:
-        """Return once the workers have stopped and the communicator is closed."""
+        """Wait until the workers have stopped and the communicator is closed."""
         self._over.set()
         for thread in self._threads:
             thread.join()

@@ -165,7 +165,7 @@ class CallScheduler:
             return None
 
     def _ready(self, batch: TaskBatch) -> int | None:
-        """Return an idle worker, or else one that is about to finish a chunk of this batch."""
+        """Return an idle worker, or else a worker that is about to finish a chunk of this batch."""
         living = [(worker, sent) for worker, sent in self._sent.items() if worker in self._living]
         idle = (worker for worker, sent in living if not sent)
         soon = (worker for worker, sent in living if len(sent) == 1 and sent[0][0] is batch)

@@ -30,7 +30,7 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
     Args:
         folder: Folder in which each rank creates its own file. The file must not exist yet. Ranks need not share the
             folder.
-        comm: The communicator. Communicators derived from it later are also recorded.
+        comm: The communicator to record. Communicators that are later derived from it are also recorded.
         steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends when the
             recording or the communicator is closed, or the process exits.
 
@@ -42,7 +42,8 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
         TypeError: `comm` is not a communicator.
         FileExistsError: The folder already contains a recording of this rank.
 
-    Cost: writes all bytes that this rank receives, and hashes all bytes that it sends. Calls don't use the fast path.
+    Cost: all bytes that this rank receives are written to the file, and all bytes that it sends are hashed. Collectives
+        don't use the fast path.
 
     Example:
         >>> import tempfile

@@ -234,7 +234,7 @@ class Recorded(Wrapper):
             # Run the whole call on the inner transport: only the call's result is recorded, not its messages.
             work = self.inner.run(call)
         except Exception as error:
-            # Errors of any kind, because a replay raises them again.
+            # Record errors of any kind: a replay raises them again.
             self._log.put(key, words_of(error))
             raise
         return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
@@ -345,7 +345,7 @@ class _RecordedWork(Work):
         try:
             wait(timeout)
         except Exception as error:
-            # Errors of any kind, because a replay raises them again.
+            # Record errors of any kind: a replay raises them again.
             self._put("wait", words_of(error))
             raise
 

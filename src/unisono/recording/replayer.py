@@ -396,7 +396,7 @@ class _ReplayedWork(Work):
             try:
                 self.wait()
             except Exception as error:
-                # The future gets whatever the work raised; torch annotates it as a result.
+                # `set_exception` accepts any exception, but torch annotates its parameter with the result's type.
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)
@@ -505,13 +505,13 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not contain the time at which the stop request arrived. If it contains a verdict, let the
-        # first step boundary read it.
+        # The recording does not contain the time at which a stop was requested. The first step boundary therefore reads
+        # the recorded decision, if there is one.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 
     def request_stop(self, group: Group | None, reason: str) -> int:
-        """Do nothing: the recording contains the verdict."""
+        """Do nothing: the recording contains the decision to stop."""
         return 0
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:

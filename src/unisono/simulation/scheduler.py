@@ -189,8 +189,8 @@ class TaskScheduler:
     Virtual time stands still while any task can run; then it jumps to the next event. A run therefore takes only the
     time of its computations, and depends only on the seed.
 
-    If every task waits with at least 0.9 of the default timeout and no other event is due, it is a deadlock: all ranks
-    get `DeadlockError` immediately. Shorter waits, and waits marked as hasty, end at their deadline.
+    If every task waits with at least 0.9 of the default timeout and no other event is scheduled, it is a deadlock: all
+    ranks get `DeadlockError` immediately. Shorter waits, and waits marked as hasty, end at their deadline.
 
     Args:
         seed: Seed for all choices.
@@ -359,7 +359,7 @@ class TaskScheduler:
         return self._random.random()
 
     def of_rank(self, rank: int) -> list[SimulatedTask]:
-        """Return the tasks of a rank that have not ended."""
+        """Return a rank's tasks that have not ended."""
         return list(self._alive.get(rank, ()))
 
     def live(self, task: SimulatedTask, run: _Action) -> None:
@@ -471,7 +471,7 @@ _TORCH = f"{os.sep}torch{os.sep}"
 
 
 def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float) -> tuple[str, dict[int, str]]:
-    """Return a sentence that names each rank and its operation, if known, and the operations by rank.
+    """Return a sentence that names each rank and its operation (if known), and a dict of these operations by rank.
 
     Ranks in the same wait are named together, which keeps the sentence short even with many ranks.
 

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class BackendType(enum.Enum):
-    """Torch's RPC backends. Unisono accepts each of them, but always uses its own."""
+    """Torch's RPC backends. All are accepted, but unisono always uses its own backend."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -132,15 +132,15 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Start RPC on this rank, so that ranks can call each other's functions. Every rank calls it, with a unique name.
+    """Start RPC on this rank, so that ranks can call each other's functions. Every rank calls this, with a unique name.
 
     The options' `init_method` defines the rendezvous. The default is "env://": MASTER_ADDR and MASTER_PORT, and RANK
     and WORLD_SIZE unless the arguments give them. Because this is torch's own rendezvous, the program may also create a
     process group at the same address.
 
     Raises:
-        RuntimeError: It was called before; some ranks did not join; or the arguments are invalid (then also a
-        ValueError).
+        RuntimeError: `init_rpc` was called before, some ranks did not join, or the arguments are invalid (then it is
+        also a ValueError).
         TypeError: The backend or the options are not of torch's class.
     """
     if find_agent() is not None:
@@ -164,7 +164,7 @@ def init_rpc(
         comm.close()
         raise
     set_agent(agent)
-    # Keep the store alive: rank 0 serves it to the others.
+    # Keep the store alive: rank 0 serves it to the other ranks.
     _made[agent] = comm, store
 
 

@@ -63,7 +63,7 @@ class DistributedOptimizer(rpc.DistributedOptimizer):
 
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer`.
-        params_rref: References to parameters.
+        params_rref: Remote references to parameters.
         args, kwargs: Arguments for the optimizer.
     """
 

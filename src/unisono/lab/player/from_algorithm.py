@@ -1,7 +1,7 @@
 """Builds the replay of an algorithm, with time counted in rounds or simulated on a network.
 
-If time is counted in rounds, each message takes one round. It begins once its sender and its receiver have both reached
-the step that contains it.
+If time is counted in rounds, each message takes one round. A message begins once its sender and its receiver have both
+reached the step that contains the message.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def play(
         collective: "all_reduce", ...; roots are rank 0.
         algorithm: Name of one of the collective's algorithms.
         size: Number of ranks, up to 32.
-        nbytes: Bytes of the message that is cut into chunks.
+        nbytes: Message size in bytes; the message is divided into chunks.
         network: Network on which times are simulated; if None, time is counted in rounds.
         options: Options of the algorithm, as listed in the algorithm's file.
 
@@ -85,7 +85,7 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
-        nbytes: Bytes of the message that is cut into chunks.
+        nbytes: Message size in bytes; the message is divided into chunks.
         times: Simulated times of all messages; if None, time is counted in rounds.
 
     Raises:

@@ -156,7 +156,7 @@ class EventQueue:
                 self._push(state.ends, rank, None)
 
     def _receive_early(self, rank: int, step: Step) -> None:
-        """Deliver messages that arrived before the step began, and note the step's other messages as awaited."""
+        """Deliver messages that arrived before the step began, and record that the step waits for the others."""
         early = []
         for move in step.recv:
             key = rank * self.size + move.peer

@@ -34,7 +34,7 @@ def goal(
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes, as in `simulate`.
-        gamma: Time to reduce one received byte, in seconds; written as computation in nanoseconds.
+        gamma: Time to reduce one received byte, in seconds. The schedule contains it as computation in nanoseconds.
         itemsize: Element size in bytes; chunks contain whole elements.
 
     Raises:

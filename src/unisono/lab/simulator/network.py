@@ -65,20 +65,20 @@ class Network:
 
     **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
     rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies
-    overlap. The receiver's port accepts them in order of arrival, once the receiver has begun the step. So if both
+    overlap. The receiver's port accepts messages in order of arrival, once the receiver has begun the step. So if both
     ranks are waiting, a message takes alpha + n / bandwidth, and both ports are busy for n / bandwidth. Reducing a
     received byte takes another gamma, during which later messages can arrive. A step ends when all its messages are
     delivered and reduced.
 
     **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G, and `overhead` is o. A rank's processor is busy
-    for o with each message that it sends or receives. It can begin its next message `gap` + (n - 1) G after it began
-    this one. A message is delivered o + L + (n - 1) G + o after its start, and the sender does not wait for the
-    delivery.
+    for o with each message that it sends or receives. The rank can begin its next message `gap` + (n - 1) G after it
+    began the previous one. A message is delivered o + L + (n - 1) G + o after its start, and the sender does not wait
+    for the delivery.
 
     **Levels**: a message between ranks of the same unit uses the alpha and bandwidth of the innermost level at which
-    they share a unit. All other messages use the network's alpha and bandwidth. A message that leaves a unit also
-    passes that unit's uplink, and a message that enters a unit passes its uplink too. Links are full duplex, serve
-    messages in time order, and forward a message before it is complete (cut-through).
+    they share a unit. All other messages use the network's alpha and bandwidth. A message also passes the uplink of
+    every unit that it leaves or enters. Links are full duplex, serve messages in time order, and forward a message
+    before it is complete (cut-through).
 
     Args:
         alpha: Latency in seconds.

@@ -71,7 +71,7 @@ class Rounds:
             steps: The algorithm's steps for a symbolic rank, a `Rotation`.
 
         Raises:
-            TypeError: Rotation does not map each rank's steps to those of the other ranks.
+            TypeError: The ranks' steps are not rotations of each other.
         """
         for step in steps:
             sends = [_ShiftedSend(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]

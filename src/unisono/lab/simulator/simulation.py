@@ -95,7 +95,7 @@ def simulate(
         record: Whether to keep all messages, with their times.
         engine: "rounds" computes all ranks of a round at once; the ranks must behave identically up to rotation.
             "worklist" advances one rank after another; ranks must not share links. "events" supports everything. All
-            engines give the same results. The default is the first of them that supports the algorithm and the network.
+            engines give the same results. The default is the first engine that supports the algorithm and the network.
 
     Returns:
         The ranks' end times, and the messages if they are recorded.
@@ -143,7 +143,7 @@ def run_calls(
         try:
             return _in_rounds(calls, size, network, times, itemsize)
         except TypeError as error:
-            # The error may also be a bug in the algorithm's file. If so, the next engine raises it again.
+            # The error may also be a bug in the algorithm's file. If so, the next engine raises the same error.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")

@@ -25,7 +25,7 @@ class ScalingPoint(NamedTuple):
     Attributes:
         algorithm: The algorithm's name.
         size: Number of ranks.
-        nbytes: Bytes of the message.
+        nbytes: Message size in bytes.
         seconds: Time until the last rank finishes; None if the algorithm does not support that number of ranks.
 
     Example:
@@ -54,7 +54,7 @@ def scaling(
         collective: "all_reduce", ...
         algorithms: Algorithm names, or `Algorithm` objects with their options.
         sizes: Numbers of ranks.
-        nbytes: Bytes of the message.
+        nbytes: Message size in bytes.
         network: Model of the network; `Network()` by default.
 
     Returns:

@@ -154,7 +154,7 @@ class Worklist:
         return complete
 
     def _received(self, rank: int, moves: tuple[Move, ...]) -> list[tuple[float, int, int]]:
-        """Return a step's messages that have already been sent, and note the others as awaited."""
+        """Return a step's messages that have already been sent, and record that the step waits for the others."""
         box = []
         mail = self._mail
         wanted = self._wanted

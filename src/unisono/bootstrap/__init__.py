@@ -4,7 +4,7 @@ Each module supports a scheme or a launcher. Its function `find(request)` return
 name in an `init_method`, needs only that function and an entry in `_SCHEMES`. A launcher, which is recognised by its
 environment variables, needs an entry in `_LAUNCHERS`, and also defines:
 
-- `VARIABLES`: the variables that define a process's rank, and `PREFIXES` of all variables that it sets for ranks;
+- `VARIABLES`: the variables that define a process's rank, and `PREFIXES` of all variables that the launcher sets;
 - `START`: a command line that starts ranks with it, for error messages;
 - `launched()`: the `Launched` that the variables describe, with None for invalid values, or None if none is set;
 - `detected(request)`: whether this module's `find` is the one to call;
@@ -112,7 +112,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # The program has set the variables itself in a rank of that torchrun, so torchrun's agent serves no store
-            # at their address.
+            # The variables were set by hand in a rank that torchrun started. They contain a new address, at which
+            # torchrun's agent serves no store.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

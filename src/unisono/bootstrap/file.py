@@ -142,7 +142,7 @@ def _write(path: Path, text: str) -> None:
 
 # -- the others ------------------------------------------------------------------------------------
 def _follow(path: Path, claim: RankClaim) -> Rendezvous:
-    """Try the address in the file repeatedly: if the file is from an earlier run, rank 0 will still replace it."""
+    """Try the address in the file repeatedly: if the file is from an earlier run, rank 0 will replace the address."""
     last = "no rank has written it"
     while claim.left_s:
         published = read(path)

@@ -284,7 +284,11 @@ class MpiAbortGuard:
 
 
 class _Exit(SystemExit):
-    """SystemExit that notices if it ends the process: Python has no hook for that, but frees it when no code runs."""
+    """SystemExit that notices whether it ends the process.
+
+    Python has no hook for this. However, if the exception ends the process, Python frees it while no code runs, so
+    `__del__` has no caller.
+    """
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:
         super().__init__(status)

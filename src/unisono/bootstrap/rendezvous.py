@@ -99,7 +99,9 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """This process's rank in the job. It has already joined the group; join again to be notified of failures.
+    """This process's rank in the job, and its connection to the control plane.
+
+    The process has already joined the group; it must join again to be notified of failures.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -153,7 +155,7 @@ class Lease:
     withdraw: Callable[[], None]
 
     def release(self) -> None:
-        """Release the lease. After the last release, the server shuts down in the background, after its clients."""
+        """Release the lease. The last release makes the server shut down in the background once clients have left."""
         with _lock:
             self.users -= 1
             if not self.users:
@@ -229,7 +231,7 @@ class RankClaim:
 
     Attributes:
         rank, size, local_rank: As for `Rendezvous`.
-        deadline: On the library's clock.
+        deadline: Time by which all ranks must have joined, on the library's clock.
         source: As in `Rendezvous`.
         job: Prefix of the names of the job's groups. Ranks of different jobs never meet, even at the same address.
         restarts: Whether a process that is killed while ranks gather may be restarted. If so, the other ranks wait for
@@ -284,7 +286,9 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
 
 
 def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
-    """Claim rank 0 at the server that another process runs at this process's address. Ignore all other errors.
+    """Claim rank 0 at the server that another process runs at this process's address.
+
+    All errors except `MismatchError` are ignored.
 
     Raises:
         MismatchError: The other process has already claimed rank 0. The ranks that gather at its server are notified

@@ -1,7 +1,7 @@
 """Rendezvous through torch's `TCPStore` at MASTER_PORT, in which rank 0 publishes its own address.
 
 Under torchrun, torchrun's agent serves the store. Otherwise, rank 0 opens the store, or uses the store that torch's
-env:// has opened in rank 0's process. It closes the store before any rank continues, because torch may open its own
+env:// has opened in rank 0's process. Rank 0 closes the store before any rank continues, because torch may open its own
 store at the same port next.
 
 The store does not authenticate its clients, but the peer at the published address must still know the secret.
@@ -110,7 +110,7 @@ def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous
 
 @contextlib.contextmanager
 def _losses_named(at: _StoreAt) -> Iterator[None]:
-    """Raise `MovedError` instead of torch's error if the store's process has exited: a new one opens a new store."""
+    """Raise `MovedError` if the store's process has exited, because a restarted process opens a new store."""
     from torch.distributed import DistError
 
     try:

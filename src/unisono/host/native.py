@@ -40,7 +40,7 @@ class NativeCore(Protocol):
         """Return the size in bytes of the rings between `size` ranks."""
 
     def rings(self, memory: object, rank: int, size: int, ring_bytes: int, /) -> tuple[list[Ring], list[Ring]]:
-        """Return a rank's outgoing rings and its incoming rings, with one of each per rank."""
+        """Return a rank's outgoing rings and its incoming rings: one of each for every rank."""
 
     def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
         """Copy memory, given lists of destination addresses, source addresses, and lengths in bytes."""

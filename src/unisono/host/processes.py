@@ -1,4 +1,4 @@
-"""Identity of processes: process IDs alone are valid only on one host and are reused. Also, interpreter options."""
+"""Identifies processes: process IDs alone are valid only on one host and are reused. Also, interpreter options."""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ _DEFAULTS = {"root": 0, "op": dist.ReduceOp.SUM, "timeout": None}
 
 
 class CallForms:
-    """The forms in which one method can be called. Torch's functions pass lists of tensors and an options object;
-    programs pass single tensors, with root, operation and timeout as separate arguments.
+    """The forms in which one method can be called.
+
+    Torch's functions pass lists of tensors and an options object; programs pass single tensors, with root, operation
+    and timeout as separate arguments.
 
     Torch's name for a parameter varies between forms (output, outputTensor, output_tensors). A keyword therefore
     selects the parameter whose name is a prefix of the keyword.

@@ -125,8 +125,9 @@ class Worker:
             self._lose(0)
 
     def _calls(self) -> tuple[Callable[[bool], Any], Callable[[bytes], Any], Callable[[], None]]:
-        """Return the functions that this rank exposes. Each rank has its own, because ranks may be threads of one
-        process.
+        """Return the functions that this rank exposes.
+
+        Each rank has its own functions, because ranks may be threads of one process.
         """
 
         @async_execution

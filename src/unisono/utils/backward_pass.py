@@ -49,13 +49,13 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     theirs, so ranks that used the order of the gradients could deadlock.
 
     Models whose forward passes communicate come first. If another rank has failed in this backward pass, it repeats
-    such a forward pass before anything else, so this rank must not wait for it in another model: these models raise an
-    error. If they raise none, all ranks have reached the end of this backward pass, and any other broken model has been
-    broken since an earlier backward pass.
+    such a forward pass before anything else, so no rank may wait in another model. Models whose forward passes
+    communicate therefore raise an error. If they raise none, all ranks have reached the end of this backward pass, and
+    any other broken model has been broken since an earlier backward pass.
 
     Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews all
-    models that do not wait, which is collective. If this rank did not know of the failure and already waited in another
-    model, both ranks would block forever.
+    models that do not wait, which is collective. If a rank that does not know of the failure waited in one of the
+    waiting models first, both ranks would block forever.
     """
     if _is_nested():
         return
@@ -88,7 +88,7 @@ class PassOwner:
         raise NotImplementedError
 
     def end(self) -> None:
-        """End the backward pass after the outermost autograd call has succeeded. `backward()` raises its errors."""
+        """End the backward pass after the outermost autograd call has succeeded. Errors propagate to `backward()`."""
         raise NotImplementedError
 
     def fail(self) -> None:
@@ -100,7 +100,7 @@ class PassOwner:
         raise NotImplementedError
 
     def is_broken(self) -> bool:
-        """Return whether the model cannot communicate because an earlier pass has failed."""
+        """Return whether the model cannot communicate because an earlier backward pass has failed."""
         return False
 
     def renew(self) -> None:
@@ -310,7 +310,7 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
 
 
 def _leaf(node: Any, parameters: frozenset[int]) -> Any:
-    """Return the graph node of a leaf: of a parameter, if the model's output depends on a parameter."""
+    """Return the graph node of a leaf on which a node depends, preferably of a parameter."""
     seen = {node}
     stack = [node]
     found = None

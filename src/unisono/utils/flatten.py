@@ -178,7 +178,7 @@ class ParameterSlice:
     """The elements of one parameter that belong to one rank's part of a flat tensor.
 
     Attributes:
-        index: Number of the parameter.
+        index: Index of the parameter.
         start: Index of the slice's first element in the flattened parameter.
         numel: Number of elements, at least 1.
         offset: Position of the slice's first element in the rank's part.

@@ -20,7 +20,8 @@ def grad_norm(
     Args:
         parameters: Tensors. Tensors without a gradient are skipped.
         comm: None if each rank has all parameters. If the tensors are disjoint shards, as in a sharded optimizer or
-            model, their communicator; this call is then collective, and ranks may have different numbers of tensors.
+            model, the communicator of the ranks; this call is then collective, and ranks may have different numbers of
+            tensors.
         norm_type: Order of the norm: a positive number, or infinity for the largest absolute value.
 
     Returns:
@@ -65,12 +66,12 @@ def clip_grad_norm_(
 
     Args:
         parameters, comm, norm_type: As for `grad_norm`.
-        max_norm: Maximum norm afterwards, up to rounding.
-        error_if_nonfinite: Whether to raise an error if the norm is infinite or nan. If False, gradients are scaled by
-            it, as in torch.
+        max_norm: Maximum norm of the scaled gradients, up to rounding.
+        error_if_nonfinite: Whether to raise an error if the norm is infinite or nan. If False, gradients are scaled
+            with that norm, as in torch.
 
     Returns:
-        The norm before scaling, as from `grad_norm`.
+        The norm before scaling; see `grad_norm`.
 
     Raises:
         RuntimeError: The norm is not finite, and `error_if_nonfinite` is set. Raised on every rank; gradients are

@@ -33,7 +33,7 @@ def redistribute(
         comm: Communicator of the ranks.
 
     Raises:
-        ValueError: No rank has some of the elements. Raised on every rank, before any data is sent.
+        ValueError: Some elements are not on any rank. Raised on every rank, before any data is sent.
 
     Cost: one exchange of the ranges, and one all_to_all of the elements. A rank sends its elements at most once to each
     rank that needs them, and needs memory for the elements sent and received.

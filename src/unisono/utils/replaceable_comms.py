@@ -81,7 +81,7 @@ class ReplaceableComms:
 
     @staticmethod
     def _abort(reason: str, *comms: Communicator) -> None:
-        # If the control plane is gone, the other ranks have already been notified.
+        # If the control plane is lost, the other ranks have already been notified.
         with suppress(CommError):
             for comm in comms:
                 comm.abort(reason)

@@ -42,7 +42,7 @@ class Throughput:
 
     Args:
         comm: Communicator of the ranks; None for a single process.
-        window: Number of latest steps that the rate covers.
+        window: Number of most recent steps that the rate covers.
 
     Raises:
         ValueError: `window` is less than 1.
@@ -66,7 +66,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window now, for example after an evaluation that should not count. The total number is kept.
+        """Begin a new window now, for example after an evaluation that should not count. The total is not reset.
 
         Example:
             >>> meter = un.utils.Throughput()

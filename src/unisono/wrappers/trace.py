@@ -21,7 +21,7 @@ __all__ = ["Traced", "observed", "traced", "waits_of"]
 
 
 class Traced(Wrapper):
-    """Reports each message and collective to `sink` when it completes. Forwards all calls, also native collectives.
+    """Reports each message and collective to `sink` when it completes. Forwards all calls, even native collectives.
 
     Args:
         inner: The transport to record.

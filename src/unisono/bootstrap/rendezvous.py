@@ -1,4 +1,4 @@
-"""Rendezvous at an address: serves the control plane there or connects to it, registers the rank, and waits for all."""
+"""Rendezvous at an address: serves or reaches the control plane, registers the rank, and waits for all ranks."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Rendezvous:
 
 
 # -- servers of this process -----------------------------------------------------------------------
-# Long enough for ranks that exit at about the same time, but short enough if another rank never exits.
+# Seconds to wait for other ranks: enough if they exit at about the same time, and not too long if one never exits.
 LINGER_S = 5.0
 
 
@@ -163,8 +163,8 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Global, like the address: each `init` of a job must find the server of the previous `init`. The key contains the
-# process ID, because a forked child inherits its parent's entries but does not run the servers.
+# Global, because the address is global, too: each `init` of a job must find the server of the previous `init`. The key
+# contains the process ID, because a forked child inherits its parent's entries but does not run the servers.
 _leases: dict[tuple[int, str], Lease] = {}
 # Protects `_leases` and the leases in it.
 _lock = threading.Lock()

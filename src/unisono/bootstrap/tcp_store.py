@@ -90,7 +90,8 @@ class _StoreAt(NamedTuple):
 
 def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
     """Publish the address of this process's server, and return the rendezvous at that address."""
-    # torchrun sets the number of its agents. With a single agent, no other host needs to reach this rank.
+    # torchrun sets GROUP_WORLD_SIZE to the number of its agents. With a single agent, no other host needs to reach this
+    # rank.
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     outward = (address_towards if alone else address_for_others)(at.host, at.port) if at.agent else at.host
     # Start the server before publishing its address: if this fails, no rank has read the address yet.
@@ -212,7 +213,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
 
 
 def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> None:
-    """Call `claim_rank` at the address that another process has published, if there is one."""
+    """Call `claim_rank` at the address that another process has published, if any address has been published."""
     try:
         published = _read(_client(at.host, at.port, "the store", _REACH_WITHIN_S), key, at)
     except CommError:
@@ -222,7 +223,7 @@ def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> Non
 
 
 def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
-    """Try the published address of rank 0 until it works. If rank 0 is lost, try the address of its next process."""
+    """Try rank 0's published address until it works. If rank 0 is lost, try the address of its restarted process."""
     last = "it has published nothing yet"
     lost = ""
     store: TCPStore | None = None

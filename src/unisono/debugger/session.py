@@ -109,7 +109,7 @@ class Session(Closing):
         return stack
 
     def step(self, rank: int, timeout: Timeout = 1.0) -> bool:
-        """Run a held rank to its next line, and wait until it gets there.
+        """Run a held rank to its next line, and wait until it has reached that line.
 
         Args:
             rank: Number of the rank in the job.

@@ -21,7 +21,7 @@ from unisono.utils.redistribute import redistribute
 __all__ = ["Recovery", "Sharded", "Snapshots"]
 
 _MOST_ATTEMPTS = 10
-"""Most recoveries in a row without a commit if lost ranks are replaced; else the number of ranks limits them."""
+"""Maximum number of recoveries in a row without a commit, if lost ranks are replaced."""
 
 
 @runtime_checkable

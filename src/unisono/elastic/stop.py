@@ -235,8 +235,8 @@ class StopSources(Closing):
 
     def _restore(self) -> None:
         for number, before in self._before.items() if _is_main_thread() else ():
-            # If the previous handler would terminate the process, keep ours: a scheduler may repeat its signal while
-            # ranks shut down, which must not kill ranks that have stopped as requested.
+            # If the previous handler would terminate the process, keep our handler: a scheduler may repeat its signal
+            # while ranks shut down, which must not kill ranks that have stopped as requested.
             lingers = number in self._since and before in (signal.SIG_DFL, signal.default_int_handler)
             if not lingers and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)

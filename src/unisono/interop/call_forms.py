@@ -45,7 +45,7 @@ class CallForms:
         given = [Parameter(p.name, p.kind, default=p.default) for p in signature(method).parameters.values()][1:]
         own = [parameter for parameter in given if parameter.name != "opts"]
         self.lists: list[str] = [p.name for p in own if p.name in ("tensors", "outputs", "inputs")]
-        # Longest first, because `output_split_sizes` also starts with `output`.
+        # Try the longest name first, because `output_split_sizes` also starts with `output`.
         self._longest = sorted((p.name for p in own), key=len, reverse=True)
         self.optioned: bool = own != given
         loose = (*_BETWEEN.get(self._name, ()), "timeout") if self.optioned else ()

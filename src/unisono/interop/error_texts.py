@@ -1,4 +1,4 @@
-"""Adds the wording of torch's errors to ours, because programs that restart after failures search for torch's words."""
+"""Adds the wording of torch's errors to our errors, because programs that restart after failures search for it."""
 
 from __future__ import annotations
 

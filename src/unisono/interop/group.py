@@ -112,7 +112,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor chooses its tensors' device by this name: for "gloo", the CPU only.
+        # Torch's ShardedTensor chooses its tensors' device by this name. Only "gloo" makes it use the CPU alone.
         return "unisono" if self.others.names() else "gloo"
 
     @property
@@ -466,7 +466,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 with_own_attach(UnisonoGroup)
 
 _FINISH_WITHIN_S = 30.0
-"""Long enough to finish a collective that other ranks still need; short enough if they never join it."""
+"""Long enough for a collective that other ranks still need, but a short wait if they never join the collective."""
 _AT_EXIT_S = 5.0
 
 

@@ -107,7 +107,7 @@ def unversioned(tensor: torch.Tensor) -> torch.Tensor:
 
     If torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they reduce
     an activation that autograd has saved. If torch's gloo copies results from a buffer of its own, as for the outputs
-    of `all_gather`, autograd does notice. Such outputs are `plain`.
+    of `all_gather`, autograd does notice. These outputs are passed through `plain` instead.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
 

@@ -210,7 +210,7 @@ class Pool(Executor):
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler = self._tasks()
         calls = [tuple(item) for item in items]
-        # If a chunk takes longer than this, its worker returns the calls that it has not begun, for other workers.
+        # If a chunk takes longer than `limit_s`, its worker returns the calls that it has not begun, for other workers.
         codec = self._rank.codec
         limit_s = LONGEST_S if chunksize is None else math.inf
         arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()
@@ -235,7 +235,7 @@ class Pool(Executor):
             cancel_futures: Whether to cancel the tasks that have not been sent to a worker.
 
         Raises:
-            PeerLostError: Rank 0 was lost. Raised on the other ranks.
+            PeerLostError: Rank 0 was lost. Raised on all ranks except rank 0.
             RuntimeError: A future's callback called `shutdown(wait=True)`, which would deadlock. The pool still shuts
                 down.
         """

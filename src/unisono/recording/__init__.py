@@ -43,7 +43,7 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
         FileExistsError: The folder already contains a recording of this rank.
 
     Cost: all bytes that this rank receives are written to the file, and all bytes that it sends are hashed. Collectives
-        don't use the fast path.
+    don't use the fast path.
 
     Example:
         >>> import tempfile

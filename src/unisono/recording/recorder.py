@@ -179,7 +179,7 @@ def random_states() -> dict[str, Any]:
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return a description of a call and digests of the data that it sends. Both are independent of the transport."""
+    """Return a description of a call and digests of the data that it sends. They do not depend on the transport."""
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {

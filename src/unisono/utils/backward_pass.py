@@ -45,8 +45,8 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     """End the backward passes of all models that a graph task has reached, in the order of their trackers' creation.
 
     All ranks create their trackers in the same order. The order in which gradients arrive depends on the graph, and
-    differs if ranks add up a loss in different orders. Ending a backward pass may block until all other ranks end
-    theirs, so ranks that used the order of the gradients could deadlock.
+    differs if ranks add up a loss in different orders. Ending a model's backward pass may block until all other ranks
+    also end it, so ranks that used the order of the gradients could deadlock.
 
     Models whose forward passes communicate come first. If another rank has failed in this backward pass, it repeats
     such a forward pass before anything else, so no rank may wait in another model. Models whose forward passes
@@ -104,7 +104,7 @@ class PassOwner:
         return False
 
     def renew(self) -> None:
-        """Restore communication. If any model is broken, called for all models before the first `end`. Collective."""
+        """Restore communication. Called for all models before the first `end` if any model is broken. Collective."""
 
 
 class BackwardTracker:

@@ -47,7 +47,7 @@ class EMA:
         RuntimeError: A tensor of the model was removed, added or reshaped. Raised by `update` and `applied`.
 
     Cost: the memory of the parameters, divided by the number of ranks in `comm`. `applied` needs memory for the whole
-        average on each rank.
+    average on each rank.
 
     Method: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -116,7 +116,7 @@ class EMA:
             RuntimeError: The average already replaces the parameters.
 
         Cost: an all-gather of the average, which needs memory for the whole average on every rank, and two copies of
-            the parameters.
+        the parameters.
 
         Example:
             >>> model = torch.nn.Linear(1, 1)

@@ -30,7 +30,7 @@ _DIGEST = struct.Struct("<Q")
 _BEFORE = frozenset(name for name, collective in COLLECTIVES.items() if collective.returns or not collective.moves)
 """Collectives that are always compared before they run: barriers, and collectives whose results this library reads."""
 _CONNECT_S = 5.0
-"""Maximum time for the ranks of a group to connect. It is short because a firewall may drop packets silently."""
+"""Seconds within which a group's ranks must connect. The limit is short: a firewall may drop packets silently."""
 
 
 class Comparer(Protocol):

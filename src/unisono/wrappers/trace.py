@@ -117,7 +117,8 @@ def observed(
 ) -> tuple[Transport, AbstractContextManager[None]]:
     """Return the transport for a collective, and the context manager in which the program waits for the collective.
 
-    Both write to the recording that is open in this context and to torch's profiler, if these exist.
+    The transport and the context manager write to the recording that is open in this context, and to torch's profiler,
+    if these exist.
 
     Args:
         transport: Transport of the communicator.

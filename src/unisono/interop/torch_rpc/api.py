@@ -110,7 +110,7 @@ _FOREVER_S = 3.0e8
 # Each agent's communicator and store. They are global, as in torch's RPC, because `shutdown` gets no handle and the
 # agent owns neither of them.
 _made: weakref.WeakKeyDictionary[Peers, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
-# Global, so that each `init_rpc` uses a new name: the store may be the one of an earlier `init_rpc`.
+# Global, so that each `init_rpc` uses a new name: an earlier `init_rpc` may have used the same store.
 _numbers = itertools.count()
 
 

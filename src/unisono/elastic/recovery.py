@@ -420,7 +420,7 @@ class Snapshots:
         self._taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:
-        """Take a snapshot, and send copies to the neighbours; return once all ranks have sent theirs. Collective."""
+        """Take a snapshot, send copies to the neighbours, and wait until all ranks have done the same. Collective."""
         self._taken = {serial: taken for serial, taken in self._taken.items() if serial == self.serial}
         shards: dict[_Key, TensorShard] = {}
         rest = {name: _without_shards(part.snapshot(), (name,), shards) for name, part in self._sharded.items()}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,6 +25,24 @@ settings.load_profile("test")
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _preload = _FORKSERVER.set_forkserver_preload
 _FORKSERVER.set_forkserver_preload = lambda names: _preload(["torch._dynamo", *names])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Close a worker's pipe to the process that hands out the tests in children that the worker forks.
+
+    Otherwise a child that hangs keeps the pipe open after its worker has exited because of pytest's timeout, and the
+    run waits forever.
+    """
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            os.register_at_fork(after_in_child=partial(_replace_with_null, plugin.channel.gateway._io))
+
+
+def _replace_with_null(pipe: Any) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in (pipe.infile, pipe.outfile):
+        os.dup2(null, file.fileno())
+    os.close(null)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ def test_every_file_has_a_page_that_says_what_happens_when_a_worker_dies() -> No
     for page in PAGES.glob("*.md"):
         text = page.read_text()
         if 'title="' in text:
-            assert re.search("^## When a worker dies|[Ww]hen a rank dies", text, re.MULTILINE), page.name
+            assert re.search("a (rank|worker) dies", text, re.IGNORECASE), page.name
             assert f"recipes/{page.name}" in (PAGES.parent / "how-to" / "launchers.md").read_text()
 
 

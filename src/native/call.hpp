@@ -15,9 +15,9 @@ namespace unisono {
 
 enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported, peer_lost };
 
-// How a call ended. If it failed: the rank that it waited for (-1 for none), and for how long. Each call returns its
-// outcome instead of storing it in the core, because a thread that moves messages may fail while another thread runs a
-// collective.
+// How a call ended. After a failure, also the rank that the call waited for (-1 for none), and for how long. Each call
+// returns its outcome instead of storing it in the core, because a thread that moves messages may fail while another
+// thread runs a collective.
 struct Outcome {
     Status status = Status::ok;
     int missing = -1;
@@ -50,7 +50,7 @@ struct Signature {
     uint64_t words[4];
 };
 
-// Callbacks that a thread makes while it waits.
+// Functions that a waiting thread calls.
 class WaitCallbacks {
   public:
     // Called before a wait that may sleep.

@@ -46,8 +46,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// First signature word of calls that ranks compare by a hash: calls without kernels (kGeneralCall), and calls that run
-// an algorithm's steps (kStepsCall).
+// First signature word of calls that ranks compare using a hash: calls without kernels (kGeneralCall), and calls that
+// run an algorithm's steps (kStepsCall).
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -137,8 +137,8 @@ class Calls {
         return start(op, dtype, true);
     }
 
-    // Runs a collective on lists of tensors: addresses and element counts of the tensors to write and to read.
-    // `divides` says whether to divide the sum for an average.
+    // Runs a collective on lists of tensors: addresses and element counts of the tensors to write and to read. With
+    // `divides`, an average's sum is divided by the number of ranks.
     Failure call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                        const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                        const std::vector<int64_t>& read, bool divides, double deadline, const Program& program) {
@@ -324,8 +324,8 @@ class Calls {
             const int r = (place + std::max(0, call.root)) % size_;
             char* here = many.empty() ? nullptr : many[r].data;
             char* mine = r == rank_ ? one[0].data : nullptr;
-            // A rank may forward a part that is longer or shorter than its own part. `lengths_` then contains the
-            // length.
+            // A rank may forward a part that is longer or shorter than its own part. In that case, `lengths_` contains
+            // the part's length.
             const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
             add_chunk(gathers ? mine : here, gathers ? here : mine, count);
         }

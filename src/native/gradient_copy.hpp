@@ -8,13 +8,13 @@
 
 namespace unisono {
 
-// Copies of at least this size use non-temporal stores, which bypass the caches. Other ranks accessed these cache lines
-// last, perhaps on cores that share no cache with this one, which makes ordinary stores slow. The data would be evicted
-// from this core's cache before its reduction anyway.
+// Copies of at least this size use non-temporal stores, which bypass the caches. Ordinary stores to the bucket would be
+// slow: its cache lines were last accessed by other ranks, perhaps on cores that share no cache with this core. The
+// data would be evicted from this core's cache before its reduction anyway.
 inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
 inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {
-    // The gradient may already be in the bucket since an earlier training step.
+    // The gradient may already be a view of the bucket.
     if (destination == gradient || !nbytes) return;
     if (non_temporal)
         copy_non_temporal(destination, gradient, nbytes);

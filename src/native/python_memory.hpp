@@ -7,7 +7,7 @@
 
 namespace unisono {
 
-// The memory of a Python object, which cannot be moved or freed during the lifetime of the PythonMemory.
+// The memory of a Python object. It is neither moved nor freed while the PythonMemory exists.
 class PythonMemory {
   public:
     PythonMemory(nanobind::handle object, int flags, uint64_t least = 0) {

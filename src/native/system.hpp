@@ -13,8 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-// Futexes, which transport over shared memory needs, and eventfd exist only on Linux. UNISONO_PORTABLE disables both,
-// so that the code for other systems can be tested on Linux.
+// Futexes and eventfd exist only on Linux; shared memory transport needs futexes. UNISONO_PORTABLE disables both, so
+// that the code for other systems can be tested on Linux.
 #if defined(__linux__) && !defined(UNISONO_PORTABLE)
 #define UNISONO_LINUX 1
 #include <linux/futex.h>
@@ -59,7 +59,7 @@ inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
 inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 #endif
 
-// A descriptor that any thread can make readable permanently, which ends the current `poll` and all later ones.
+// A descriptor that any thread can make permanently readable, to end the current `poll` and all later ones.
 class Wakeup {
   public:
     Wakeup() {

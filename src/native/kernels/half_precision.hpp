@@ -53,7 +53,7 @@ struct Float16 {
 
     static float to_float(uint16_t half) {
         const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7FFF;
-        // A subnormal number: its bits are a multiple of 2**-24, so the product is exact.
+        // A subnormal number's absolute value is `magnitude` times 2**-24, which a float represents exactly.
         if (magnitude < 0x400) return float_of_bits(bits_of_float(static_cast<float>(magnitude) * 0x1p-24f) | sign);
         const uint32_t exponent = magnitude < 0x7C00 ? magnitude + (112 << 10) : magnitude + (224 << 10);
         return float_of_bits(exponent << 13 | sign | (magnitude > 0x7C00 ? 0x400000 : 0));

@@ -120,8 +120,8 @@ void divide_halves(char* at, size_t count, int64_t divisor) {
 
 using Division = void (*)(char* at, size_t count, int64_t divisor);
 
-// Kernels for one dtype and one operation. For an average, 16-bit floats are divided before the sum, so that it does
-// not overflow; wider floats are divided after the sum.
+// Kernels for one dtype and one operation. For an average, 16-bit floats are divided before they are summed, so that
+// the sum does not overflow; wider floats are divided after the sum.
 struct Reduction {
     Kernel kernel = nullptr;
     size_t width = 0;
@@ -183,7 +183,7 @@ Reduction complexes(ReduceOp op) {
     return {};
 }
 
-// `dtype` is torch's name of the dtype, without "torch.". Without a kernel for it, the result is empty.
+// `dtype` is torch's name of the dtype, without "torch.". If there is no kernel, the result is empty.
 inline Reduction reduction_of(std::string_view dtype, ReduceOp op) {
     if (dtype == "float32") return elements<float>(op);
     if (dtype == "float64") return elements<double>(op);

@@ -1,4 +1,4 @@
-// Copies into memory that other ranks read, and reductions whose result goes there.
+// Copies and reductions that write to memory that other ranks read.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 
 namespace unisono {
 
-// Chooses between ordinary and non-temporal stores. If the reader's core shares no cache with this one, writing to
-// cache lines that it has read takes ten times as long as non-temporal stores to memory. If the two cores share a
-// cache, non-temporal stores cost the reader more than they save here. The operating system moves ranks from core to
-// core, so each rank keeps timing its copies.
+// Chooses between ordinary and non-temporal stores. If the reader's core shares no cache with this one, ordinary stores
+// to cache lines that the reader has read take ten times as long as non-temporal stores. If the two cores share a
+// cache, non-temporal stores cost the reader more than they save the writer. The operating system moves ranks from core
+// to core, so each rank keeps timing its copies.
 class StageWriter {
   public:
     void copy(char* to, const char* from, size_t nbytes) {
@@ -31,7 +31,7 @@ class StageWriter {
         const double start = monotonic_s();
         (non_temporal ? copy_non_temporal : copy_temporal)(to, from, nbytes);
         const double measured = (monotonic_s() - start) / static_cast<double>(nbytes);
-        // At most double the cost: the scheduler may have interrupted this one copy.
+        // Limit the increase to a factor of two, because the scheduler may have interrupted this copy.
         cost = cost > 0 && measured > 2 * cost ? 2 * cost : measured;
     }
 
@@ -64,7 +64,7 @@ class StageWriter {
     static constexpr size_t kMaxDepth = 16;
 
     // Reduces a block of all rows into `to`, and returns `to`. If there is only one row, returns that row's block
-    // without copying it. With an odd number of rows, the first half has one more than the second, as in
+    // without copying it. With an odd number of rows, the first half has one more row than the second half, as in
     // collectives/algorithms/algorithm.py. `spare` has a block for each further level of the tree.
     static const char* reduce_tree(const Reduction& reduction, const char* const* rows, size_t count, size_t at,
                                    size_t length, char* to, char* spare) {
@@ -76,7 +76,7 @@ class StageWriter {
         return to;
     }
 
-    // Whether the sum may accumulate in the first target. It may not if that target is also a row other than the first
+    // Whether the sum may accumulate in the first target. It must not if that target is also a row other than the first
     // two, because the tree reads that row after it has written a partial sum.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         if (targets.empty()) return false;

@@ -1,5 +1,5 @@
-// Barrier in shared memory: each rank's counters and signatures, which only that rank writes, and waits for other
-// ranks' counters.
+// Barrier in shared memory. Each rank has counters and signatures that only that rank writes; the other ranks poll the
+// counters.
 #pragma once
 
 #include <atomic>
@@ -51,9 +51,9 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of a rank's signature in this round. The word is valid until this rank arrives in the next round.
-    // This rank must arrive in the next round before the other rank can reach the round after that, in which it
-    // overwrites the word.
+    // The last word of the given rank's signature in this round, valid until this rank arrives in the next round. The
+    // given rank overwrites the word two rounds later, which it cannot reach before this rank has arrived in the next
+    // round.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }

@@ -15,8 +15,8 @@
 
 namespace unisono {
 
-// One end of a ring. The writer counts the bytes written since the beginning and the reader the bytes read; each end
-// stores only its own count.
+// One end of a ring. The writer counts the bytes that it has written so far, and the reader counts the bytes that it
+// has read; each end stores only its own count.
 struct ByteRing {
     static constexpr uint64_t kBytes = 128 << 10, kCacheLine = 64;
 
@@ -34,7 +34,7 @@ struct ByteRing {
     uint64_t available() const {
         return written().load(std::memory_order_acquire) - read().load(std::memory_order_relaxed);
     }
-    // Number of bytes that can be accessed from this count before the ring wraps, at most `limit`.
+    // Number of bytes, at most `limit`, between the position of a count and the point at which the ring wraps.
     uint64_t contiguous(uint64_t count, uint64_t limit) const {
         return std::min(limit, nbytes - (count & (nbytes - 1)));
     }
@@ -103,7 +103,7 @@ class RingNetwork {
     // The two rings, one per direction, between this rank and one peer.
     class Stream {
       public:
-        // Only headers go through the read-ahead buffer, which costs an extra copy.
+        // Use the read-ahead buffer only for headers, because it costs an extra copy.
         static constexpr size_t kReadAheadBytes = sizeof(FrameHeader), kDirectBytes = 0;
 
         Stream(const ByteRings& rings, int peer)

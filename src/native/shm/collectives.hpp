@@ -53,8 +53,8 @@ class Collectives {
         return Status::ok;
     }
 
-    // With `stages`, this rank stages its tensor piece by piece. A rank with outputs copies the staged pieces into
-    // them.
+    // With `stages`, this rank stages its tensor piece by piece. A rank with outputs copies each staged piece into its
+    // outputs.
     Outcome gather_chunks(CollectiveCall& call, bool stages) {
         const Buffer& input = call.inputs[0];
         const int64_t step = static_cast<int64_t>(rounds.stage_bytes);

@@ -19,7 +19,7 @@ namespace unisono {
 // One rank's collectives and messages in shared memory.
 class Core : public Calls {
   public:
-    // Uses `nbytes(size)` bytes of memory, zeroed by the first rank.
+    // `memory` has at least `nbytes(size)` bytes, which were zero before any rank used them.
     Core(nb::handle memory, int rank, int size, bool oversubscribed,
          const std::vector<std::pair<std::string, int64_t>>& dtypes)
         : Calls(rank, size, dtypes),
@@ -48,7 +48,7 @@ class Core : public Calls {
         });
     }
 
-    // For messages that Python code copies to and from the rings; only the waiting is done in the core.
+    // These methods are for messages that Python code copies to and from the rings; the core only waits.
     auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }

@@ -72,7 +72,7 @@ class MessageRings {
         return Status::ok;
     }
 
-    // Number of calls of `wake`: one each time a thread of this rank has moved bytes from Python.
+    // Number of calls to `wake`. Python code calls `wake` each time a thread of this rank has moved bytes.
     uint64_t progress() const { return progress_.load(std::memory_order_acquire); }
 
     // Wakes the peer of a transfer and other threads of this rank: their messages may be complete now.
@@ -107,8 +107,8 @@ class MessageRings {
 
   private:
     static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
-    // Time for which `wait` yields before it sleeps. Longer than in the barrier, because a peer that moves messages in
-    // Python takes longer than the native core.
+    // Time for which `wait` yields before it sleeps. It is longer than in the barrier, because moving messages in
+    // Python takes longer than in the native core.
     static constexpr double kYieldS = 200e-6;
 
     std::atomic<uint64_t> progress_{0};

@@ -99,8 +99,8 @@ class Reductions {
         return Status::ok;
     }
 
-    // In each round, every rank stages a piece of equal size for each other rank, and reduces the pieces that the
-    // others have staged for it.
+    // In each round, every rank stages a piece of equal size for each other rank, and reduces the pieces that the other
+    // ranks have staged for it.
     Outcome reduce_scatter(CollectiveCall& call) {
         const Buffer& target = call.outputs[0];
         const int64_t step = rounds_.piece_bytes(call.width);
@@ -126,7 +126,7 @@ class Reductions {
     };
 
     // Smallest tensor that is reduced in place. Once symmetric memory is allocated, reducing a tensor of at least this
-    // size that is not in it costs one more round.
+    // size costs one more round if the tensor is not in symmetric memory.
     static constexpr size_t kInPlaceBytes = 64 << 10;
     // Flag in the payload: this rank's call expects its result to be divided by the rank that reduces it.
     static constexpr uint64_t kAverages = 1ull << 63;
@@ -145,8 +145,8 @@ class Reductions {
         return 0;
     }
 
-    // Ranks with `stages` stage their tensor. Ranks with `reads` reduce the other ranks' staged tensors with their own,
-    // which they read in place.
+    // Ranks with `stages` stage their tensor. Ranks with `reads` read their own tensor in place, and reduce it together
+    // with the other ranks' staged tensors.
     Outcome one_shot(CollectiveCall& call, const Buffer& part, OneShotRole role) {
         const int index = rounds_.next_stage();
         const auto nbytes = static_cast<size_t>(part.count * call.width);
@@ -177,8 +177,8 @@ class Reductions {
         rounds_.writer.copy(stage + high, data + high, static_cast<size_t>(count * call.width - high));
     }
 
-    // Reduces tile by tile, in two shots each. While other ranks reduce their shares of a tile, this rank stages the
-    // next tile in its other buffer.
+    // Reduces tile by tile, in two shots per tile. While other ranks reduce their shares of a tile, this rank stages
+    // the next tile in its other buffer.
     Outcome two_shot(CollectiveCall& call, const Buffer& part, int64_t divisor, bool to_all, bool has_arrived) {
         bool staged = has_arrived;
         for (int64_t n = 0, count; n < part.count; n += count) {

@@ -30,8 +30,8 @@ class RingEnd {
     // Number of bytes that can be written.
     uint64_t room() const { return static_cast<uint64_t>(std::max<int64_t>(0, ring_.room(written()))); }
 
-    // Copies the beginning of a part, as much as fits, and returns the number of bytes copied. With `more`, the reader
-    // sees these bytes only after the next `write`.
+    // Copies as many bytes from the beginning of a part as fit, and returns their number. With `more`, the reader sees
+    // these bytes only after the next `write`.
     uint64_t write(nanobind::handle content, bool more) {
         const PythonMemory part(content, PyBUF_SIMPLE);
         const uint64_t count = written(), step = std::min({part.nbytes(), room(), ring_.nbytes / 4});
@@ -52,7 +52,7 @@ class RingEnd {
     // Removes a part of this length, and its padding, from the ring.
     void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
 
-    // Copies bytes that have arrived into `into`, the memory for the remainder of a part, and returns their number.
+    // Copies arrived bytes to `into`, the memory for the remainder of a part, and returns their number.
     uint64_t read(nanobind::handle into) {
         const PythonMemory part(into, PyBUF_WRITABLE);
         const uint64_t count = read_count(), step = std::min({part.nbytes(), available(), ring_.nbytes / 4});

@@ -56,7 +56,8 @@ class StagedRounds {
     int next_stage() const { return static_cast<int>((shared_barrier.round() + 1) & 1); }
     char* staging_buffer(int rank, int index) const { return stages_ + (2 * rank + index) * stage_bytes; }
 
-    // Bytes available to each rank if a staging buffer is divided equally among the ranks, in whole elements.
+    // Bytes available to each rank if a staging buffer is divided equally among the ranks, rounded down to whole
+    // elements.
     int64_t piece_bytes(int64_t width) const {
         return static_cast<int64_t>(stage_bytes) / size / width * width;
     }

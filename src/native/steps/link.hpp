@@ -86,7 +86,7 @@ class Link {
         aside_.push_back({header_, std::vector<char>(header_.nbytes), 0, 0});
         skip_header();
     }
-    // Whether all frames set aside have arrived completely. If not, first reads what has arrived.
+    // Reads what has arrived of the frames set aside; returns whether all of these frames are complete.
     bool aside_is_whole() {
         if (aside_.empty()) return true;
         Aside& last = aside_.back();

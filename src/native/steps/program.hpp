@@ -13,7 +13,7 @@ struct Move {
     int peer;
     std::vector<std::pair<int, int>> runs;
     // For a received message: whether it may be reduced as it arrives. It may if none of its chunks is sent in the same
-    // step, or is part of another message received in that step.
+    // step, and none belongs to another message received in that step.
     bool streams = false;
 
     template <class Function>
@@ -30,8 +30,8 @@ struct Step {
 
 class Program {
   public:
-    // `numbers` describes the steps, one after another. Each step consists of whether it reduces (0 or 1), the number
-    // of sends, the number of receives, and these messages. Each message consists of its peer, its number of runs and,
+    // `numbers` describes the steps, one after another. A step is encoded as 1 if it reduces or 0 if not, its number of
+    // sends, its number of receives, and then its messages. A message is encoded as its peer, its number of runs and,
     // for each run, the first chunk and the chunk after the last. Chunk numbers are less than `chunks`, and peers less
     // than `size`. `label` identifies the algorithm when ranks compare their calls.
     Program(const std::vector<int64_t>& numbers, int chunks, int size, uint64_t label)

@@ -1,11 +1,11 @@
-// What a sleeping rank waits for on one of its links.
+// Events that a sleeping rank waits for on one of its links.
 #pragma once
 
 namespace unisono {
 
 struct Wanted {
     int peer;
-    // `bytes`: wait for bytes from the peer. `room`: wait for room for bytes to the peer.
+    // `bytes`: wait until bytes arrive from the peer. `room`: wait until the stream to the peer accepts bytes.
     bool bytes, room;
 };
 

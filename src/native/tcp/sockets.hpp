@@ -21,7 +21,7 @@ class Sockets {
     // One connection. The socket is non-blocking and owned by the caller.
     class Stream {
       public:
-        // Each read is a system call, so it reads ahead. Long messages are read directly into their destination.
+        // Read ahead, because each read is a system call. Long messages are read directly into their destination.
         static constexpr size_t kReadAheadBytes = 64 << 10, kDirectBytes = 16 << 10;
 
         explicit Stream(int fd) : fd_(fd) { raise_no_signal(fd); }

@@ -140,7 +140,7 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-# -- the others ------------------------------------------------------------------------------------
+# -- the other ranks -------------------------------------------------------------------------------
 def _follow(path: Path, claim: RankClaim) -> Rendezvous:
     """Try the address in the file repeatedly: if the file is from an earlier run, rank 0 will replace the address."""
     last = "no rank has written it"

@@ -269,8 +269,8 @@ class MpiAbortGuard:
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:
-        # If a program catches the SystemExit and keeps it, the object is freed only while the interpreter shuts down.
-        # This must not abort the job.
+        # If a program catches the SystemExit and keeps it, the finalizer runs only during interpreter shutdown, which
+        # must not abort the job.
         return os.getpid() != self._process or sys.is_finalizing() or self._mpi.Is_finalized()
 
     def _end(self, status: int) -> None:

@@ -299,7 +299,7 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
     except CommError:
         return
     try:
-        # Wait until the other process has joined, so that this claim does not precede its claim.
+        # Wait until the other process has joined, so that its claim precedes this one.
         control.get(f"{claim.job}1/{_OPEN}", _CLAIM_WITHIN_S)
         control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
@@ -330,8 +330,8 @@ def confirm(
         name = _gather(claim, control, moved)
     except BaseException as error:
         ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
-        # Report the reason. Otherwise, the other ranks would wait for this rank, as for a killed rank that may be
-        # restarted.
+        # Report the reason. Otherwise, the other ranks would assume that this rank was killed, and wait for its
+        # restart.
         control.on_process_exit(None if isinstance(error, MovedError) else error)
         if ended and isinstance(error, CommError):
             raise MovedError(error.message) from error

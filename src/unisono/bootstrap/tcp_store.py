@@ -192,8 +192,8 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
             taken = error
             if not hosts_at((host, port)) or clock.now() > deadline:
                 break
-            # The port belongs to this process's control plane from an earlier `init` with tcp://, which is about to
-            # shut down.
+            # An earlier `init` with tcp:// started this process's control plane on this port. Wait until that control
+            # plane shuts down.
             time.sleep(_LOOK_EVERY_S)
     try:
         return dist.TCPStore(

@@ -287,7 +287,8 @@ class SaveQueue:
             raise error
 
 
-# A mapping instead of an attribute, because the class `Communicator` must not depend on checkpoints.
+# The save queue of each communicator. It is not an attribute of `Communicator`, because that class must not depend on
+# checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
 # Saves without a communicator, by path: the next save to a path waits for the previous one.
 _alone: dict[str, SaveHandle] = {}

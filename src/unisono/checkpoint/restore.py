@@ -148,8 +148,8 @@ class Restorer:
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        # Where matching records the tensors to read: in `late`, or in `early` while inside an object that is loaded
-        # early.
+        # The `Wanted` to which matching adds tensors: `early` while matching an object that is loaded early, otherwise
+        # `late`.
         self._wanted = self.late
         self._parts: list[_EarlyObject] = []
         # Names of saved tensors, keyed by the memory of the target's tensors; used to match optimizers once all names

@@ -120,8 +120,8 @@ class SaveLock:
             with suppress(OSError):
                 if _entry_at(self._storage) == self._entry:
                     self._storage.remove(_NAME)
-            # Do this last: otherwise, another thread of this process that still sees the lock would consider its writer
-            # dead.
+            # Do this last. Otherwise, another thread of this process could still see the lock, and consider the lock's
+            # writer dead.
             _running.discard(self._id)
 
 

@@ -565,7 +565,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
             if mine:
                 known = found if size > 1 else None
                 snapshot.portions.append(Portion(name, snapshot.entries[name], part.start, data, known))
-    # Add the elements that only this rank has. Rank 0 writes a sharded tensor without elements.
+    # Add the elements that only this rank has. Rank 0 also writes each sharded tensor that has no elements.
     alone = [(name, snapshot.own_entries[name], tensor, 0) for name, tensor in captured.own_tensors.items()]
     for name, shard in captured.shards.items():
         if name in snapshot.ranges or (rank == 0 and not shard.shape.numel()):

@@ -177,7 +177,8 @@ class PartialSums(Pieces):
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         # Look up this rank's own contribution before marking the chunks as received. If a step has several
-        # contributions to a chunk, only the first target refers to the own contribution; `_store` uses that target.
+        # contributions to a chunk, `_store` uses only the first target, because only that target refers to this rank's
+        # own contribution.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)

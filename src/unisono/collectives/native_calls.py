@@ -193,7 +193,7 @@ class NativeCalls(ABC):
         steps: Program,
         deadline: float,
     ) -> Status:
-        # In a broadcast, the root only reads its tensor; in a reduce, all other ranks do.
+        # In a broadcast, the root only reads its tensor; in a reduce, every other rank only reads its tensor.
         written = root < 0 or (self._rank == root) == (collective.root == "dst")
         target = as_flat(output, collective.output, written=written)
         address = 0

@@ -63,9 +63,9 @@ class Life:
 
     def __init__(self, phase: Phase = Phase.OPEN) -> None:
         self.phase: Phase = phase
-        # Three threads change the phase: the program's, the control plane's for failures, and the thread that holds the
-        # ranks. The bare lock also works in simulations; it is reentrant, because a signal handler may interrupt
-        # `change`.
+        # Three threads change the phase: the program's thread, the control plane's thread after a failure, and the
+        # thread that holds the ranks. Use `_thread.RLock`, which simulations do not patch. The lock is reentrant,
+        # because a signal handler may interrupt `change`.
         self._lock = _thread.RLock()
 
     def change(self, event: Event) -> bool:

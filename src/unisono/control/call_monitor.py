@@ -74,8 +74,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # Start it in its own session, because Ctrl-C and the launcher's signals must not end the process that reports
-        # their effects.
+        # Start the process in its own session, because Ctrl-C and the launcher's signals must not end the process that
+        # reports their effects.
         start_new_session=True,
     )
     assert process.stdin is not None

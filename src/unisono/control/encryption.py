@@ -84,8 +84,8 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
         context.load_cert_chain(path, password=lambda: _refuse_pass_phrase(path))
         context.load_verify_locations(path)
         status = os.stat(path)
-        # Like ssh, check only this user's own key: another user's key (such as root's in a container) is that user's to
-        # protect.
+        # Like ssh, check only a key that this user owns: another user's key (such as root's in a container) is that
+        # user's responsibility.
         if status.st_uid == os.getuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise CommError(
                 f"{TLS} is {path!r}, whose key is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run "
@@ -239,8 +239,8 @@ class _Pipe:
         except ssl.SSLError as error:
             plain = error.reason == "WRONG_VERSION_NUMBER"
             if plain:
-                # OpenSSL sends nothing to a peer that does not speak TLS, so that peer could not tell this from a lost
-                # rank.
+                # OpenSSL sends nothing to a peer that does not speak TLS, so the peer could not distinguish this
+                # refusal from a lost rank.
                 self._outgoing += _ALERT
             raise UntrustedError("the other side does not encrypt" if plain else error.reason or str(error)) from error
         if self._peer_ended and not self.trusted.done():

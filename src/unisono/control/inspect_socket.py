@@ -118,7 +118,7 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
     """
     check_linux()
     own = [(0, pid, number) for number in range(_MOST)]
-    # The nearest descendants first, because a rank may have started its own job.
+    # Query the nearest descendants first, because a rank may have started its own job.
     below = [(ancestors.index(pid), *name) for name in names(_KIND) if pid in (ancestors := _ancestors(name[0]))]
     for _, other, number in [*own, *sorted(below)]:
         found = _ask(other, number)

@@ -48,7 +48,7 @@ class ExitHandler(Protocol):
 _handles: weakref.WeakValueDictionary[tuple[int, int], ExitHandler] = weakref.WeakValueDictionary()
 # Global, because handles close in the reverse of the order in which they were made.
 _numbers = itertools.count()
-# Keyed by process, like the handles, because a forked child registers its own.
+# Keyed by process, like the handles, because a forked child registers functions of its own.
 _registered: set[tuple[int, int]] = set()
 
 
@@ -102,7 +102,7 @@ def close_all() -> None:
 
 
 def _close_all(error: BaseException | None) -> None:
-    # Close the newest first, because handles may depend on earlier ones.
+    # Close the newest handle first, because a handle may depend on older ones.
     own = [(number, handle) for (process, number), handle in _handles.items() if process == os.getpid()]
     for _, handle in sorted(own, reverse=True):
         with contextlib.suppress(CommError, OSError):

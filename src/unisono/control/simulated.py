@@ -70,7 +70,8 @@ class SimulatedControl(LocalControl):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         words = self._requests.pop(waiter.number, ("",))
-        # A rank that reads a key expects that it may never be set, but an exchange needs every rank.
+        # An exchange that a rank never joins is a deadlock. In contrast, a key may never be set, so the wait for a key
+        # ends at its deadline.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
             return super()._wait(waiter, timeout)
 

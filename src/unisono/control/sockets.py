@@ -186,7 +186,7 @@ def listen(host: str, port: int) -> socket.socket:
     ports = port_range() if port == 0 else None
     if ports is None:
         return _listen(host, port)
-    # Ranks on one host start searching at different ports, so that they rarely compete for one.
+    # Ranks on one host start searching at different ports, so that they rarely compete for a port.
     start = os.getpid() % len(ports)
     for candidate in (*ports[start:], *ports[:start]):
         try:
@@ -210,7 +210,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         if both:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Connections of a server that has just ended must not block its port for the next one.
+        # Connections of a server that has just ended must not prevent the next server from using the same port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)

@@ -45,8 +45,8 @@ def real() -> float:
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]
-        # Retry if the clock was stopped or resumed in between: otherwise, `at_s` would be corrected with a value from
-        # another stop.
+        # Retry if the clock was stopped or resumed between the two reads: otherwise, `at_s` would be corrected with a
+        # value from another stop.
         if stands is _stands:
             return at_s - stands[0]
 
@@ -83,7 +83,8 @@ def _stand(stood_s: float, stopped_at: float | None) -> tuple[float, float | Non
 def _choose(read: Callable[[], float] | None) -> None:
     global now, _virtual  # noqa: PLW0603  # as above
     _virtual = read
-    # `now` depends on both: a simulation may end while the clock is stopped, and the clock may resume during one.
+    # `now` depends on simulations and on stops: a simulation may end while the clock is stopped, and the clock may
+    # resume during a simulation.
     now = read or (_python if _stands == (0.0, None) else real)
 
 

@@ -60,7 +60,7 @@ class _AtImport(SourceFileLoader):
 
 
 def _add_rules(dynamo: ModuleType) -> None:
-    # All of these names are private to torch; a torch version without them traces this package like any other.
+    # All of these names are private to torch. A torch version without them traces this package like any other package.
     try:
         convert = dynamo.CatchErrorsWrapper.__call__
         plain = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)

@@ -185,7 +185,8 @@ def is_non_overlapping(tensor: torch.Tensor) -> bool:
         if size == 1:
             continue
         if stride < reach:
-            # Interleaved strides may still give each element its own address; only counting the addresses can tell.
+            # Interleaved strides may still give each element its own address; counting the addresses is the only way to
+            # find out.
             return stride > 0 and _places(tensor, 0).unique().numel() == tensor.numel()
         reach += (size - 1) * stride
     return True

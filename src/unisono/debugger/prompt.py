@@ -39,7 +39,7 @@ class Prompt(cmd.Cmd):
         self._lets_go = lets_go
         ranks = session.ranks()
         self.intro: str = f"{session.reason}; {len(ranks)} ranks are here. `help` lists the commands"
-        # By default, choose the rank that stopped the others, if it is on this host.
+        # By default, choose the rank that stopped the other ranks, if it is on this host.
         named = [each for each in ranks if session.reason.startswith(f"rank {each} ")]
         self._choose((named or list(ranks))[0] if rank is None else rank)
 

@@ -344,8 +344,8 @@ class TorchrunReport:
         """
         if self._path is None:
             return
-        # Torchrun's report shows the error with the earliest timestamp, in whole seconds, as the root cause. Add a
-        # second to an error that follows from another rank's.
+        # Torchrun's report shows the error with the earliest timestamp, in whole seconds, as the root cause. If another
+        # rank's error caused this error, add a second to the timestamp.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
         with suppress(OSError):
             self._path.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

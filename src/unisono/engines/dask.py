@@ -132,7 +132,7 @@ def _scaled(client: Any, size: int) -> Iterator[None]:
 
     An adaptive cluster scales with the number of tasks, but ranks need all workers from the start.
     """
-    # Dask has no public name for this object. It is missing in other kinds of clusters, and if the client was created
+    # Dask has no public name for this object. Other kinds of clusters lack it, and so does a client that was created
     # from an address.
     adaptive = getattr(client.cluster, "_adaptive", None) or SimpleNamespace(minimum=0, maximum=0)
     minimum = adaptive.minimum

@@ -57,7 +57,7 @@ class AveragerComms(ReplaceableComms):
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
-            # A rank was lost or did not take part, so later passes would fail as well.
+            # A rank was lost or did not take part, so later backward passes would also fail.
             self.abort_all(f"averaging has failed there: {error}")
         elif first is None:
             self.abort(reason)

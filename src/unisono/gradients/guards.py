@@ -63,7 +63,8 @@ class NanGuard:
         named = named_tensors(model)
         agree_on_parameters(named, comm, of="NanGuard", frozen=False)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
-        # By name, in order of arrival: size of the gradient, and its largest number of non-finite elements in any pass.
+        # By parameter name, in order of arrival: the gradient's size, and the largest number of non-finite elements
+        # that the gradient had in any backward pass.
         self._seen: dict[str, tuple[int, torch.Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._follow()
@@ -96,8 +97,8 @@ class NanGuard:
             NotFiniteError: On every rank; names the first affected rank (also the error's `peer`), and the parameter
                 whose gradient was affected.
         """
-        # Inspect p.grad of parameters without a hook: they were added after the model's last forward, or to a submodule
-        # that was called directly.
+        # A parameter has no hook if the model's own `forward` has not been called since the parameter was added.
+        # Inspect its p.grad instead.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
             if parameter.grad is not None:

@@ -43,7 +43,7 @@ def exit_status(pid: int) -> int | None:
     Linux.
     """
     stat = process_stat(pid)
-    # A process that is exiting already has a status, even if its state does not show the exit yet.
+    # An exiting process has a status even before its state shows the exit.
     code = int(stat[49]) if len(stat) > 49 else 0
     return -(code & 0x7F) or code >> 8 or (0 if stat[0] in "ZX" else None)
 

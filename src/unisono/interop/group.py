@@ -46,8 +46,8 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# The methods override torch's, but torch annotates other parameter names and optional arguments, so hide the base class
-# from type checkers.
+# The methods override torch's methods. Torch's annotations have other parameter names and optional arguments, so hide
+# the base class from type checkers.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

@@ -183,8 +183,8 @@ def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
     notes: list[str] = []
     for outcome in sorted(failures, key=attrgetter("rank")):
         error = outcome.error
-        # Show errors that differ, such as the same assertion with other values, but not `CommError`s, which are
-        # consequences.
+        # Show other ranks' errors if their first lines differ, for example because an assertion failed with other
+        # values. Omit every `CommError`, because it is a consequence of another rank's error.
         if error is not None and not isinstance(error, CommError):
             line = text_of(error).partition("\n")[0]
             if line != shown.partition("\n")[0] and len(notes) < _SHOWN:

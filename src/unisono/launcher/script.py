@@ -98,7 +98,7 @@ class _Attempt:
         self._writing = threading.Lock()
         # For each of this process's outputs, the rank's stream whose last line is unfinished.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
-        # Whether this launcher is terminating the ranks, so that their exit statuses are not failures.
+        # Whether this launcher is terminating the ranks, in which case their exit statuses are not failures.
         self._ending = False
         self.signal: int | None = None
         self.first: int | None = None

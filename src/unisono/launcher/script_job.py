@@ -106,6 +106,7 @@ class ScriptJob:
             chosen["UNISONO_SECRET"] = self.secret
         if self.binding != "none":
             chosen[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
-        # If this launcher runs under torchrun, that torchrun's variables would make the ranks use its store.
+        # If this launcher runs under torchrun, drop torchrun's variables: they would make the ranks use torchrun's
+        # store.
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         return {**outer, **{name: str(value) for name, value in places.items()}, **chosen}

@@ -210,7 +210,8 @@ class Pool(Executor):
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler = self._tasks()
         calls = [tuple(item) for item in items]
-        # If a chunk takes longer than `limit_s`, its worker returns the calls that it has not begun, for other workers.
+        # If a chunk takes longer than `limit_s`, its worker returns the calls that it has not begun, and other workers
+        # run them.
         codec = self._rank.codec
         limit_s = LONGEST_S if chunksize is None else math.inf
         arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()

@@ -171,7 +171,7 @@ class CallServer:
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and reply once its result is available."""
         if call.kind == REMOTE:
-            # The object remains counted even if creating it fails.
+            # Reply before creating the object: the object remains counted even if its creation fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
         args = values[: call.positional]
@@ -188,7 +188,7 @@ class CallServer:
         result = function(*args, **kwargs[0])
         if not is_async(function):
             return self._settle(call, result, None)
-        # Check for the base class, because a future's `then` returns an instance of it.
+        # Check for the base class, because a future's `then` returns an instance of the base class.
         if not isinstance(result, torch._C.Future):
             raise CallTypeError(
                 f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "

@@ -267,8 +267,8 @@ class ShardedOptimizer(Optimizer):
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
         if not buckets or self._comms.live.replicate is not None:
-            # Without this barrier, a rank could begin its next pass, and fail in it, before all other ranks know that
-            # this step is valid.
+            # Without this barrier, a rank could begin its next backward pass, and fail in it, before all other ranks
+            # know that this training step is valid.
             self._comms.steps.barrier()
         for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
             self._comms.run(work.wait)
@@ -534,10 +534,10 @@ class GradientSharder(PassOwner):
         self._pass = BackwardTracker(self, [p for bucket in buckets for p in bucket.parameters], self._watch)
         self._next = 0
         self._syncing = self._early = True
-        # Whether there were gradients from earlier passes when the current pass began.
+        # Whether there were gradients from earlier backward passes when the current backward pass began.
         self._held = False
-        # Whether an earlier pass has failed, and the failure to raise if other ranks dropped gradients that this rank
-        # has.
+        # Whether an earlier backward pass has failed, and the failure to raise if other ranks dropped gradients that
+        # this rank has.
         self._broken = False
         self._lost: CommError | None = None
         self._problem: str | None = None
@@ -558,14 +558,14 @@ class GradientSharder(PassOwner):
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
         if error is not None and not self._comms.live.reported:
-            # Another rank's pass has failed, and that rank will repeat it from the forward pass, where other models may
-            # communicate first. This rank must also go back to the forward pass, and not wait for the repetition at the
-            # end of this pass.
+            # Another rank's backward pass has failed, and that rank will repeat its forward pass, during which other
+            # models may communicate. This rank must also repeat its forward pass, instead of waiting for that
+            # repetition at the end of this backward pass.
             raise error
         self._broken = error is not None
         # A reduction may block until all ranks take part. If there are several models, their gradients arrive in any
-        # order, so reductions start at the end of the pass, where the order is the same on all ranks. After a failure,
-        # reductions also start at the end of the pass, because the communicators must be replaced first.
+        # order, so reductions start at the end of the backward pass, in an order that is the same on all ranks. After a
+        # failure, reductions also start at the end, because the communicators must be replaced first.
         self._early = error is None and self._is_alone
         self._check_placeholders()
         self.follow_zero_grad()
@@ -592,7 +592,7 @@ class GradientSharder(PassOwner):
         except PeerLostError as lost:
             if isinstance(error, ClosedError):
                 raise
-            # The rank whose pass failed is lost, so it does not repeat the pass.
+            # The rank whose backward pass failed is lost, so it does not repeat its forward pass.
             raise error from lost
         # `end` raises this error after all models have new communicators, because other ranks take part in creating
         # them.

@@ -179,7 +179,8 @@ def _make(
     optimizer.ranges = _ranges(pieces)
     optimizer.shared = shared
     optimizer.register_step_pre_hook(lambda stepping, *_: stepping.check_ranges())
-    # Wrap `step` outside torch's own wrapper, which calls the step hooks, so that their errors are reported as well.
+    # Wrap `step` outside torch's own wrapper, which calls the step hooks, so that errors in the hooks are also
+    # reported.
     made.step = _reporting(made.step)
     return optimizer
 

@@ -65,7 +65,7 @@ def _clocks() -> list[Replacement]:
         nanoseconds = _reader(getattr(time, f"{name}_ns"), base_ns, integer=True)
         found += [(time, name, seconds), (time, f"{name}_ns", nanoseconds)]
         if name == "monotonic":
-            # These modules have imported the clock under their own names, so patch those names too.
+            # `threading` and `queue` import the clock under other names, so patch those names too.
             found += [(owner, alias, seconds) for owner, alias in ((threading, "_time"), (queue, "time"))]
     return [patch for patch in found if hasattr(patch[0], patch[1])]
 

@@ -150,8 +150,8 @@ class _Calendar:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._count = count()
-        # Deadlines of waits with the default timeout are stored separately: if no other events are left, it is a
-        # deadlock.
+        # Deadlines of waits with the default timeout are stored separately: if only these deadlines are left, the ranks
+        # are deadlocked.
         self._patient: list[_Entry] = []
         self._others: list[_Entry] = []
 

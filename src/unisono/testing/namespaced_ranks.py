@@ -265,7 +265,7 @@ class Network(Closing):
         slow = self._delay > 0 or self._loss > 0
         names = [*map(self.name, hosts), switch]
         guard = ["sh", "-c", _REMOVE, "sh", *names]
-        # Run it in its own session, so that it survives Ctrl-C and a kill of the caller's process group.
+        # Run the script in its own session, so that it survives Ctrl-C and a kill of the caller's process group.
         self._guard = subprocess.Popen(
             guard,
             text=True,

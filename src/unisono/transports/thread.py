@@ -41,7 +41,7 @@ class MessageQueue:
         self.left: defaultdict[str, set[int]] = defaultdict(set)
         # Ranks that make no more calls. Messages that they have already sent may still be received.
         self.done: defaultdict[str, set[int]] = defaultdict(set)
-        # By group and call number, the ranks that have reached a call.
+        # For each group and call number, the ranks that have reached the call.
         self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)
 
     def offer(

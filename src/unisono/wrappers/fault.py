@@ -134,7 +134,8 @@ class Faulty(Wrapper):
         self._late = DelayQueue(inner)
         self._slowness = LinkModel(0.0, self._rank_faults.slow_bytes_per_s)
         self._thawed = threading.Event()
-        # The group in which this rank froze, if any. Subgroups share the list, so that the rank freezes only once.
+        # Name of the group in which this rank froze; empty until then. Subgroups share the list, so that the rank
+        # freezes only once.
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:

@@ -260,7 +260,7 @@ class ModelChecker:
 
     def _sent(self, source: RankModel, target: RankModel, key: _Key, recv: Move) -> list[ChunkState]:
         send = source.sends[target.rank, key[1]]
-        # In an all_to_all, the receiver may store a part in a chunk with another number than the sender's chunk.
+        # In an all_to_all, the sender and the receiver may use different chunk numbers for the same part.
         alike = len(send.chunks) == len(recv.chunks) if self.collective == "all_to_all" else send.runs == recv.runs
         if not alike:
             sent = f"rank {source.rank}, which in its step {source.number} sends {named(send)}"

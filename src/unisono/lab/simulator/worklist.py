@@ -5,7 +5,7 @@ Each rank can therefore be advanced until it needs a message that has not been s
 heap.
 """
 
-# Calls of `max` would dominate the run time of the inner loop.
+# Calls to `max` would dominate the run time of the inner loop.
 # ruff: noqa: FURB136
 
 from __future__ import annotations

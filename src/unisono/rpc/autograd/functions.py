@@ -59,7 +59,7 @@ class _RecvBackward(torch.autograd.Function):
     def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, index: int, content: list[torch.Tensor]) -> Any:
         ctx.record = record
         ctx.index = index
-        # `.data` makes this a tensor of its own instead of a view of the received bytes, so the receiver may modify it
+        # To autograd, `.data` is an independent tensor, not a view of the received bytes, so the receiver may modify it
         # in place.
         return content.pop().data
 

@@ -112,7 +112,7 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _UNWRITABLE or error.filename is not None:
             raise
-        # Redirect standard output to /dev/null, because Python would try to write the buffered rest again at exit.
+        # Redirect standard output to /dev/null, because Python would try to write the remaining output again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # If the reader has closed the pipe, it does not want more output, so don't print an error.
         closed = error.errno == errno.EPIPE

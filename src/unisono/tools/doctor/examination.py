@@ -36,7 +36,7 @@ __all__ = [
 CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
 """Registry of checks: files in `checks`, and other packages' entry points in `unisono.tools.doctor.checks`."""
 
-# Additional time in which checks that have reached their own time limit can report that.
+# Additional time for checks to report that they have reached their own time limit.
 _GRACE_S = 10.0
 
 

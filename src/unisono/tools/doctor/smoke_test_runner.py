@@ -18,8 +18,8 @@ from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, r
 
 __all__ = ["main", "summed", "tried"]
 
-# Seconds before the time limit at which the test gives up, so that it can report what it was waiting for before it is
-# killed.
+# The test gives up this many seconds before its time limit, so that it can report what it was waiting for instead of
+# being killed.
 _LAST_WORDS_S = 4.0
 
 

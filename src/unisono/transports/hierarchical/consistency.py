@@ -168,7 +168,8 @@ class HostAgreement:
         if self._inside is not None and alike:
             message = first.with_header(nbytes)
             given = (message,) if self._links is not None else ()
-            # The host's first rank may wait for another host until the deadline, and tells this host only afterwards.
+            # The host's first rank may wait for another host until the deadline, and sends the verdict to this host's
+            # ranks only afterwards.
             self._inside(Call("broadcast", inputs=given, outputs=(message,), root=0), deadline + _REPORT_S)
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)

@@ -171,7 +171,7 @@ class Hierarchical(Transport):
                 raise self._broken from error
             raise self._agreement.find_missing_rank(error, timeout) from error
 
-    # -- parts ---------------------------------------------------------------------------------
+    # -- subgroups -----------------------------------------------------------------------------
     def split(self, group: Group) -> Transport:
         """Return a transport for a subgroup: of both kinds, or of only one kind if that suffices."""
         ranks = {member: rank for rank, member in enumerate(self.group.members)}

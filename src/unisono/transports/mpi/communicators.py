@@ -160,7 +160,7 @@ class MpiCommunicators:
         text = f"MPI reported: {error.Get_error_string().strip()}"
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)
-        # After a revocation, MPI may not know which rank failed; the control plane reports it.
+        # After a revocation, MPI does not always know which rank failed; the control plane reports that rank.
         lost = self._lost()
         return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
 

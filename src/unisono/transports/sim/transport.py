@@ -67,7 +67,7 @@ class SimTransport(ThreadTransport):
     """
 
     simulated = True
-    # The simulated control plane compares calls, so that this takes virtual time too.
+    # Let the simulated control plane compare calls, so that comparisons also take virtual time.
     checks = False
     _work = _SimWork
     devices: frozenset[str] = frozenset({"cpu"})

@@ -58,8 +58,8 @@ def adopt(
     record = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
-            # If there are several hosts, listen on the network interface on the route to the job's master: other hosts
-            # can reach it too.
+            # If there are several hosts, use the network interface on the route to the job's master, because other
+            # hosts can also reach this interface.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = ControlServer(
                 secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_for_others(far)

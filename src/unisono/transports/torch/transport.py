@@ -269,8 +269,8 @@ class TorchTransport(Transport):
             if not launching:
                 self._lock.release()
         if self._cuda and first:
-            # `abort` ends launches and kernels that wait for a lost rank. `shutdown` avoids the leak, and torch's
-            # warning, of a group that is only dropped. On a failed device, both raise an error.
+            # `abort` ends launches and kernels that wait for a lost rank. `shutdown` is needed because a group that is
+            # only dropped leaks, and torch warns about it. On a failed device, both calls raise an error.
             with suppress(RuntimeError):
                 (backend.abort if stuck or launching else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):
@@ -411,6 +411,6 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
         return timeout_error(messages, waited_s)
     peer = messages[0].peer if len(messages) == 1 else None
     if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
-        # This peer may not have failed first; the control plane reports the first failure.
+        # Another rank may have failed before this peer; the control plane reports the first failure.
         return connection_error(peer)
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)

@@ -27,7 +27,8 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # For messages of 1, 2, 4, ... chunks: the number of longer chunks, and the most that one rank sends of these.
+    # For messages of 1, 2, 4, ... chunks: the number of longer chunks in the message, and the largest number of longer
+    # chunks that any rank sends.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:
         pairs = zip(runs[::2], runs[1::2], strict=True)

@@ -1150,7 +1150,7 @@ class Communicator(Place):
         """
         self._engine.enter("all_gather_object")
         data = self._bytes(encode(obj, self.rank, trusted))
-        # Two fast-path calls, because all_gather_v has no fast path, and checkpoints call this often.
+        # Use two fast-path calls, because all_gather_v has no fast path, and checkpoints call this often.
         lengths = data.new_empty(self.size, dtype=torch.int64)
         self.all_gather_single(lengths, lengths.new_tensor([data.numel()]), timeout=timeout)
         counts = lengths.tolist()

@@ -163,8 +163,8 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Global, because the address is global, too: each `init` of a job must find the server of the previous `init`. The key
-# contains the process ID, because a forked child inherits its parent's entries but does not run the servers.
+# Global, like the address: each `init` of a job must find the server of the previous `init`. The key contains the
+# process ID, because a forked child inherits its parent's entries but does not run the servers.
 _leases: dict[tuple[int, str], Lease] = {}
 # Protects `_leases` and the leases in it.
 _lock = threading.Lock()

@@ -94,7 +94,7 @@ def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous
     # rank.
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     outward = (address_towards if alone else address_for_others)(at.host, at.port) if at.agent else at.host
-    # Start the server before publishing its address: if this fails, no rank has read the address yet.
+    # Start the server before publishing its address: if starting it fails, no rank has read the address yet.
     hosted = acquire(f"{key} at {at.host}", secret, outward, 0, restarts=claim.restarts)
     try:
         store = _connected(claim, at) if at.agent else _opened(claim, at, secret, key)

@@ -78,7 +78,7 @@ class Checkpointer:
         self._given = comm
         self._save_on_stop = save_on_stop
         self._saving: SaveHandle | None = None
-        # Step and state of the last call of `step`, until they are saved.
+        # Step and state passed in the last call to `step`; None once they are saved.
         self._unsaved: tuple[int, Any] | None = None
         self._stepped = False
         self._is_inside = False

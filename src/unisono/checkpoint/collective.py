@@ -290,7 +290,7 @@ class SaveQueue:
 # The save queue of each communicator. It is not an attribute of `Communicator`, because that class must not depend on
 # checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# Saves without a communicator, by path: the next save to a path waits for the previous one.
+# The last save to each path without a communicator. The next save to the path waits for this save.
 _alone: dict[str, SaveHandle] = {}
 
 

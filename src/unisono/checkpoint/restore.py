@@ -56,7 +56,7 @@ _Mode = Literal["top", "strict", "shapes", "loose"]
 
 _Build = Callable[[], Any]
 
-# Errors that building values from a maliciously crafted tree may raise.
+# Errors that may occur while values are built from a maliciously crafted tree.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 _ASIDE = 64 << 20

@@ -259,7 +259,7 @@ class LocalStorage:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             _sync_directory(path.parent)
-        # The directory may exist without being durable, if its creator has crashed.
+        # If the directory's creator has crashed, the directory may exist without being durable.
         _sync_directory(self._root.parent)
 
     def create(self, name: str) -> LocalSink:

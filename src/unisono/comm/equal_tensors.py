@@ -73,7 +73,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return total
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Unlike view(-1), as_strided gives stride 1 even to a single element, which viewing it as words requires.
+    # Unlike view(-1), as_strided gives stride 1 even to a single element; viewing the element as words requires this.
     flat = dense.as_strided((dense.numel(),), (1,))
     words = flat.view(_WORD.get(flat.itemsize, torch.int32))
     keys = _keys().to(tensor.device)

@@ -192,7 +192,7 @@ class PointToPointWork(Work):
         self._awaited = awaited
         self._inner = inner
         self._staging = staging
-        # Messages are numbered separately from collectives, because their number differs between ranks.
+        # Messages are numbered separately from collectives, because ranks may send different numbers of messages.
         self._operation = record[0]
         self._number = engine.activity.messages
         self._lock = threading.Lock()
@@ -274,7 +274,7 @@ class PointToPointWork(Work):
             try:
                 self._staging.end()
             except CommError as error:
-                # Store the error, because every later wait must report how this one ended.
+                # Store the error, because every later wait must report the same outcome.
                 self._staging.after.clear()
                 self._error = self._failed(error)
         if self._error is not None:

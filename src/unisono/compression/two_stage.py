@@ -140,8 +140,8 @@ class TwoStage(Codec):
             norm_of_all = norm_of_all + norm + first
             largest_of_all = largest_of_all + largest + first
         second = self.loss(norm_of_all, largest_of_all, torch.zeros_like(first), count)
-        # Each rank counts the second stage's error only for the piece that it sums, so the largest of these errors is
-        # the bound.
+        # Only the rank that sums a piece adds the second stage's error for this piece, so the bound contains the
+        # largest of these errors.
         return size * float(first.norm() + second.flatten(1).norm(dim=1).max())
 
     def _grid(self, numel: int, size: int) -> tuple[int, int]:

@@ -138,7 +138,7 @@ class SocketControl(ControlClient):
 
     def set_heartbeat(self, seconds: float) -> None:
         if self._heartbeat_s is None:
-            # One second less than requested, because `limit_silence` may take effect up to a second late.
+            # Use one second less than requested, because `limit_silence` may take effect up to a second late.
             self._heartbeat_s = max(1.0, seconds - 1.0)
             self._news.limit_silence(self._heartbeat_s)
             self._request("heartbeat", self._heartbeat_s)
@@ -413,7 +413,7 @@ def _both(
     news: ClientConnection | None = None
     try:
         news = _reach(address, secret, timeout, rank)
-        # The server assigns the client's number, which the second connection sends to identify the same client.
+        # The server assigns a number to the client. The second connection sends this number to identify the client.
         number = _request(requests, requests, ("number",), timeout)
         _request(news, requests, ("news", number), timeout)
     except BaseException:

@@ -74,7 +74,7 @@ class _HeldRank:
         while (
             frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
         ):
-            # Keep the innermost frame even if it is not the program's.
+            # Keep the innermost frame even if it does not belong to the program.
             if not found or is_users(frame.f_code.co_filename):
                 found.append(frame)
             frame = frame.f_back

@@ -77,7 +77,7 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Ranks prove with a key and the job's secret that they belong to the job; host names are not checked.
+    # Ranks use a key and the job's secret to prove that they belong to the job; host names are not checked.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:

@@ -176,7 +176,8 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
         OSError: The server cannot be reached.
     """
     found = len(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
-    # Limit each address, so that an unreachable one leaves time for the other addresses, and for the handshake.
+    # Limit the time for each address, so that an unreachable address leaves time for the other addresses, and for the
+    # handshake.
     peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
     try:
         if peer.getsockname() == peer.getpeername():

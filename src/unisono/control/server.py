@@ -80,7 +80,7 @@ class ControlServer:
         state: type[ControlState] = ControlState,
     ) -> None:
         check_platform()
-        # Check the TLS settings first, so that their errors are raised before anything is open.
+        # Check the TLS settings first, so that errors in these settings are raised before anything is open.
         tls_context(server=True)
         self._listener = listen(host, port)
         bound = self._listener.getsockname()

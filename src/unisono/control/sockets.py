@@ -344,7 +344,7 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
 def secret_bytes(given: str | bytes) -> bytes:
     """Return a secret from the caller or the environment, as bytes. Raises the same errors as `find_secret`."""
-    # Reject numbers, for which bytes() would return that many zeros.
+    # Reject numbers: `bytes(n)` would return n zeros.
     if not isinstance(given, str | bytes | bytearray | memoryview):
         raise TypeError(f"the secret must be text or bytes, not {type(given).__name__}")
     # Environment variables may contain arbitrary bytes.
@@ -361,8 +361,8 @@ def _of_this_user() -> bytes:
             return _read_or_create(directory())
         except CommError:
             raise
-        # There is no home directory, no permission to write there, or the file system is full, read-only or without
-        # hard links.
+        # There is no home directory, or the secret cannot be written there: permission is missing, or the file system
+        # is full, read-only or without hard links.
         except (OSError, RuntimeError) as error:
             last = error
     raise CommError(

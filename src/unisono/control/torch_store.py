@@ -31,7 +31,7 @@ class ControlStore(dist.Store):
         b'here'
     """
 
-    # Torch's own code sets this attribute, although its annotations lack it.
+    # Torch's own code sets this attribute, although torch's annotations do not declare it.
     timeout: timedelta
 
     def __init__(

@@ -83,8 +83,7 @@ def _stand(stood_s: float, stopped_at: float | None) -> tuple[float, float | Non
 def _choose(read: Callable[[], float] | None) -> None:
     global now, _virtual  # noqa: PLW0603  # as above
     _virtual = read
-    # `now` depends on simulations and on stops: a simulation may end while the clock is stopped, and the clock may
-    # resume during a simulation.
+    # Check both states: a simulation may end while the clock is stopped, and the clock may resume during a simulation.
     now = read or (_python if _stands == (0.0, None) else real)
 
 

@@ -69,8 +69,9 @@ def _add_rules(dynamo: ModuleType) -> None:
     except AttributeError:
         return
 
-    # A graph that calls functions in these files traces them; for frames outside a graph, Dynamo treats all our files
-    # alike. Dynamo rebuilds this list when the list's cache is cleared, for example by `init_process_group`.
+    # Dynamo traces functions in these files when a graph calls them; for frames outside a graph, Dynamo treats all
+    # files of this package alike. Dynamo rebuilds this list when the list's cache is cleared, for example by
+    # `init_process_group`.
     dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
     def call(self: Any, frame: Any, *given: Any) -> Any:

@@ -208,7 +208,7 @@ class Activity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as built-in types."""
-        # A rank that has just timed out counts as waiting, because peers that query at the same time are in the same
+        # A rank that has just timed out counts as waiting, because peers that query at the same time belong to the same
         # deadlock. The timeout may also have been raised by a wait outside any call.
         now = self.now
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))

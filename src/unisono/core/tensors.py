@@ -57,7 +57,7 @@ def as_flat(
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
         return None
     try:
-        # This check for the CPU takes a tenth of the time of reading the device's type.
+        # Checking `is_cpu` takes a tenth of the time of reading the device's type.
         here = tensor.is_cpu if devices is _CPU else tensor.device.type in devices
         plain = here and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg())
     except RuntimeError:

@@ -273,7 +273,8 @@ def _of_numpy() -> list[Replacement]:
 
         return call
 
-    # Use a subclass, because some code checks the class: scikit-learn uses this object when it gets no generator.
+    # Use a subclass, because some code checks the object's class. For example, scikit-learn uses this object if it gets
+    # no generator.
     kind = type("RandomState", (type(real),), {"__getattribute__": lambda _, name: getattr(generator(), name)})
     names = [name for name, value in vars(numpy).items() if getattr(value, "__self__", None) is real]
     return [(numpy.mtrand, "_rand", kind()), *((numpy, name, bound(name)) for name in names)]

@@ -316,7 +316,7 @@ class Deferred(Work):
                 try:
                     self._run(clock.now() + limit)
                 except BaseException as error:
-                    # Also store an interrupt, because every later wait must report how this one ended.
+                    # Store even an interrupt, because every later wait must report the same outcome.
                     self._error = error
         if self._error is not None:
             raise self._error

@@ -79,7 +79,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.rank: int
         self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        # Use a sampler for a single rank, which covers the whole epoch, so that its state is the same on every rank.
+        # Use a sampler for a single rank: it covers the whole epoch, and its state is the same on every rank.
         self._sampler = PartitionSampler(
             dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
         )

@@ -91,7 +91,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         [[0, 10, 20, 30, 40], [0, 10, 20, 30, 40]]
     """
     given = torch.as_tensor(indices).detach().to("cpu")
-    # Send indices that are not integers unchanged, so that every rank raises the error.
+    # Send non-integer indices unchanged, so that every rank raises the error.
     positions = given.long() if not given.numel() or are_integers(given) else given
     local = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
     if comm is None:

@@ -115,7 +115,8 @@ class PartitionSampler(DistributedSampler[Any]):
         self.padding = padding
         self._phases: list[ShardingPhase] = []
         self._pass: EpochProgress | None = None
-        # Epoch passed to `set_epoch` since the last pass through the samples ended; None if it was not called.
+        # Epoch passed to `set_epoch` since the last pass through the samples ended; None if `set_epoch` has not been
+        # called since then.
         self._requested_epoch: int | None = None
         self._warned = self.rank > 0
 
@@ -431,8 +432,8 @@ class EpochProgress:
     def advance(self, count: int) -> None:
         self.taken += count
         if count and self.complete:
-            # If this batch is shorter than earlier ones, it is the last batch on all ranks. If the iteration had
-            # already ended, a loader has prefetched, and it is unknown whether other ranks have used one more sample.
+            # A batch that is shorter than earlier batches is the last batch on all ranks. If the iteration had already
+            # ended, a loader has prefetched batches, so it is unknown whether other ranks have used one more sample.
             self.through = True if count < self.batch else None if self.ended else False
         self.batch = max(self.batch, count)
 

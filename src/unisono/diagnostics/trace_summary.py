@@ -237,7 +237,7 @@ def find_straggler(
 def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float) -> bool:
     scores = [_score(rank, call) for call in calls]
     # If the arrival order were random, a rank's score would have mean 1/2 and variance (n + 1) / (12 (n - 1)) for n
-    # ranks. This is the standard deviation of the sum of scores.
+    # ranks. `deviation` is the standard deviation of the sum of scores.
     deviation = sqrt(sum((len(call) + 1) / (12 * (len(call) - 1)) for call in calls))
     most = len(calls) / 2 / deviation
     if (sum(scores) - len(calls) / 2) / deviation < min(_DEVIATIONS, most) * (1 - 1e-9):

@@ -57,7 +57,7 @@ class Dask(Engine):
             try:
                 yield executor
             finally:
-                # Release the tasks: workers keep results until then.
+                # Release the tasks: until then, workers keep the tasks' results.
                 executor.shutdown(wait=False)
 
     def _connected(self, distributed: Any, size: int) -> AbstractContextManager[Any]:

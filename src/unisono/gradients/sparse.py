@@ -85,7 +85,7 @@ def _rows(grad: torch.Tensor | None) -> int:
 def _dense_mean(parameter: torch.Tensor, grad: torch.Tensor | None, comm: Communicator, factor: float) -> torch.Tensor:
     mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
     comm.all_reduce(mean)
-    # Copy the mean into the existing p.grad only now: its memory may be the caller's, so the reduction must not use it.
+    # Copy the mean into the existing p.grad only now: the caller may own that memory, so the reduction must not use it.
     return mean if grad is None or grad.layout != torch.strided else grad.copy_(mean)
 
 

@@ -60,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **more)
         shared = _agreed_dup(comm, str(self), "layer") if dup else comm
-        # Autograd may run backward in another thread.
+        # Autograd may run the backward pass in another thread.
         shared.allow_any_thread()
         self._shared = _StatisticsComm(shared)
 

@@ -109,8 +109,8 @@ def run_rank(
                 return _run_rank(watch, rank, attempt, size, payload, secret)
 
         outcome = run_reported(rank, program)
-        # Hooks on a model form reference cycles, which keep the communicator's file descriptors open until they are
-        # collected.
+        # Hooks on a model form reference cycles, which keep the communicator's file descriptors open until the cycles
+        # are collected.
         gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():

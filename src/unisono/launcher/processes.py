@@ -126,7 +126,7 @@ class ProcessRanks(LinkedRanks):
         )
         for link in self.links.values():
             link.close()
-        # Drop the process objects now, because their file descriptors are closed only when they are freed.
+        # Drop the process objects now: an object's file descriptors are closed only when the object is freed.
         self._processes.clear()
         if self.control is not None:
             self.control.close()

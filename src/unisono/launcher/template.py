@@ -119,7 +119,7 @@ def _spawn(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, comma
 
 def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     """Make this forked process look like a newly started interpreter."""
-    # Start a new session. The rank's children belong to it, so they can be killed together, and Ctrl-C at the terminal
+    # Start a new session for the rank and its children, so that they can be killed together, and Ctrl-C at the terminal
     # reaches only the launcher.
     os.setsid()
     os.dup2(order["stdout"], 1)

@@ -262,7 +262,7 @@ class Client:
             raise
         if (self.closed or peer in self._receiver.ended) and calls.pop(call.number) is not None:
             # The peer left or this agent was closed while this call was being sent, perhaps after all pending calls had
-            # been failed.
+            # already failed.
             calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _cancel(self, call: PendingCall) -> None:
@@ -296,7 +296,7 @@ class Client:
         if call.reply is None:
             assert call.error is not None
             if isinstance(call.error, PeerLostError):
-                # One error may fail many calls, and each needs its own traceback.
+                # One error may fail many calls, and each call needs its own traceback.
                 raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
             raise call.error
         (value,) = self._channel.unpack(call.reply, HEADER.size)

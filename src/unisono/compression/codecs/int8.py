@@ -103,7 +103,8 @@ class Int8(TwoStage):
         return blocks * (4 + length)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        # Half a quantization step, plus the rounding error of the scale, which matters if the scale is subnormal.
+        # The loss is at most half a quantization step per element, plus the scale's rounding error, which matters if
+        # the scale is subnormal.
         return count.sqrt() * (largest * (0.5 / self.steps * (1 + 1e-4)) + 128 * _TINY)
 
 

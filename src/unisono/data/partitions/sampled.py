@@ -18,7 +18,7 @@ from unisono.data.partitions.strided import Strided
 
 __all__ = ["PARTITIONER", "Sampled"]
 
-# Ranks that are threads share the global generators, and often the sampler, so only one may draw at a time.
+# Ranks that are threads share the global generators, and often the sampler, so only one rank may draw at a time.
 _one_at_a_time = threading.RLock()
 
 

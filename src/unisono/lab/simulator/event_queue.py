@@ -178,7 +178,7 @@ class EventQueue:
         state.sent += 1
         if network.overhead is None:
             # The port sends one message at a time: `next_send` is the time at which the last byte of the step's
-            # previous message leaves it.
+            # previous message leaves the port.
             start = max(state.next_send, state.port)
             head = start
             tail = start + nbytes * path.beta * factor

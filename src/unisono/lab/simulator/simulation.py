@@ -147,7 +147,8 @@ def run_calls(
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")
-    # Engines create no reference cycles, but the garbage collector would scan all ranks' state again and again.
+    # Disable the garbage collector, which would scan all ranks' state again and again: engines create no reference
+    # cycles.
     with no_collection():
         if engines[0] == "worklist":
             return _by_worklist(calls, size, network, times, itemsize)

@@ -35,7 +35,7 @@ def _named(dtypes: Iterable[torch.dtype], ops: Iterable[ReduceOp]) -> dict[tuple
 
 
 ON_GPU: dict[tuple[torch.dtype, ReduceOp | None], Any] = {
-    # No minimum or maximum of floats, because torch's backends lose NaNs in these.
+    # Exclude minimum and maximum of floats, because torch's backends lose NaNs in these operations.
     **_named(_FLOATS, _ARITHMETIC),
     **_named(_INTEGERS, (*_ARITHMETIC, ReduceOp.MIN, ReduceOp.MAX)),
     **_named(_COMPLEX, (ReduceOp.SUM,)),

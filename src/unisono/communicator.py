@@ -85,9 +85,9 @@ class Communicator(Place):
         transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
         options: Options of the transport.
-        check: "auto" compares all ranks' operations before each collective, or on nccl while it runs; "off" never does;
-            "full" also compares shapes and the contents sent and received, and detects tensors that are modified before
-            `wait`.
+        check: "auto" compares all ranks' operations before each collective (on nccl, while it runs); "off" never
+            compares; "full" also compares shapes and the contents sent and received, and detects tensors that are
+            modified before `wait`.
         admission: Function for a rank that replaces a lost one: takes a deadline on the library's clock, and returns
             the communicator of the job that admitted this rank. `rebuild` calls it.
 
@@ -189,9 +189,9 @@ class Communicator(Place):
     ) -> Communicator:
         """Return a communicator on top of an existing torch process group, which unisono never destroys.
 
-        Collective over the group: every member calls it. The owner of the group may still use it while the communicator
-        is idle. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the communicator
-        gets its own transport of the same kind.
+        Collective over the group: every member calls it. While the communicator is idle, the group's owner may still
+        use the group. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the
+        communicator gets its own transport of the same kind.
 
         Args:
             group: Group created by `dist.init_process_group` or `dist.new_group`; None for the default group.
@@ -275,7 +275,7 @@ class Communicator(Place):
     # -- the communicator itself -----------------------------------------------------------------
     @property
     def is_replacement(self) -> bool:
-        """Whether this rank replaces a lost one and has yet to join the other ranks, with `rebuild`.
+        """Whether this rank replaces a lost one and has yet to join the other ranks by calling `rebuild`.
 
         True only under `launch(..., on_failure="replace")`; False for the communicator that `rebuild` returns.
         """
@@ -1708,13 +1708,14 @@ class Communicator(Place):
     ) -> Choice:
         """Return which algorithm `"auto"` chooses for a call, why, and the predicted times of the alternatives.
 
-        Collective on the first call, when ranks agree on a cost table, unless `tune` or a call with "auto" came first.
+        The first call is collective, because ranks then agree on a cost table, unless an earlier `tune` or a call with
+        "auto" already did so.
 
         Args:
             collective: "all_reduce", "broadcast", ...; the root is rank 0.
             nbytes: Size in bytes of one rank's input or output, whichever is larger.
             dtype, op: As in the call; floating-point reductions allow fewer algorithms.
-            algorithm: Another algorithm whose time to predict.
+            algorithm: Algorithm to predict the time of, instead of the one that "auto" chooses.
 
         Raises:
             ValueError: No such collective or algorithm, or the algorithm cannot serve the call.
@@ -1734,19 +1735,19 @@ class Communicator(Place):
         return self._engine.selection.plan(collective, nbytes, dtype, reduced, algorithm)
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures of the latest calls, and the rank that holds up the others, if any. Collective.
+        """Return statistics on recent collectives, and the rank, if any, that slows down the other ranks. Collective.
 
-        Call it in a training loop, every 100 steps or so. The figures cover the calls since the last report, from 100
-        to 2,048 of them; these should span at least 20 training steps. A rank is named if it lags behind the other
-        ranks by 2 % of the time (8 % with two ranks), more steadily than chance would explain. Rank 0 logs the named
-        rank once, as a warning on the logger `unisono`. From then on ranks sample their stacks 200 times a second, and
-        later calls of this method report what the slow rank is doing. All times are host times, so a kernel that is
-        waiting on a GPU adds nothing.
+        Call it in a training loop, every 100 steps or so. A report covers the collectives since the previous report,
+        but at least the last 100 and at most the last 2,048. For a reliable result, these should span at least 20
+        training steps. A rank is named if it lags behind the other ranks by 2 % of the time (8 % with two ranks), more
+        steadily than chance would explain. Rank 0 logs the named rank once, as a warning on the logger `unisono`. From
+        then on ranks sample their stacks 200 times a second, and later calls of this method report what the slow rank
+        is doing. All times are host times, so a kernel that is waiting on a GPU adds nothing.
 
-        Returns:
-            The same on every rank: "calls" (number of collectives that all ranks have recorded), "seconds" (the time
-            that these span), "outside_s" (for each rank, the part of that time spent outside this communicator's
-            calls), and "straggler": None, or a dict of "rank"; "where", the call before which it is late; "late_s" and
+        Returns: A dict, equal on all ranks: "calls" (number of collectives that all ranks have recorded), "seconds"
+        (the time that these collectives span), "outside_s" (for each rank, the part of that time spent outside this
+        communicator's
+            calls), and "straggler": None, or a dict of "rank"; "where", the call at which it arrives late; "late_s" and
             "share", its delay in seconds and as a fraction of the time; "doing" ("computing", "in a collective" of
             another group, or "in the loader") and "line", both None until there are enough samples to distinguish it
             from other ranks.
@@ -1812,10 +1813,10 @@ class Communicator(Place):
     def stop_requested(self) -> bool:
         """Return whether all ranks stop here. Every rank calls this once per step, at the same place in its loop.
 
-        Each call is a step boundary. After any rank has requested a stop, the method returns True on all ranks from the
-        same boundary on, which is the first that no rank has passed yet. Until a request, it sends nothing and never
-        waits. `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals, deadlines
-        and files request a stop.
+        Each call is a step boundary. After any rank has requested a stop, the method returns True on all ranks,
+        starting at the first boundary that no rank has passed yet. Until a stop is requested, the method sends nothing
+        and never waits. `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals,
+        deadlines and files request a stop.
 
         Raises:
             ClosedError: The communicator is closed.
@@ -1869,7 +1870,7 @@ class Communicator(Place):
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason given in the stop request, once this rank has stopped; None before."""
+        """The reason given in the stop request; None until this rank has stopped."""
         return boundaries_of(self).reason
 
     @property
@@ -1921,7 +1922,7 @@ class Communicator(Place):
                 self._close(CLOSE_S)
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Register an action for the start of `close`, while calls still work. Actions run in reverse order.
+        """Register an action to run at the start of `close`, while calls still work. Actions run in reverse order.
 
         The action does not run if the communicator is dropped without `close`. After a `rebuild`, the new communicator
         runs the action.
@@ -1941,7 +1942,7 @@ class Communicator(Place):
         self._before_close.append(action)
 
     def after_close(self, action: Callable[[], None]) -> None:
-        """Register an action for the end of `close`, to release resources. Actions run in the order registered.
+        """Register an action to run at the end of `close`, to release resources. Actions run in the order registered.
 
         When the communicator is dropped without `close`, the action runs in another thread, so it must not refer to the
         communicator. After a `rebuild`, the new communicator runs the action.
@@ -2059,7 +2060,7 @@ def engine_of(comm: Communicator) -> Engine:
 
 
 def boundaries_of(comm: Communicator) -> StepBoundaries:
-    """Return this rank's step count on a communicator, or on the one that `rebuild` made from it.
+    """Return this rank's step count on a communicator, or on the communicator that replaced it in a `rebuild`.
 
     Example:
         >>> comm = un.init()
@@ -2070,7 +2071,7 @@ def boundaries_of(comm: Communicator) -> StepBoundaries:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Replace the transport and control plane of this communicator and of those that are made from it later.
+    """Replace the transport and control plane of this communicator, and of communicators that are made from it later.
 
     Used to install a recording wrapper, and to restore the originals when recording ends.
     """

@@ -6,7 +6,8 @@ environment variables, needs an entry in `_LAUNCHERS`, and also defines:
 
 - `VARIABLES`: the variables that define a process's rank, and `PREFIXES` of all variables that the launcher sets;
 - `START`: a command line that starts ranks with it, for error messages;
-- `launched()`: the `Launched` that the variables describe, with None for invalid values, or None if none is set;
+- `launched()`: the `Launched` that the variables describe, in which invalid values are None; None if no variable is
+  set;
 - `detected(request)`: whether this module's `find` is the one to call;
 - `check(request)`: raises the `ValueError` that `find` would raise before communicating.
 """

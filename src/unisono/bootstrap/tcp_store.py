@@ -57,8 +57,8 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
     The address is removed once all ranks have joined. After a restart by torchrun, the store may still contain the
-    previous address. Restart counts cannot tell it from a new address, because each agent counts restarts separately.
-    An address that fails is therefore retried until rank 0 publishes another address.
+    previous address. Restart counts cannot distinguish it from a new address, because each agent counts restarts
+    separately. An address that fails is therefore retried until rank 0 publishes another address.
 
     Args:
         claim: This process's claim.

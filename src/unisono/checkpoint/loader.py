@@ -68,8 +68,8 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. The number of ranks may differ from that of the save. Nothing is changed until it is certain that the
-    checkpoint fits the state, that all files exist, and that objects of up to 64 MiB accept their states. Optimizer
+    Collective. The number of ranks may differ from the number that saved. Nothing is changed until it is certain that
+    the checkpoint fits the state, that all files exist, and that objects of up to 64 MiB accept their states. Optimizer
     states are assigned to the parameters with the same names. Custom loading logic in modules, such as
     `load_state_dict` hooks, runs as in torch.
 

@@ -413,7 +413,7 @@ def join(path: str, key: object) -> str:
 
 
 def _rank(item: object) -> tuple[str, Any]:
-    """Sort key for members of a set, the same on every rank if they can be ordered."""
+    """Sort key for members of a set, the same on every rank if the members can be ordered."""
     return type(item).__name__, item if isinstance(item, (int, float, str, bytes)) else repr(item)
 
 
@@ -510,7 +510,7 @@ def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[
 
     Args:
         node: The tree.
-        tensor: Function that returns the tensor of a name.
+        tensor: Function that returns the tensor with a given name.
         special: Function called with tag and content of each node that this module cannot unpack, such as an object's
             state.
 

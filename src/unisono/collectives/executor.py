@@ -66,7 +66,7 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """Memory layout of a buffer of chunks. Sender and receiver may differ in layout, but split messages alike."""
+    """Memory layout of a buffer of chunks. Sender and receiver may have different layouts, but split messages alike."""
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:

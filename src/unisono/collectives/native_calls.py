@@ -113,7 +113,7 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """Interface to the messages of a rank that Python moves instead of the native core.
+    """Interface to those messages of a rank that are moved by Python, not by the native core.
 
     Attributes:
         lock: Lock to hold while moving bytes.
@@ -302,7 +302,7 @@ class NativeCalls(ABC):
         return 0 if op is None else self._ops[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0
 
     def carries(self, call: Call) -> bool:
-        """Return whether `carry` supports a call: any algorithm, but no reductions without a kernel in the core."""
+        """Return whether `carry` supports a call. Any algorithm will do, but a reduction needs a kernel in the core."""
         if not (call.steps is None or isinstance(call.steps, Schedule)):
             return False
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
@@ -343,7 +343,7 @@ class NativeCalls(ABC):
 
     @abstractmethod
     def _cause(self) -> BaseException | None:
-        """Return the error with which waits were ended, or None."""
+        """Return the error that ended the waits, or None."""
 
     def abort(self) -> None:
         """End every current and later wait. May be called from any thread."""
@@ -381,7 +381,7 @@ class NativeTransport(Transport):
         return not call.lengths and self.calls.carries(call)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare calls that the core does not carry, and calls of the backward pass, in a separate round.
+        """Compare calls that the core cannot run, and calls in a backward pass, in a separate round.
 
         All other calls run in the core, which compares them in their first round.
         """

@@ -188,7 +188,7 @@ class Needs(NamedTuple):
 
 
 def message_bytes(call: Call, size: int) -> int:
-    """Return the size of the whole message in bytes. Ranks may only differ if each pair has its own length."""
+    """Return the whole message's size in bytes, equal on all ranks unless each pair of ranks has its own length."""
     family = FAMILIES[call.name]
     if call.lengths:
         return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize

@@ -59,7 +59,7 @@ class CallControl(SocketControl):
         self._waiters.pop(waiter.number, None)
 
     def examine(self) -> tuple[bool, Overdue | None]:
-        """Make the monitor check for overdue calls. Return whether all ranks have exited, and any overdue call."""
+        """Make the monitor check for overdue calls. Return whether all ranks have exited, and one overdue call."""
         ended, overdue = self._request("examine")
         return ended, None if overdue is None else Overdue(*overdue)
 

@@ -171,7 +171,7 @@ class SocketControl(ControlClient):
         self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:
-        """Close the descriptors, as a forked child does."""
+        """Close the descriptors in a forked child."""
         self._connection.close()
         self._news.close()
         self._inspect_socket.close()
@@ -226,7 +226,7 @@ class SocketControl(ControlClient):
             waiter.awake.wait(deadline - clock.now())
 
     def _wake_others(self) -> None:
-        """Wake all waiting threads, so that one of them takes over reading; which of them are asleep is unknown."""
+        """Wake all waiting threads, so that one of them takes over reading; it is unknown which are asleep."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.awake.set()

@@ -142,7 +142,7 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """Seconds to wait for an answer: few once the server is silent, as a failing rank sends many requests."""
+        """Seconds to wait for an answer: few if the server is silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     @property
@@ -165,7 +165,8 @@ class ControlClient(ControlPlane, ABC):
         Args:
             timeout: Seconds to wait for the answer.
             give_up: Function that returns, for this request's number, a request that ends the wait. Answers arrive in
-                order, so once that request is answered, the answer to this one has arrived or never will.
+                order, so once the request that ends the wait is answered, the original answer has arrived or never
+                will.
             words: The request.
             group: Group whose rank numbers appear in error texts.
             unanswered: Error text if there is still no answer once the wait has ended; if None, ending the wait causes

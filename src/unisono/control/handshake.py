@@ -54,7 +54,7 @@ class Handshake:
 
     Attributes:
         peer: The connection.
-        deadline: Time on the library's clock at which an `Acceptor` drops it.
+        deadline: Time on the library's clock at which an `Acceptor` drops the connection.
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:

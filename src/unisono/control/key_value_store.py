@@ -42,7 +42,7 @@ class KeyValueStore:
         return total, self.set(key, b"%d" % total)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
-        """Return the value afterwards (`expected` if the key remains absent), and the requests that were waiting."""
+        """Return the resulting value (`expected` if the key remains absent), and the requests that were waiting."""
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             return desired, self.set(key, desired)

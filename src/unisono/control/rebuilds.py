@@ -55,7 +55,7 @@ class Rebuilds:
         """Request an attempt, as a member.
 
         All members must request the same, or pass neither `grow` nor `size`, which accepts the other members' `size`.
-        Newcomers do the latter if ranks are lost while they join, because they do not know the size.
+        Newcomers pass neither if ranks are lost while they join, because they do not know the size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:

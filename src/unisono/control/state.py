@@ -94,7 +94,7 @@ class ControlState:
         return out + self._look(names)
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
-        """Record, for error texts, that a process was refused, and its claimed rank. A claim alone fails no rank."""
+        """Record a refused process and its claimed rank, for error texts. An unproved claim does not fail that rank."""
         if rank is None:
             self._absent(host, f"a process at {host} was refused: {why}")
         else:

@@ -234,7 +234,7 @@ class WatchedCalls(ControlState):
         return [(other, (waiting, "ok", None)) for other, waiting in call.asked]
 
     def _compared(self, where: _Group, number: int, call: _Call) -> Outgoing:
-        """Report the difference between the ranks that have made a call, if any."""
+        """If the ranks that have made a call differ, report the difference."""
         prints = {rank: call.made[rank].fingerprint for rank in sorted(call.made)}
         if any(each.op is None for each in prints.values()):
             # The reduce operation of a C++ caller is unknown, and comparing it would report a difference.
@@ -269,7 +269,7 @@ class WatchedCalls(ControlState):
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Check for exits and overdue calls; answer whether all ranks have exited, and with an overdue call, if any."""
+        """Check for exits and overdue calls; answer whether all ranks have exited, and which call is overdue."""
         out = [*self._look_for_failed(), *self._look_for_cycle()]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:

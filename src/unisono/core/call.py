@@ -66,7 +66,7 @@ class Fingerprint(NamedTuple):
         call: Sequence number of the call among the group's collectives.
         operation: Name of the method of `Communicator`.
         counts: Element counts, if ranks must agree on them.
-        adjoint_of: In a backward pass, the number of the collective whose gradients this one moves.
+        adjoint_of: In a backward pass, the number of the collective whose gradients this collective moves.
         agreed: For an "agree" call, the names and digests of the values that should be equal on all ranks.
         sends, receives: Element counts to and from each rank, if they differ by rank (all_to_all): the count that rank
             a sends to rank b must equal the count that b receives from a.

@@ -41,7 +41,7 @@ _give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(ti
 
 
 def real() -> float:
-    """Return the time for threads outside simulations."""
+    """Return the real time, which threads outside simulations use."""
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]

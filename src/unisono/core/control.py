@@ -170,7 +170,7 @@ class ControlPlane(ABC):
         """
 
     def outage(self) -> str:
-        """Return a sentence that says how long the control plane's host has not responded; empty if it responds."""
+        """Return a sentence that says for how long the control plane's host has been silent; empty if it responds."""
         return ""
 
     # -- within this process -------------------------------------------------------------------
@@ -210,7 +210,7 @@ def compare_in_full(
 
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
-    """Raise an error that quotes each rank's collective, once all ranks know that these differ."""
+    """Raise an error that quotes each rank's collective, once all ranks know that their collectives differ."""
     # Ignore sequence numbers: the fast path does not assign them here, and all ranks are known to be at the same
     # number.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))

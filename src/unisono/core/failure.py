@@ -75,7 +75,7 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
 
 
 def left_error(rank: int) -> PeerLostError:
-    """Return the error of a wait for a rank that has exited without a failure.
+    """Return the error to raise when waiting for a rank that has exited without a failure.
 
     Example:
         >>> print(left_error(2))

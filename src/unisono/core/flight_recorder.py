@@ -194,7 +194,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Return a context that marks as running a call of all ranks that is not numbered as a collective."""
+        """Return a context that marks a call as running; for calls of all ranks that have no collective number."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
@@ -344,7 +344,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """`callers_place`, and the user's line that led to it; they differ only if installed packages are in between."""
+    """`callers_place`, and the nearest line of user code above it; they differ only below installed packages."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
@@ -402,7 +402,7 @@ _CALL = _without_columns((lambda job: job()).__code__)
 
 
 def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that runs a job as if called from the user's line, in whichever thread and whenever it runs.
+    """Return a function that runs a job as if called from the user's line, even later or in another thread.
 
     The function's frame has the file and line of the user's frame, so that reports and tracebacks show them.
 

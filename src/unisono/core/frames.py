@@ -101,7 +101,7 @@ class Frame(NamedTuple):
 
 
 class InvalidFrameError(ValueError):
-    """The peer did not encode these bytes, or did so for a different position in the stream."""
+    """The peer did not encode these bytes, or encoded them for a different position in the stream."""
 
 
 class FrameChannel:

@@ -36,7 +36,7 @@ class LoadHook:
 
 
 def follow_loads(model: object, follower: Any, call: _Follow) -> None:
-    """Call a method whenever a module of a model, loaded as a whole or by itself, gets new values for its tensors.
+    """Call a method whenever a module's tensors are loaded, either with the whole model or separately.
 
     Args:
         model: The model. Scripted modules in the model are not followed.
@@ -61,7 +61,7 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
 
 
 def announce_load(model: object) -> None:
-    """Notify a model's followers that its tensors were written without its `load_state_dict`.
+    """Notify a model's followers that its tensors were written without a call of `load_state_dict`.
 
     Args:
         model: A module; anything else has no followers.

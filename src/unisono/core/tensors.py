@@ -269,8 +269,8 @@ class _Versioned(ctypes.Structure):
 def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
     """Return a tensor that shares a buffer's memory and keeps the buffer alive.
 
-    It is a copy if torch cannot use the memory: for numbers, lists of numbers, read-only memory without DLPack, and
-    arrays with negative strides. The caller must write results back to a list.
+    The tensor is a copy if torch cannot use the memory: for numbers, lists of numbers, read-only memory without DLPack,
+    and arrays with negative strides. The caller must write results back to a list.
 
     Args:
         buffer: Any type in `Buffer` except a tensor.

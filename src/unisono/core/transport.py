@@ -103,7 +103,7 @@ class Transport(ABC):
         tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` is always distinguished.
         any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
         checks: Whether `compare` or `run` compares the collectives of all ranks.
-        full: Whether that comparison includes shapes and contents, as needed for `check="full"`.
+        full: Whether this comparison includes shapes and contents, as needed for `check="full"`.
         compares_later: Whether ranks may compare a native collective while it runs, because `abort` ends a mismatched
             one.
         balanced: Whether message-based sums must be reduced along the balanced tree over the ranks, like native sums.
@@ -234,7 +234,7 @@ class Transport(ABC):
         return None
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return a transport of the same kind for a group that replaces this transport's own. This one may be broken.
+        """Return a transport of the same kind for a group that replaces this one's group. This transport may be broken.
 
         Args:
             group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
@@ -318,7 +318,7 @@ class Transport(ABC):
         return None
 
     def starts(self, call: Call) -> bool:
-        """Return whether `compare` and `run` only start a native collective; an asynchronous one then needs no thread.
+        """Return whether `compare` and `run` only start a native collective, so that asynchronous calls need no thread.
 
         Args:
             call: The call.
@@ -384,7 +384,7 @@ def share_capabilities(transport: Transport, other: Transport, *names: str) -> N
 
 
 def renewed(transport: Transport, group: Group) -> Transport:
-    """Return a transport for a group that replaces that of `transport`, with `reconnect` if set, else `reconfigure`."""
+    """Return a transport for the group that replaces `transport`'s; uses `reconnect` if set, else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 
@@ -437,8 +437,8 @@ class Envelope(NamedTuple):
 
     Attributes:
         peer: Rank of the sender.
-        head: Bytes of the message.
-        bodies: One-dimensional uint8 tensors sent with it, in newly allocated memory.
+        head: Content of the message besides the tensors.
+        bodies: One-dimensional uint8 tensors sent with the head, in newly allocated memory.
     """
 
     peer: int

@@ -190,7 +190,7 @@ def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
 
 
 def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutError:
-    """Return the error of a wait for these messages that has timed out."""
+    """Return the timeout error for a wait for these messages."""
     if not messages:
         return CommTimeoutError(f"waited {waited_s:.1f} s", waited_s=waited_s)
     first = messages[0]
@@ -203,7 +203,7 @@ def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutEr
 
 
 def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
-    """Return the error of a wait for these ranks that has timed out."""
+    """Return the timeout error for a wait for these ranks."""
     if not ranks:
         return timeout_error((), waited_s)
     return CommTimeoutError(waited_for(ranks, waited_s), peer=ranks[0], waited_s=waited_s)
@@ -221,14 +221,14 @@ def describe(messages: Sequence[Message]) -> str:
 
 
 def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
-    """Return the error for a send and its receive that differ in content; `sent` and `expected` are from `elements`."""
+    """Return the error for a send whose tensor doesn't fit the receive; `sent` and `expected` are from `elements`."""
     return MismatchError(
         f"rank {sender} sent {sent}, but the receive on rank {receiver} expects {expected} (tag {tag})", peer=peer
     )
 
 
 def elements(numel: int, dtype: str) -> str:
-    """Return a description of a tensor's content.
+    """Return a tensor's number of elements and dtype as text.
 
     Example:
         >>> elements(4, "torch.float32")

@@ -109,7 +109,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return _BatchIterator(self, iter(self._sampler))
 
     def __len__(self) -> int:
-        """Return the number of steps in this epoch; after a state was loaded, only the steps that remained then."""
+        """Return the number of steps in this epoch; after loading a state, only the steps left at that point."""
         count = len(self._sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 

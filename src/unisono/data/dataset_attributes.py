@@ -15,7 +15,7 @@ __all__ = ["codes", "digest", "numbers", "of_dataset"]
 def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
     """Return the first of these attributes that a dataset has; for a subset, only the values of the subset's samples.
 
-    If there is none, raises a `ValueError` that says how to pass the values explicitly.
+    If the dataset has none of them, raises a `ValueError` that says how to pass the values explicitly.
     """
     for name in names:
         found = getattr(dataset, name, None)

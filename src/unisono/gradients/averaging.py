@@ -108,8 +108,9 @@ class Averaging(PassOwner):
     UNSENT    OPEN   HELD                                                  UNSENT
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
-    begin: The outermost autograd call is about to accumulate its first gradient. begin held: The same, but the calling
-    thread would have to reduce buckets itself, or backward passes of other models are open. hold: A full bucket could
+    begin: The outermost autograd call is about to accumulate its first gradient. begin held: As `begin`, but the
+        calling thread would have to reduce buckets itself, or backward passes of other models are open. hold: A full
+        bucket could
     not be sent, because another rank's pass has failed. This rank reacts at the end of its pass: if its own pass fails
     before that, there is nothing to repeat. reduce: The outermost autograd call has succeeded outside `no_sync`. If
     another rank fails in this phase, the reduction is repeated with that rank's next pass, provided that this rank has
@@ -121,7 +122,7 @@ class Averaging(PassOwner):
     a parameter also causes this event.
 
     Two objects hold shorter-lived state: `SavedGradients` for one pass, and `Reduction` for one step. Backward passes
-    in `no_sync` belong to the step of the next pass outside it.
+    in `no_sync` belong to the step of the next pass outside `no_sync`.
 
     Args:
         model: The module; None if only parameters were passed.
@@ -244,7 +245,7 @@ class Averaging(PassOwner):
 
     # -- hooks ----------------------------------------------------------------------------------
     def _add_parameters(self, indices: Sequence[int]) -> None:
-        """Start averaging these parameters."""
+        """Start averaging the gradients of these parameters."""
         self.buckets.add([i for i in indices if i not in self._spread])
         self._sparse += [i for i in indices if i in self._spread]
         self._hook_chunks()

@@ -1,4 +1,4 @@
-"""One message: gradients of several parameters in contiguous memory, and a header that marks those this rank has."""
+"""One message: several parameters' gradients in contiguous memory, and a header that marks which ones this rank has."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Fragment:
         samples: Number of samples that this rank has trained on since its last contribution.
         exchange: The exchange in flight, or None.
         is_loaded: Whether this rank has loaded the anchor since the last exchange; if so, the next exchange compares
-            it.
+            the anchors of all ranks.
     """
 
     members: list[int]

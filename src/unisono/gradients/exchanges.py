@@ -225,7 +225,7 @@ class Exchanges(ABC):
 
     # -- the result of an exchange -------------------------------------------------------------
     def apply(self, fragment: Fragment, tensors: Tensors) -> bool:
-        """Wait for a fragment's exchange, and apply the result; return False if none is in flight."""
+        """Wait for a fragment's exchange, and apply the result; return False if no exchange is in flight."""
         exchange = fragment.exchange
         if exchange is None:
             return False

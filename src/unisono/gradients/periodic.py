@@ -81,13 +81,14 @@ def every(n: timedelta, *, max_lag: Timeout | None = None) -> TimedSchedule: ...
 def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None) -> PeriodicSchedule | TimedSchedule:
     """Return a schedule: each of the first `warmup` steps and then each n-th step, or a fixed time interval.
 
-    The method that synchronizes at each step at first, and less often later, is known as post-local SGD (Lin, Stich,
-    Patel, Jaggi: Don't use large mini-batches, use local SGD, 2020).
+    Synchronizing at each step at first, and less often later, is known as post-local SGD (Lin, Stich, Patel, Jaggi:
+    Don't use large mini-batches, use local SGD, 2020).
 
     Args:
         n: Number of steps from one action to the next, 1 or more. Or a `timedelta`, which `PeriodicAverager` and
             `DiLoCo` accept for ranks that run at different speeds.
-        warmup: Number of initial steps that all run the action, 0 or more. Counting to n starts after these steps.
+        warmup: Number of initial steps that all run the action, 0 or more. The first interval of `n` steps begins after
+            these steps.
         max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. The
             exchange then proceeds without the late rank's contribution, and that rank continues from the anchor after
             its next step. None: the time between exchanges.

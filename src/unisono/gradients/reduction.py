@@ -31,7 +31,7 @@ class Reduction:
     while they are copied into the bucket.
 
     This object is dropped when the step has ended, or when the pass after a failed pass begins. Passes in `no_sync`
-    belong to the step of the next pass outside it.
+    belong to the step of the next pass outside `no_sync`.
 
     Args:
         buckets: The buckets.

@@ -72,8 +72,8 @@ class Turns(Exchanges):
     - A rank that has called `finish` contributes its remaining samples, and then takes part in each turn until all
       ranks have called `finish` (each exchange reports which ranks have). The other ranks are not affected.
     - If a rank dies or aborts, the communicator becomes unusable. The exchange raises in the worker of every other
-      rank, and that worker exits. On those ranks, the next `step` or `finish` raises the error, which names the lost
-      rank, and so do all later ones. The anchor keeps the result of the previous exchange. After `move_to`, the lost
+      rank, and that worker exits. On those ranks, the next `step` or `finish`, and every later call, raises the error,
+      which names the lost rank. The anchor keeps the result of the previous exchange. After `move_to`, the lost
       contribution is sent again on the new communicator.
     - A rank that is alive but stuck in a step has not left: its worker takes part in its place.
 

@@ -162,12 +162,12 @@ class DeviceBackends:
         return plugin.creator_fn(backend_options, self._options)
 
     def shutdown(self) -> None:
-        """Shut down the groups for all other devices."""
+        """Shut down the groups of all devices except the CPU."""
         for made in self._made.values():
             made.shutdown()
 
     def abort(self) -> None:
-        """Abort the groups for all other devices."""
+        """Abort the groups of all devices except the CPU."""
         for made in self._made.values():
             made.abort()
 

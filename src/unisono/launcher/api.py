@@ -147,7 +147,7 @@ def init(
             native collectives.
         chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
         wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
-        interface: Network interface, such as "eth0", through which ranks on other hosts reach this one. If None, the
+        interface: Network interface, such as "eth0", through which ranks on other hosts reach this rank. If None, the
             variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or else the interface of the route to
             the first rank. The choice is logged.
 

@@ -98,7 +98,7 @@ class _LentRanks(Closing):
     A rank's future reports when the rank has ended. The control plane also notices immediately when the rank's process
     disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, in which case
     the future never completes, so the future gets a deadline when the process disconnects. An event contains the rank,
-    the number of its start, and either its future or a flag that tells whether the rank had finished when its process
+    the number of its start, and either its future or a flag that shows whether the rank had finished when its process
     disconnected.
     """
 

@@ -65,7 +65,7 @@ class Job:
             return self.fn(comm, *self.args, **self.kwargs)
 
     def options_of(self, rank: int) -> Options:
-        """Return the options of one rank; if the job uses GPUs, with this rank's GPU."""
+        """Return the options of one rank, including the rank's GPU if the job uses GPUs."""
         options = self.options
         if options.device in ACCELERATORS:
             count = torch.get_device_module(options.device).device_count()
@@ -177,7 +177,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
 
 
 def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
-    """Return the first lines of other ranks' own errors that differ from the shown one, and a count of failures."""
+    """Return the first lines of other ranks' own errors that differ from the shown error, and a count of failures."""
     if not failures:
         return []
     notes: list[str] = []

@@ -31,7 +31,8 @@ class LiveComms:
         shard: Communicator of the ranks with different parts; `data` without a mesh.
         replicate: Communicator of the ranks with the same part; None without a mesh.
         overlaps: `data.overlaps`.
-        reported: Whether this rank's caller knows about the communicators' failure, because it was raised on this rank.
+        reported: Whether this rank's caller knows about the communicators' failure, because the error was raised on
+            this rank.
     """
 
     def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:

@@ -123,7 +123,7 @@ class Bytes(Protocol):
 
 
 class Outgoing:
-    """Queue of sends to one peer, the first of which is being written.
+    """Queue of sends to one peer; the first send is being written.
 
     Attributes:
         pending: Number of unfinished sends.
@@ -282,7 +282,7 @@ class Incoming:
         work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
 
     def holds(self, tag: int) -> bool:
-        """Return whether a message with this tag has arrived that no receive is waiting for."""
+        """Return whether a message with this tag has arrived, and no receive is waiting for it."""
         return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
@@ -352,7 +352,7 @@ class TaggedMessages(ABC):
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Return whether a message with this tag has arrived that no receive is waiting for.
+        """Return whether a message with this tag has arrived for which no receive is waiting.
 
         Raises the error that `check` would raise if the message cannot arrive any more.
         """

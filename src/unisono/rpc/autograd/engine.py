@@ -149,7 +149,7 @@ def _flow(
 
 
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Return a future that waits for all of these, and fails with the first error. Torch's collect_all alters it."""
+    """Return a future that waits for all futures, and fails with the first error, which torch's collect_all alters."""
     done: torch.futures.Future[Any] = torch.futures.Future()
     left = itertools.count(len(futures) - 1, -1)
     errors = list[Exception]()

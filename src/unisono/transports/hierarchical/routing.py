@@ -22,7 +22,7 @@ _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
 class RankMappedTransport(Wrapper):
-    """Wrapper that renumbers the ranks in a transport's errors, as in a larger group.
+    """Wrapper that renumbers the ranks in a transport's errors, to match a larger group.
 
     Args:
         inner: The transport.

@@ -85,7 +85,7 @@ class MpiCommunicators:
         broken: Cause of the first failure, after which no more MPI calls are made; None before.
         deadline: Deadline of the MPI collective in progress, on the library's clock, for `Watchdog`; None between
             collectives.
-        largest_tag: Largest tag that users may pass. Each of these takes two of MPI's tags.
+        largest_tag: Largest tag that users may pass. Each user tag takes two of MPI's tags.
     """
 
     def __init__(self, base: CommHandle, ranks: Sequence[int], name: str) -> None:

@@ -33,7 +33,7 @@ class MpiAgreement:
 
     Args:
         comms: The communicators of the participating ranks.
-        look: Function that long waits call with all other ranks; may raise to end the wait.
+        look: Function that long waits call, with all other ranks as its argument; may raise an error to end the wait.
         spins: Number of MPI polls before yielding.
 
     Attributes:

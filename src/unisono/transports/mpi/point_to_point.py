@@ -50,7 +50,7 @@ class MpiMessages:
     Args:
         comms: The communicators to send on.
         timeout_s: Default timeout of a wait.
-        look: Function that long waits call with the awaited ranks; may raise to end the wait.
+        look: Function that long waits call, with the awaited ranks as its argument; may raise an error to end the wait.
         spins: Number of MPI polls before yielding.
 
     Attributes:
@@ -91,7 +91,7 @@ class MpiMessages:
         return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Return whether an envelope of a user's message with this tag has arrived that no receive is waiting for."""
+        """Return whether an envelope of a user's message with this tag has arrived for which no receive is waiting."""
         comms = self.comms
         try:
             with comms.turn:
@@ -165,13 +165,13 @@ class Posted(CountdownWork):
             self.complete(error)
 
     def keep(self) -> None:
-        """Keep the memory of messages in flight alive until MPI has finished with it, without this work."""
+        """Keep the memory of messages in flight alive until MPI has finished with it, even if this work is dropped."""
         parts = self._parts
         self._parts = []
         keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:
-        """Complete the work with an error, whatever has arrived."""
+        """Complete the work with an error, even if messages have arrived."""
         self.complete(cause)
         with self._moving, self._all.comms.turn:
             self.keep()

@@ -200,7 +200,7 @@ class MpiTransport(Transport):
                 raise left_error(peer)
 
     def _left(self, rank: int | None = None) -> str:
-        """Return the control plane's key that is set when this rank, or any rank if None, has left."""
+        """Return the control plane's key for "rank `rank` has left", or for "some rank has left" if `rank` is None."""
         return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
 
     def _give_up(self) -> None:

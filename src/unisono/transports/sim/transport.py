@@ -47,7 +47,7 @@ class _NetworkQueue(MessageQueue):
 
 
 class _SimWork(CountdownWork):
-    """Work whose `wait` lets other ranks run, and describes for reports what this rank waits for."""
+    """Work whose `wait` lets other ranks run, and records for reports what this rank is waiting for."""
 
     def wait(self, timeout: Timeout | None = None) -> None:
         task = here()

@@ -226,7 +226,7 @@ class TcpMessages(TaggedMessages):
         self._ring()
 
     def leave(self) -> None:
-        """Tell the other ranks that this one sends no more messages. Messages already sent still arrive."""
+        """Notify the other ranks that this rank sends no more messages. Messages already sent still arrive."""
         for peer, connection in self._connections.items():
             # The other end may already be gone.
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Transport on a process group that the caller created and owns, with a control plane of unisono's own."""
+"""Transport on a process group that the caller created and owns, with unisono's own control plane."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ class Communicator(Place):
         check: "auto" compares all ranks' operations before each collective (on nccl, while it runs); "off" never
             compares; "full" also compares shapes and the contents sent and received, and detects tensors that are
             modified before `wait`.
-        admission: Function for a rank that replaces a lost one: takes a deadline on the library's clock, and returns
-            the communicator of the job that admitted this rank. `rebuild` calls it.
+        admission: Function that `rebuild` calls on a rank that replaces a lost rank. It takes a deadline on the
+            library's clock, and returns the communicator of the job that admitted this rank.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -242,8 +242,8 @@ class Communicator(Place):
     ) -> Communicator:
         """Return a communicator on top of an existing MPI communicator, which unisono never frees.
 
-        Collective over `comm`: every member calls this. Its owner may use `comm` at any time, because unisono sends
-        messages on separate MPI communicators.
+        Collective over `comm`: every member calls this. The owner of `comm` may use it at any time, because unisono
+        sends messages on separate MPI communicators.
 
         Args:
             comm: An mpi4py intracommunicator, such as `MPI.COMM_WORLD`.
@@ -340,11 +340,11 @@ class Communicator(Place):
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
             scale: Factor applied to each contribution, in the tensor's dtype (torch's PREMUL_SUM), for "sum" and "avg"
                 of floating-point and complex dtypes. Must be the same on all ranks. With a scale, the tensor is copied.
-            algorithm: "auto" for the algorithm with the lowest predicted time (see `plan`), a file in
-                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native" if
-                the backend has a native collective, or None for native if possible, and otherwise the algorithm with
-                the lowest predicted cost. "fewest_bytes": native if possible, and otherwise the algorithm that sends
-                the fewest bytes.
+            algorithm: "auto" for the algorithm with the lowest predicted time (see `plan`); a name from
+                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...); "native" if
+                the backend has a native collective; or None: the native collective if there is one, and otherwise the
+                algorithm with the lowest predicted cost. "fewest_bytes": native if possible, and otherwise the
+                algorithm that sends the fewest bytes.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
@@ -1293,7 +1293,7 @@ class Communicator(Place):
         """Start a receive. The tensor holds the message once the work's `wait` has returned.
 
         If `src` is None, the message may come from any rank; the work's `source_rank` then returns the sender. Receives
-        without `src` match, in call order, messages from ranks that no other posted receive names.
+        without `src` are matched in call order, and only with messages from ranks that no other posted receive names.
 
         Args:
             tensor, src, tag: See `recv`.
@@ -1519,7 +1519,7 @@ class Communicator(Place):
 
         Raises:
             MismatchError: Ranks passed different lists.
-            ValueError: The list is empty, repeats a rank, or contains one that does not exist.
+            ValueError: The list is empty, repeats a rank, or contains a rank that does not exist.
 
         Cost: that of `split`, plus one `flush_agreements`.
 

@@ -28,7 +28,7 @@ class CommError(RuntimeError):
 
     Args:
         message: The text without the location.
-        rank, size, group: The rank that raised, the size of its group, and a description of that group.
+        rank, size, group: The rank that raised the error, the size of its group, and a description of that group.
         operation, call: The operation's name and its number in the group, counted from 1.
         peer: The rank in the same group that caused the error, if there is one.
         nbytes: Size of the message in bytes.

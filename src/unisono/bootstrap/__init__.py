@@ -8,7 +8,7 @@ environment variables, needs an entry in `_LAUNCHERS`, and also defines:
 - `START`: a command line that starts ranks with it, for error messages;
 - `launched()`: the `Launched` that the variables describe, in which invalid values are None; None if no variable is
   set;
-- `detected(request)`: whether this module's `find` is the one to call;
+- `detected(request)`: whether to call this module's `find`;
 - `check(request)`: raises the `ValueError` that `find` would raise before communicating.
 """
 
@@ -45,8 +45,8 @@ def find(
 
     Args:
         init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", "mpi://" (requires MPI), or None.
-            If None, the environment defines the ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; else
-            mpirun, else a Slurm step); if it does not, this process is a single rank.
+            If None, the environment defines the ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; or else
+            mpirun, or else a Slurm step); if it defines none, this process is a single rank.
         rank: This process's number; needed with tcp:// and file://.
         world_size: Number of ranks; needed with tcp:// and file://.
         timeout_s: Seconds within which all ranks must join. Otherwise, every rank that has joined raises an error.

@@ -286,8 +286,8 @@ class MpiAbortGuard:
 class _Exit(SystemExit):
     """SystemExit that notices whether it ends the process.
 
-    Python has no hook for this. However, if the exception ends the process, Python frees it while no code runs, so
-    `__del__` has no caller.
+    Python has no hook for this. However, if the exception ends the process, Python frees it after all code has
+    returned, so `__del__` has no calling frame.
     """
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:

@@ -105,7 +105,7 @@ def detected(_request: InitRequest) -> bool:
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous of a step's tasks; of a single rank outside a step, or in a step with one task."""
+    """Return the rendezvous of a step's tasks. Outside a step, or in a step with one task, there is a single rank."""
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
     if task is None:

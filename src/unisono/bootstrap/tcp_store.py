@@ -213,7 +213,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
 
 
 def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> None:
-    """Call `claim_rank` at the address that another process has published, if any address has been published."""
+    """Call `claim_rank` at the address that another process has published, if there is one."""
     try:
         published = _read(_client(at.host, at.port, "the store", _REACH_WITHIN_S), key, at)
     except CommError:

@@ -137,7 +137,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
 def open_archive(
     path: str | os.PathLike[str] | Storage, *, map_location: MapLocation = None, check: bool = True
 ) -> Archive:
-    """Open a checkpoint to read individual tensors, without reading the others.
+    """Open a checkpoint to read individual tensors; other tensors are not read.
 
     Args:
         path: The checkpoint's path.

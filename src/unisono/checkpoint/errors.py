@@ -120,7 +120,7 @@ class StorageError(CheckpointError, OSError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Format names for a message: all names if there are few, otherwise the first ones.
+    """Format names for a message: all names if there are few, otherwise the first few.
 
     Example:
         >>> listed(["a", "b"])

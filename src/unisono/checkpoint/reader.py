@@ -188,7 +188,7 @@ class Files(Closing):
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
-        """Raise a `CorruptError` that names every tensor with bytes in these blocks, unless there are no blocks."""
+        """If there are damaged blocks, raise a `CorruptError` that names every tensor with bytes in these blocks."""
         if not bad:
             return
         names: dict[str, None] = {}

@@ -86,9 +86,9 @@ class Storage(Protocol):
         where: Path or URL of the directory, for messages and `storage_at`.
         name: Last part of the path.
 
-    A storage may set `kept = True` to declare that the host caches bytes that one process has read for all its
-    processes, as the page cache does. Each rank then reads all bytes that it needs, instead of receiving some of them
-    from other ranks.
+    A storage may set `kept = True` to declare that bytes read by one process are cached for all processes of the host,
+    as in the page cache. Each rank then reads all bytes that it needs, instead of receiving some of them from other
+    ranks.
 
     Example:
         >>> import tempfile

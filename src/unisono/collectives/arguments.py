@@ -378,7 +378,7 @@ class _Checks(NamedTuple):
         )
 
     def _check_apart(self, read: _Side, written: _Side) -> None:
-        """Raise an error if outputs overlap each other or the input, unless it is this rank's own part in place."""
+        """Raise an error if outputs overlap each other or the input; only this rank's own part may be in place."""
         collective = self.what
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)

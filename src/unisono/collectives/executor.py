@@ -196,7 +196,7 @@ class Schedule:
 
     Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
     the next step starts as soon as the segments that it sends have arrived (and been reduced), while later segments are
-    still in flight. This pipelines a ring, for example, without any code for it in the ring's file.
+    still in flight. This pipelines a ring, for example, without any pipelining code in the ring's file.
 
     Args:
         algorithm: The algorithm.

@@ -73,7 +73,7 @@ class AnySource:
             return found
 
     def serve(self, tag: int) -> None:
-        """Start the receives that now have a sender; fail all with this tag if no message can arrive any more."""
+        """Start the receives that now have a sender; fail all receives with this tag if no more messages can arrive."""
         with self._lock:
             queue = self._queues.get(tag, deque())
             try:
@@ -105,7 +105,7 @@ class AnySource:
         return None
 
     def without_oneself(self, peers: list[int]) -> list[int]:
-        """Return these ranks without this one."""
+        """Return the given ranks except this rank."""
         return [peer for peer in peers if peer != self._engine.group.rank]
 
 
@@ -124,7 +124,7 @@ class Matching(Work):
         self._begun: Work | None = None
 
     def begin(self, peer: int) -> None:
-        """Start the receive of a message from this rank."""
+        """Start the receive of a message from rank `peer`."""
         self._source = peer
         self._begun = self._begin(peer)
 

@@ -70,8 +70,8 @@ class ShapeExchange:
         The output will be on the device of this rank's tensors, or on `device` if it has none. Headers are in CPU
         memory if the transport can send that.
 
-        If a root that sends rejects its tensors, its headers say so: the other ranks are waiting for them, and would
-        not notice otherwise.
+        If a sending root rejects its tensors, its headers say so, because the other ranks are waiting for these
+        headers.
         """
         what = self._what
         given = tuple[torch.Tensor, ...]()

@@ -1,4 +1,4 @@
-"""Finds the rank that holds up the others, based on the time that each rank spends outside the library's calls."""
+"""Finds the rank that slows down the other ranks, from the time that each rank spends outside the library's calls."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class _Part(NamedTuple):
 
 
 class SlowRank:
-    """Finds the rank that holds up the others in one communicator.
+    """Finds the rank that slows down the other ranks of one communicator.
 
-    A rank that is late to a collective has spent more time outside calls than the others, which have been waiting
+    A rank that is late to a collective has spent more time outside calls than the other ranks, which have been waiting
     inside the call. So it suffices to record how long each rank was outside before its latest calls: no clocks are
     compared, and it does not matter whether calls block. The sums over 20 blocks of these calls go to `find_straggler`.
 
-    While a rank is named, each rank samples the stack of its calling thread 200 times a second. An activity that is
-    more frequent on the named rank than on the other ranks is what makes it late.
+    While a rank is named, each rank samples the stack of its calling thread 200 times a second. The activity that is
+    more frequent on the named rank than on the other ranks causes the delay.
 
     Args:
         activity: The communicator's activity.
@@ -208,7 +208,7 @@ def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[st
 def _straggler(
     parts: Sequence[_Part], outside: Sequence[Sequence[float]], times: Sequence[float], names: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return the rank that holds up the others, with location, delay and activity; None if there is none."""
+    """Return the rank that slows down the other ranks, with location, delay and activity; None if there is none."""
     from unisono.diagnostics.trace_summary import find_straggler
 
     calls = len(times) - 1
@@ -241,7 +241,7 @@ def _straggler(
 
 
 def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None]:
-    """Return the activity and line seen more often on a rank than on the others; None if that may be chance."""
+    """Return the activity and line seen more often on a rank than on other ranks; None if that may be chance."""
     if not all(counts):
         return None, None
     totals = [count.total() for count in counts]
@@ -258,7 +258,7 @@ def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None
 
 
 def _more(rank: int, seen: Sequence[int], totals: Sequence[int]) -> float:
-    """Return by how many standard deviations a rank's count exceeds the median of the others."""
+    """Return by how many standard deviations a rank's count exceeds the median count of the other ranks."""
     shares = [count / total for count, total in zip(seen, totals, strict=True)]
     usual = median(_others(rank, shares))
     both = (shares[rank] + usual) / 2

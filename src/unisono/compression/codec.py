@@ -201,8 +201,8 @@ class Codec(ABC):
 
         Raises:
             TypeError: `flat` or `kept` is not a tensor of a dtype that `average` accepts.
-            ValueError: `flat` or `kept` is not one-dimensional, contiguous and detached, `shapes` has another number
-                of elements, or `kept` differs from `flat` in length, dtype or device or shares its memory.
+            ValueError: `flat` or `kept` is not one-dimensional, contiguous and detached; `shapes` has a different
+                number of elements; or `kept` differs from `flat` in length, dtype or device or shares its memory.
             MismatchError: Codecs, their settings, `shared_state`, dtypes or shapes differ between ranks.
 
         Cost: on the first call, one `flush_agreements`.

@@ -59,7 +59,7 @@ class CallControl(SocketControl):
         self._waiters.pop(waiter.number, None)
 
     def examine(self) -> tuple[bool, Overdue | None]:
-        """Make the monitor check for overdue calls. Return whether all ranks have exited, and one overdue call."""
+        """Check for overdue calls in the monitor. Return whether all ranks have exited, and an overdue call or None."""
         ended, overdue = self._request("examine")
         return ended, None if overdue is None else Overdue(*overdue)
 

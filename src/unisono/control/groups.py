@@ -131,7 +131,7 @@ class Groups:
         return None
 
     def vacate(self, client: int, name: str) -> bool:
-        """Let another process replace a lost one; return False if it is too late for that.
+        """Let another process replace a lost process; return False if it is too late for that.
 
         This is possible until the members have exchanged something; before that, they don't know about each other.
         """
@@ -147,7 +147,7 @@ class Groups:
         return True
 
     def leave(self, client: int, name: str) -> Outgoing:
-        """Leave a group cleanly: only ranks that wait for this one, now or later, are notified."""
+        """Leave a group cleanly: only ranks that wait for this rank, now or later, are notified."""
         rank = self._ranks.get(client, {}).pop(name, None)
         if rank is None:
             return []
@@ -251,7 +251,7 @@ class Groups:
         return set() if group is None else set(range(group.size)) - group.left
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
-        """Return, for each client in any group, its first group and its rank there."""
+        """Return, for each client in any group, its first group and its rank in that group."""
         return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
 
     def rank_of(self, client: int, name: str) -> int | None:

@@ -326,7 +326,7 @@ _VARIABLE = "UNISONO_SECRET"
 def find_secret(given: str | bytes | None = None) -> bytes:
     """Return the given secret, else $UNISONO_SECRET, else this user's secret on this host.
 
-    The last of these is random, created on the first call, and kept in a file that only this user can read:
+    This user's secret is random, created on the first call, and kept in a file that only this user can read:
     `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or in the directory for temporary files if there is no
     writable home.
 

@@ -271,8 +271,8 @@ class ControlState:
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
         """Join the next world group of a job; the answer is its name.
 
-        Each `init` of a rank joins the next world group. A rank's new process may take over after its previous one has
-        ended; a second process at the same time is an error, and fails the group if it is still forming.
+        Each `init` of a rank joins the next world group. A rank's new process may take over after the previous process
+        has ended; a second process at the same time is an error, and fails the group if it is still forming.
         """
         number, holder, last = self._registrations.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:

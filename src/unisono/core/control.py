@@ -164,7 +164,7 @@ class ControlPlane(ABC):
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
-        """Treat ranks as lost once their host is silent this long, including this rank if its own host is cut off.
+        """Treat a rank as lost once its host has been silent for `seconds`; this applies to the calling rank as well.
 
         Only the first call counts. Without a heartbeat, or if ranks share a process, hosts may be silent indefinitely.
         """

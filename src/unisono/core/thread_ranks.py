@@ -127,8 +127,8 @@ _held: list[Any] = []
 def _before_fork() -> None:
     """Wait for the locks that `torch.manual_seed` takes.
 
-    If another rank held one during the fork, nobody would ever release it in the child, where a DataLoader's worker
-    begins with `torch.manual_seed`.
+    If another rank held such a lock during the fork, nobody would ever release it in the child, where a DataLoader's
+    worker begins with `torch.manual_seed`.
     """
     if here() is None:
         return

@@ -329,7 +329,7 @@ class Transport(ABC):
         """Return once all collectives so far have been compared, including those that are compared while they run."""
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        """Start a collective. By default, it is performed with messages, in the thread that waits.
+        """Start a collective. By default, messages perform it, in the thread that waits for the work.
 
         Args:
             call: The collective, whose tensors belong to the returned work until it completes. Without `steps`, it must
@@ -501,7 +501,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """End a `wait`. Can be called from any thread, and from finalizers because it takes no lock."""
+        """End a `wait`. Can be called from any thread, and even from finalizers, because it takes no lock."""
 
     def mark_lost(self, peer: int, error: BaseException) -> None:
         """Mark a rank as lost: sends to it fail, including those in progress."""
@@ -527,7 +527,7 @@ class Mailbox(ABC):
         self._closers.append(closer)
 
     def check(self, peer: int) -> None:
-        """Raise an error if messages to this rank can no longer be sent."""
+        """Raise an error if messages to rank `peer` can no longer be sent."""
         if peer in self.lost:
             error = self.lost[peer]
             raise PeerLostError(str(error), peer=peer) from error

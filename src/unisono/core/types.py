@@ -111,8 +111,8 @@ class Recv:
     """A message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Tensor or buffer to write to, with the same dtype and length as the sent one. A transport gets it as a
-            one-dimensional contiguous tensor.
+        tensor: Tensor or buffer to write to, with the same dtype and length as the sent tensor. A transport gets it as
+            a one-dimensional contiguous tensor.
         peer: Rank that sends it.
         tag: See `Communicator.recv`.
 
@@ -200,5 +200,5 @@ class PointToPoint(Protocol):
     def size(self) -> int: ...
 
     def post(self, batch: Sequence[Message]) -> Work:
-        """Start all of these messages in one call. No message in the batch waits for another."""
+        """Start all messages of a batch in one call. No message in the batch waits for another."""
         ...

@@ -126,7 +126,7 @@ class Completion(Work):
 
 
 class CountdownWork(Completion):
-    """Work for the messages of one `post`: complete when each has `arrived`, or failed with the first error."""
+    """Work for the messages of one `post`. It completes when all have `arrived`, or fails with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)
@@ -293,7 +293,7 @@ class Deferred(Work):
         run: Function that does the work, with a deadline on the library's clock.
         timeout_s: Default timeout of `wait`.
         ready: Function that returns whether `run` would return, or raise, immediately; None if unknown. A `wait` with a
-            timeout starts `run` only when it is ready, so that the wait can be repeated.
+            timeout starts `run` only when `ready` returns true, so that the wait can be repeated.
     """
 
     def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
@@ -462,7 +462,7 @@ class ResultWork(ChainedWork, Generic[T]):
 
 
 class WorkGroup(Work):
-    """Several works as one: complete when all of them are, or failed with the first error.
+    """Several works as one, which completes when all works have completed, or fails with the first error.
 
     Args:
         works: The works, in the order in which `wait` waits for them.

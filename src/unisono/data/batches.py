@@ -44,7 +44,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     Raises:
         TypeError: As `PartitionSampler`.
         ValueError: The last batch has fewer samples than there are ranks, and `allow_empty_batches` is not set; the
-            partitioner does not assign samples round-robin; `batch_size` is less than 1; or as `PartitionSampler`.
+            partitioner does not assign samples round-robin; `batch_size` is less than 1; or an argument is invalid, as
+            for `PartitionSampler`.
 
     Cost: 20 ns per sample of the global batch.
 

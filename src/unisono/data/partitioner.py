@@ -164,7 +164,7 @@ class Partitioner(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may change when a job resumes with a different number of parts, as plain values.
+        """Return, as plain values, the settings that may change when a job resumes with a different number of parts.
 
         Example:
             >>> un.data.weighted([3, 1]).settings()
@@ -185,7 +185,7 @@ class Partitioner(ABC):
         return self
 
     def fingerprint(self) -> str:
-        """Return a digest that is the same for partitioners that assign samples in the same way, and otherwise differs.
+        """Return a digest that is equal for two partitioners only if they assign samples in the same way.
 
         Example:
             >>> un.data.strided().fingerprint(), un.data.strided().fingerprint() == un.data.shuffled().fingerprint()

@@ -83,7 +83,7 @@ def deal(
 
 
 def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
-    """Return the unused positions of a sequence of `count`, ascending, if each part has used `taken` of its samples.
+    """Return the ascending positions below `count` that are unused if each part has used `taken` of its samples.
 
     Example:
         >>> leftover([range(0, 9, 3), range(1, 9, 3), range(2, 9, 3)], [2, 1, 1], 9)

@@ -211,11 +211,11 @@ class PartitionSampler(DistributedSampler[Any]):
         return self._walk_state(current, current.taken, current.through)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Resume where a job stopped, on any number of ranks. Call this on every rank, with the same state or its own.
+        """Resume where a job stopped, on any number of ranks. Call this on every rank.
 
         Args:
-            state: State of one rank, which is sufficient if all ranks have progressed equally; or a list of the states
-                of all ranks.
+            state: State of one rank (the same rank's on all ranks, or each rank's own), which is sufficient if all
+                ranks have progressed equally; or a list of the states of all ranks.
 
         Raises:
             ValueError: The state belongs to a different dataset or partitioner; or the other ranks' progress cannot be

@@ -84,7 +84,8 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
 
     Raises:
         TypeError: `comm` has no rank and size, or `rank` or `num_replicas` is not an integer.
-        ValueError: Both `comm` and numbers were passed, or only one of the numbers; or the rank is out of range.
+        ValueError: `comm` was passed together with `num_replicas` or `rank`; only one of `num_replicas` and `rank` was
+            passed; or the rank is out of range.
 
     Example:
         >>> ranks_of(num_replicas=4, rank=3)

@@ -170,7 +170,7 @@ def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
 
 
 def _waits_for(rank: int, reports: dict[int, _Report | None], group: Group) -> list[int]:
-    """Return the ranks of the group that this rank is blocked on."""
+    """Return the ranks of the group that the given rank is blocked on."""
     current = _inside(reports[rank])
     if current is None or current["aside"]:
         return []

@@ -191,9 +191,9 @@ def find_straggler(
     """Return the rank, if any, that is late at one place in the program more often than chance explains.
 
     A place is a bucket or a source line; places with fewer than 5 calls are ignored. On average, a straggler arrives
-    after at least three quarters of the other ranks. The straggler's average position is also 4.5 standard deviations
-    later than in a random order, or, if there are too few calls for that, the last one in every call. The straggler's
-    median lateness is at least 2 % of the time between calls.
+    after at least three quarters of the other ranks. In addition, its average position is 4.5 standard deviations later
+    than in a random order; if there are too few calls for that, the straggler is the last rank in every call. The
+    straggler's median lateness is at least 2 % of the time between calls.
 
     With few calls, or with only two ranks, the order alone proves too little. The median lateness must then be at least
     8 % of the time between calls, and in four of five calls the lateness must be at least half the median. The total
@@ -256,7 +256,7 @@ def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float
 
 
 def _score(rank: int, call: Mapping[int, float]) -> float:
-    """Return the fraction of the other ranks that arrived before this one; a tie counts half."""
+    """Return the fraction of the other ranks that arrived before the given rank; a tie counts half."""
     others = _others(rank, call)
     return sum((call[rank] > other) + (call[rank] == other) / 2 for other in others) / len(others)
 

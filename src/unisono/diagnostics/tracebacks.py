@@ -196,9 +196,9 @@ class _ErrorDisplay:
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show an error in a single write, so that ranks' output does not interleave, or leave it to torchrun's report.
 
-        This rank shows only one line if another rank shows the error in full. Such errors are the loss of a peer; a
-        mismatch, which all ranks raise, on all ranks but rank 0; and under torchrun, any error after this host's first
-        one.
+        This rank shows only one line if another rank shows the error in full. This applies to the loss of a peer; to a
+        mismatch, which all ranks raise and rank 0 shows in full; and under torchrun, to every error after this host's
+        first one.
         """
         # A forked child inherits this hook, but must not write to its parent's report file.
         file = self._report if self._process == os.getpid() else None

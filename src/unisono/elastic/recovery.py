@@ -397,7 +397,7 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The last two snapshots. Two are needed because a rank may be lost after some ranks have counted the newest one.
+    """The last two snapshots: a rank may be lost after only some ranks have counted the newest snapshot.
 
     Args:
         sharded: Sharded parts.

@@ -134,12 +134,13 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 
     Args:
         comm: The communicator that may have stopped; it may already be closed.
-        saved: Whether a checkpoint of the last step is complete. If None, True if a `Checkpointer` of this communicator
+        saved: Whether a checkpoint of the last step is complete. If None, whether a `Checkpointer` of this communicator
             has saved one.
 
     Returns:
         0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if it was stopped and a
-        checkpoint of that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if it was stopped without one.
+        checkpoint of that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if it was stopped without such a
+        checkpoint.
 
     Example:
         >>> with un.init() as comm:

@@ -251,7 +251,7 @@ class Averaging(PassOwner):
         self._hook_chunks()
 
     def _hook_chunks(self) -> None:
-        """Register hooks that copy each chunk's gradients once complete; the last chunk is copied after the pass."""
+        """Register hooks that copy a chunk's gradients once it is complete; the last chunk is copied after the pass."""
         self._hooks.clear()
         chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
         for number, slots in chunks[:-1]:
@@ -326,7 +326,7 @@ class Averaging(PassOwner):
 
     @torch.no_grad()
     def end(self) -> None:
-        """Complete the gradients of a pass, and check which ones arrived. Collective except in `no_sync`."""
+        """Complete the gradients of a pass, and check which gradients arrived. Collective except in `no_sync`."""
         saved = self._saved
         assert saved is not None
         self.check()
@@ -352,7 +352,7 @@ class Averaging(PassOwner):
         self._change("finish")
 
     def _average(self, saved: SavedGradients, arrived: set[int], problem: str | None) -> None:
-        """Average the gradients of a pass, and those accumulated before it. Collective."""
+        """Average the gradients of a pass, and the gradients accumulated before it. Collective."""
         reduction = self._reduction
         if self._accumulated:
             arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}

@@ -85,7 +85,7 @@ class Buckets:
             self.recreate(order)
 
     def recreate(self, order: Sequence[int]) -> None:
-        """Replace all buckets by new ones for these parameters, in the current communicator's memory. Collective."""
+        """Replace all buckets with buckets for these parameters, in the current communicator's memory. Collective."""
         self.clear()
         self.comm = self._comms.data
         self.add(order)

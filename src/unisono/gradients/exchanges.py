@@ -103,8 +103,8 @@ class Exchanges(ABC):
     def joiner(self) -> Callable[[], None]:
         """Return a function that stops the worker thread after its last exchange, and waits until it has exited.
 
-        The function has no reference to this object. Otherwise the communicator, which stores the function, would keep
-        the object alive until it closes.
+        The function has no reference to this object. Otherwise, the communicator, which stores the function until it
+        closes, would keep the object alive.
         """
         return partial(_join, self.ender(), self._worker, self._limit_s)
 
@@ -278,7 +278,8 @@ class StepExchanges(Exchanges):
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.
-        schedules: For each fragment, a predicate that takes a step and returns whether to send the fragment after it.
+        schedules: For each fragment, a predicate that takes a step and returns whether to send the fragment after that
+            step.
     """
 
     def __init__(

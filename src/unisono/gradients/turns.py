@@ -1,4 +1,4 @@
-"""Timed exchanges (turns) between ranks of different speeds: turns begin at set times, whatever step a rank is in."""
+"""Timed exchanges (turns) between ranks of different speeds. Turns begin at set times, not at set steps."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class Turns(Exchanges):
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in a turn: {raised!r}")
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
-        """Wait for training's contribution, or take part without one; return the task, or None at the end."""
+        """Wait for the training thread's contribution, or take part without it; return the task, or None at the end."""
         late_s = interval.due_s + self._max_lag_s
         while True:
             try:
@@ -235,7 +235,7 @@ class Turns(Exchanges):
                 self._token.put(None)
 
     def _miss(self, interval: _Interval) -> Callable[[], None]:
-        """Take part without a contribution, because training did not finish a step in time."""
+        """Take part without a contribution, because the training thread did not finish a step in time."""
         fragment = self._in_turn
         if fragment.exchange is not None:
             # Training has not applied this fragment's previous result yet, so step the anchor with that result now.

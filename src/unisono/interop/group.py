@@ -180,7 +180,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self.others.hooked().unregister_post_hook(hook_id)
 
     def register_abort_hook(self, hook_id: int, hook: object) -> None:
-        """Raise `UnavailableError`, as gloo raises an error."""
+        """Raise `UnavailableError`: gloo doesn't support this either."""
         raise UnavailableError("backend 'unisono' has no abort hooks; a call that times out or fails raises an error")
 
     def reconfigure(self, opts: object = None) -> None:
@@ -190,7 +190,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     get_reconfigure_handle: Callable[[UnisonoGroup], None] = reconfigure
 
     def new_window(self, tensor: torch.Tensor | None = None) -> None:
-        """Raise `UnavailableError`, as gloo raises an error."""
+        """Raise `UnavailableError`: gloo doesn't support this either."""
         raise UnavailableError("backend 'unisono' has no windows of torch's; send messages, or use un.rpc")
 
     def _set_sequence_number_for_group(self) -> None:

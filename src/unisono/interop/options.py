@@ -106,8 +106,8 @@ def unversioned(tensor: torch.Tensor) -> torch.Tensor:
     """Like `plain`, but with a separate version counter, so that autograd does not notice writes.
 
     If torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they reduce
-    an activation that autograd has saved. If torch's gloo copies results from a buffer of its own, as for the outputs
-    of `all_gather`, autograd does notice. These outputs are passed through `plain` instead.
+    an activation that autograd has saved. If torch's gloo copies results from its own buffer, as for the outputs of
+    `all_gather`, autograd does notice. These outputs are passed through `plain` instead.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
 

@@ -271,11 +271,11 @@ def launch(
 ) -> list[T]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
-    Ranks are processes forked from a forkserver that has imported torch; the first one starts in about 1 s, each
-    further one in 0.05 s. With backend "thread" or "sim", ranks are threads of this process (see `simulate` for "sim").
-    `launch` works in scripts (under `if __name__ == "__main__":`), in `python -`, in tests and in notebooks: functions
-    that a process cannot import are sent by value. With `on`, ranks run on the workers of an executor, on this host or
-    other hosts.
+    Ranks are processes forked from a forkserver that has imported torch; the first rank starts in about 1 s, and each
+    further rank in 0.05 s. With backend "thread" or "sim", ranks are threads of this process (see `simulate` for
+    "sim"). `launch` works in scripts (under `if __name__ == "__main__":`), in `python -`, in tests and in notebooks:
+    functions that a process cannot import are sent by value. With `on`, ranks run on the workers of an executor, on
+    this host or other hosts.
 
     Args:
         fn: The program of every rank.
@@ -509,7 +509,7 @@ class Topology:
         sharing: Sets of ranks that have verified that they can share memory with each other.
         gpus: Whether each rank has a GPU to itself.
         network: Backend to use between hosts.
-        address: Address at which other hosts can reach this one.
+        address: Address at which other hosts can reach this host.
         interface: Network interface with this address, and the reason why it was chosen, for the log.
         backends: Backend that each rank passed.
     """

@@ -142,7 +142,7 @@ class LocalHost:
         self._readers.append(reader)
 
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
-        """Forward a stream as it arrives, but hold an incomplete line briefly to wait for its end."""
+        """Forward a stream as it arrives, but hold an incomplete line back briefly to wait for its end."""
         left = b""
         # The reader of the launcher's output may be gone, for example with `| head`.
         with source, suppress(BrokenPipeError):

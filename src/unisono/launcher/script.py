@@ -191,7 +191,7 @@ class _Attempt:
         return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
-        """Forward a signal. A signal that ends the job starts the grace period; a second one ends it."""
+        """Forward a signal. A signal that ends the job starts the grace period; a second signal ends it."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)
@@ -236,7 +236,7 @@ class _Attempt:
 
 @contextmanager
 def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[None]:
-    """Turn signals into events, except ignored ones, like SIGHUP under nohup. No effect outside the main thread."""
+    """Turn signals into events, except for ignored signals (SIGHUP under nohup). No effect outside the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]

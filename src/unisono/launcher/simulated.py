@@ -85,7 +85,7 @@ def simulate(
     threads that a rank starts are scheduled like ranks.
 
     If no rank can proceed, every rank immediately raises `DeadlockError`, which says what each rank waits for. A wait
-    that was called with a timeout raises `CommTimeoutError` when that timeout is over.
+    with a timeout raises `CommTimeoutError` when that timeout expires.
 
     Args:
         fn: The program of every rank.

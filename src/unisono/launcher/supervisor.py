@@ -179,6 +179,6 @@ class Supervisor:
         return self._unjoined[rank] < _MOST_UNJOINED
 
     def _has_joined(self, rank: int) -> bool:
-        """Return whether a rank is an original one, or a replacement that has joined."""
+        """Return whether a rank is an original rank, or a replacement that has joined."""
         assert self._control is not None
         return not self.last[rank] or self._control.check([joined(rank, self.last[rank])])

@@ -89,7 +89,7 @@ def replay(
     Returns: The program's result; None if the recording ends before the program does.
 
     Raises:
-        MismatchError: A call differs from the recorded one in operation, tensor, peer or sent bytes.
+        MismatchError: A call differs from the recorded call in operation, tensor, peer or sent bytes.
         FileNotFoundError: The rank was not recorded.
         ValueError: The file is not a recording, or the program has not called `record`.
 

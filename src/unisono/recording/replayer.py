@@ -125,7 +125,7 @@ class RankReplay:
     def results(
         self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int
     ) -> list[T | None]:
-        """Return a list of results, as `launch` does; the result of every rank but the replayed one is None."""
+        """Return a list of results, as `launch` does; the result is None for every rank except the replayed rank."""
         rank = self.header["members"][self.header["rank"]]
         if rank >= nprocs:
             raise ValueError(f"rank {rank} was recorded, and launch starts {nprocs} ranks")

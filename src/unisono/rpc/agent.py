@@ -241,7 +241,7 @@ class Agent:
 
         Raises:
             CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-            CommError: Called inside a function that another rank called: that call would never end.
+            CommError: Called inside a function that another rank called; the caller would wait forever.
         """
         if graceful and not self.closed:
             if self.server.runs_here():
@@ -368,7 +368,7 @@ def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
 
     Raises:
         CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-        CommError: Called inside a function that another rank called: that call would never end.
+        CommError: Called inside a function that another rank called; the caller would wait forever.
     """
     agent = find_agent()
     if agent is not None:

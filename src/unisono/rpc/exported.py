@@ -228,7 +228,7 @@ class ExportTable:
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
-        """Return whether this name maps to this function or class, either as exposed here or by an import."""
+        """Return whether this name maps to this function or class, which is either exposed here or imported."""
         return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
 
     def given(self, function: Any) -> Callable[..., Any]:

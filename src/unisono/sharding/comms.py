@@ -114,7 +114,7 @@ class ShardComms:
         """Call a function that uses the current communicators, and return its result.
 
         On a mesh, an error in one group aborts all groups, because ranks of other groups would wait for this rank. The
-        first cause is raised, with rank numbers of `data` instead of the group's.
+        first cause is raised, with ranks numbered as in `data`, not as in the group.
         """
         try:
             return call(*args, **kwargs)

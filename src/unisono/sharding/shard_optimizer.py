@@ -316,7 +316,7 @@ class _Trial:
     def _draw(
         self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
     ) -> torch.Tensor:
-        """Return random elements that grow along a slope, so that a slice's norm or mean differs from the whole's."""
+        """Return random elements that grow along a slope, so that a slice's norm or mean is not the parameter's."""
         count = math.prod(shape)
         drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
             1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"

@@ -15,7 +15,7 @@ Averager = Callable[[torch.nn.Module, Communicator], object]
 
 
 class _Odd(torch.nn.Module):
-    """A module with parameters of several shapes, dtypes and strides, an unused and a frozen one, and a buffer."""
+    """A module with a buffer and parameters of several shapes, dtypes and strides, one unused and one frozen."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -60,8 +60,8 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
 
     Args:
         values: One-dimensional.
-        layout: One of `LAYOUTS`; a similar layout is used if the number of elements does not allow the requested one (a
-            prime number of elements forms no matrix).
+        layout: One of `LAYOUTS`; a similar layout is used if the number of elements does not allow the requested layout
+            (a prime number of elements does not form a matrix).
 
     Raises:
         ValueError: The layout is unknown.

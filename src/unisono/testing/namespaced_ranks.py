@@ -96,7 +96,7 @@ class HostRanks(Closing):
             self._links.append(link)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
-        """Return the result or error of each given rank (all if None), with None for a killed rank."""
+        """Return the result or error of each of these ranks (of all ranks if None); None for a killed rank."""
         found: list[Any] = []
         for rank in range(len(self._links)) if ranks is None else ranks:
             assert self._links[rank].poll(within_s), f"rank {rank} has not ended within {within_s} s"

@@ -1,4 +1,4 @@
-"""Behaviour of pytest and unittest on one rank of a marked test. Imports nothing slow."""
+"""Behaviour of pytest and unittest on one rank of a marked test. This module imports nothing slow."""
 
 from __future__ import annotations
 

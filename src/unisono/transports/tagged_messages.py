@@ -415,7 +415,7 @@ class TaggedMessages(ABC):
 
     @abstractmethod
     def end_of(self, peer: int) -> CommError | None:
-        """Return the error for a wait for this peer if nothing more can arrive from it; otherwise None."""
+        """Return the error to raise if nothing more can arrive from a peer; None if more can arrive."""
 
     def open(self, peer: int) -> None:
         """Create the byte streams to and from a peer if they are created on demand."""

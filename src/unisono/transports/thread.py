@@ -47,7 +47,7 @@ class MessageQueue:
     def offer(
         self, group: str, rank: int, batch: Sequence[Message], work: CountdownWork
     ) -> list[tuple[Message, Message, CountdownWork]]:
-        """Match a rank's messages with waiting ones; return the pairs, and queue the unmatched messages.
+        """Match a rank's messages with waiting messages; return the pairs, and queue the unmatched messages.
 
         The caller must hold the lock.
         """
@@ -96,7 +96,7 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove a rank's own waiting messages, or those that other ranks exchange with it; return their works."""
+        """Remove a rank's waiting messages or, with `others`, its peers' messages to or from it; return the works."""
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):

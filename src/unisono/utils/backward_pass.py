@@ -48,10 +48,10 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     differs if ranks add up a loss in different orders. Ending a model's backward pass may block until all other ranks
     also end it, so ranks that used the order of the gradients could deadlock.
 
-    Models whose forward passes communicate come first. If another rank has failed in this backward pass, it repeats
-    such a forward pass before anything else, so no rank may wait in another model. Models whose forward passes
-    communicate therefore raise an error. If they raise none, all ranks have reached the end of this backward pass, and
-    any other broken model has been broken since an earlier backward pass.
+    Models whose forward passes communicate come first. A rank that has failed in this backward pass repeats such a
+    forward pass before anything else, so no other rank may wait in another model. Models whose forward passes
+    communicate therefore raise an error. If they raise no error, all ranks have reached the end of this backward pass,
+    and any other broken model has been broken since an earlier backward pass.
 
     Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews all
     models that do not wait, which is collective. If a rank that does not know of the failure waited in one of the

@@ -40,7 +40,7 @@ class Comparer(Protocol):
         """Wait until all ranks have made the same call; raise `MismatchError` on all ranks if their calls differ."""
 
     def leave(self) -> None:
-        """Tell peers that wait for this rank that it has left."""
+        """Notify the peers that are waiting for this rank that it has left."""
 
     def end(self, cause: BaseException) -> None:
         """End every wait with an error. Callable from any thread."""

@@ -57,7 +57,7 @@ class RankModel:
         rounds: Number of steps on the longest chain of messages so far.
         messages: Number of messages sent so far.
         sent: For each chunk, how many times it was sent.
-        landing: Largest number of chunks that one step received for reduction, and so needed separate memory for.
+        landing: Largest number of chunks that a step received for reduction; these chunks need separate memory.
     """
 
     rank: int

@@ -32,8 +32,8 @@ class Powersgd(SteppedCodec):
     Results are bitwise equal on all ranks only if all ranks have the same torch version and processor type, and so the
     same linear algebra routines.
 
-    Cost: two all_reduces, in float32 (float64 for float64 buckets): one of all uncompressed parameters and all P, and
-    one of all Q.
+    Cost: two all_reduces, in float32 (float64 for float64 buckets): one for all uncompressed parameters and all P, and
+    one for all Q.
 
     Args:
         rank: Columns of P and Q, at least 1.

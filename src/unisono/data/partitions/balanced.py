@@ -146,8 +146,8 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
     """Return the part number of each cost, with equal counts per part, and a bound on the difference of loads.
 
-    The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part,
-    the most expensive one to the least loaded part. So two parts' loads never differ by more than the largest
+    The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part;
+    the most expensive sample goes to the least loaded part. So two parts' loads never differ by more than the largest
     difference between the first and last cost of a group.
 
     Example:

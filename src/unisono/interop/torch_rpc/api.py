@@ -135,8 +135,8 @@ def init_rpc(
     """Start RPC on this rank, so that ranks can call each other's functions. Every rank calls this, with a unique name.
 
     The options' `init_method` defines the rendezvous. The default is "env://": MASTER_ADDR and MASTER_PORT, and RANK
-    and WORLD_SIZE unless the arguments give them. Because this is torch's own rendezvous, the program may also create a
-    process group at the same address.
+    and WORLD_SIZE unless they are passed as arguments. Because this is torch's own rendezvous, the program may also
+    create a process group at the same address.
 
     Raises:
         RuntimeError: `init_rpc` was called before, some ranks did not join, or the arguments are invalid (then it is

@@ -152,7 +152,7 @@ def _sources(collective: str, members: int, size: int) -> int:
 
 
 def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
-    """Yield every message. The n-th send from one rank to another matches the latter's n-th receive from it."""
+    """Yield every message. The n-th send from one rank to another matches the n-th receive there from that rank."""
     receives: defaultdict[tuple[int, int], list[tuple[int, Move]]] = defaultdict(list)
     for rank, steps in enumerate(programs):
         for index, step in enumerate(steps):

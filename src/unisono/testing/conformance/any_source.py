@@ -167,7 +167,7 @@ def receive_any_separates_tags_and_subgroups(world: World) -> None:
 
 @_where_offered
 def receive_any_completes_without_polling(world: World) -> None:
-    """The future and `is_completed` report completion without a wait, and never before the message was sent."""
+    """The future and `is_completed` report completion even if nobody waits, and never before the message was sent."""
 
     def program(comm: Communicator, within_s: float) -> list[object]:
         got = numbers(comm, -1, -1)
@@ -254,7 +254,7 @@ def receive_any_ends_with_an_error(world: World) -> None:
 
 @_where_offered
 def receive_any_reports_a_lost_sender(world: World) -> None:
-    """If a rank fails, a receive or probe raises an error with this rank as `peer`, even if others can still send."""
+    """If a rank fails, a receive or probe raises an error with that rank as `peer`, even if others can still send."""
 
     def program(comm: Communicator, probes: bool, never_s: float) -> int:
         if comm.rank == 1:

@@ -134,7 +134,7 @@ def failed_rank_is_reported_in_subgroups(world: World) -> None:
 
 
 def late_rank_is_named(world: World) -> None:
-    """A collective that one rank never calls ends in a `CommTimeoutError` that names this rank."""
+    """A collective that one rank never calls ends in a `CommTimeoutError` that names that rank."""
 
     def program(comm: Communicator) -> str:
         part = comm.dup()

@@ -98,7 +98,7 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
 
 
 def work_completes_without_polling(world: World) -> None:
-    """`is_completed` becomes true without a wait, once the message has arrived or the collective is complete."""
+    """`is_completed` becomes true even if nobody waits, once the message has arrived or the collective is complete."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)
@@ -112,7 +112,7 @@ def work_completes_without_polling(world: World) -> None:
 
 
 def future_completes_without_polling(world: World) -> None:
-    """The work's future completes without a wait, once the message has arrived or the collective is complete."""
+    """The work's future completes even if nobody waits, once the message has arrived or the collective is complete."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)

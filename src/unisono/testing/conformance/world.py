@@ -98,13 +98,13 @@ def together(comm: Communicator) -> None:
 
 
 def wait_all(works: Iterable[Work]) -> None:
-    """Wait for works in this order."""
+    """Wait for works in the given order."""
     for work in works:
         work.wait()
 
 
 def until(done: Callable[[], bool], within_s: float) -> None:
-    """Assert that an operation completes in time without a wait."""
+    """Assert that an operation completes in time without a call of `wait`."""
     deadline = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"

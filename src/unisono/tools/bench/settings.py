@@ -112,7 +112,7 @@ class Settings:
 
     @property
     def workloads(self) -> list[Workload]:
-        """Return one workload per size, or a single one for a barrier, which has no size."""
+        """Return one workload per size, or a single workload for a barrier, which has no size."""
         sizes = self.sizes[:1] if self.collective == "barrier" else self.sizes
         return [self.workload(nbytes) for nbytes in sizes]
 

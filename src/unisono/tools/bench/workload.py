@@ -134,7 +134,7 @@ class Workload:
         self._given[rank].write(slot.source)
 
     def wrong(self, slot: Slot, rank: int) -> int:
-        """Count the elements of this rank's result that differ from the expected ones."""
+        """Count the elements of this rank's result that differ from the expected elements."""
         sources = self.what.sources(rank, self.ranks, root=0)
         if not self.count or not sources:
             return 0
@@ -226,7 +226,7 @@ _USUAL_CACHE_BYTES = 32 << 20
 
 
 def calls_per_sample(nbytes: int) -> int:
-    """Return how many calls, each on its own memory, to time together: several if one is too short for a clock."""
+    """Return how many calls, each on its own memory, to time together: several if one call is too short to time."""
     return max(1, min(_MOST_CALLS, _BATCH_BYTES // max(1, nbytes)))
 
 

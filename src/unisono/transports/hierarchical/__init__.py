@@ -1,4 +1,4 @@
-"""Transports that combine two others: one inside each host, and one between hosts."""
+"""Transports that combine two transports: one inside each host, and one between hosts."""
 
 from __future__ import annotations
 

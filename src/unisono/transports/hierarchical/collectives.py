@@ -151,7 +151,7 @@ class HierarchicalCollectives:
             self._between(one)(inner, deadline)
 
     def _one_each(self, root: int) -> tuple[int, ...]:
-        """Return one rank per host: the root on its own host, the first rank on the others."""
+        """Return one rank per host: the root on its own host, and the first rank on every other host."""
         return tuple(root if root in ranks else ranks[0] for ranks in self._hosts)
 
     def _between(self, ranks: tuple[int, ...]) -> SubsetCollectives:

@@ -61,7 +61,8 @@ class HostLinks:
 
         Args:
             mine: The packet to send to every other host.
-            theirs: By host number, the buffers for the other hosts' content, as long as the content of `mine`.
+            theirs: By host number, the buffers for the other hosts' content, each of the length of the content of
+                `mine`.
             deadline: Deadline on the library's clock.
 
         Raises:
@@ -198,7 +199,7 @@ def meet(
         group: The ranks to connect. The group is joined here.
         control: This rank's handle to the control plane.
         hosts: For each host, its ranks in the group.
-        address: Address at which other hosts reach this one.
+        address: Address at which other hosts reach this host.
         timeout: Time limit for all hosts to join, in seconds. If an address does not respond, gives up after 10 s.
 
     Raises:

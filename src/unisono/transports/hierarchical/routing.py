@@ -79,7 +79,7 @@ class RankMappedTransport(Wrapper):
 
 
 class Routes:
-    """Routes a rank's messages: to ranks on this host over the inner transport, to other ranks over the outer one.
+    """Routes a rank's messages: to this host's ranks over the inner transport, to other ranks over the outer transport.
 
     Args:
         inner: Transport among this host's ranks; None if this rank is alone there.

@@ -34,7 +34,7 @@ def map_shared(
     """Map the same zeroed memory on every rank of a group. Collective.
 
     Rank 0 creates an anonymous file and publishes its own process ID and the descriptor; the other ranks open the file
-    through /proc. A random number in the file proves that they opened the right one, and so that they share a host. The
+    through /proc. A random number in the file proves that they opened the right file, and therefore share a host. The
     memory is freed when the last process has unmapped it, even if that process is killed.
 
     Args:

@@ -54,7 +54,7 @@ class TorchTransport(Transport):
 
     Collectives are torch's own. On gloo, messages, and algorithms composed of messages, use unisono's own TCP sockets,
     because a wait in gloo can be neither interrupted nor polled, and a message that does not fit its receive aborts the
-    process. On nccl, messages use nccl too, and waits are stream-ordered: see `_StreamWork`. Ranks compare their calls
+    process. On nccl, messages also use nccl, and waits are stream-ordered: see `_StreamWork`. Ranks compare their calls
     while nccl runs them, and mismatched calls end in an abort.
     """
 
@@ -325,8 +325,8 @@ class _BackendWork(Work):
 class _StreamWork(_BackendWork):
     """NCCL's work. As in torch, `wait` returns at once and makes the current stream wait, without a timeout.
 
-    Timeouts are ignored because earlier kernels on the stream may take any time, and torch would abort the whole group
-    when a timeout expires.
+    Timeouts are ignored because earlier kernels on the stream may take arbitrarily long, and torch would abort the
+    whole group when a timeout expires.
     """
 
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -346,7 +346,7 @@ class _PolledWork(_BackendWork):
 
     Args:
         work, timeout_s: See `_BackendWork`.
-        broken: Function that returns the error with which waits must end, or None.
+        broken: Function that returns the error that waits must raise, or None.
     """
 
     def __init__(self, work: Any, timeout_s: float, broken: Callable[[], BaseException | None]) -> None:

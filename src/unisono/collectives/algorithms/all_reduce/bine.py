@@ -1,9 +1,9 @@
 """Bine all-reduce: halvings along the butterfly of negabinary numbers, nearest peers first; then the reverse.
 
-Peers are the same as in Swing. Chunks are ordered as the butterfly reaches their owners, not by rank, so that each
-message is one contiguous run. The number of ranks must be a power of two. Cost: 2 log2(p) rounds; each rank sends
-2(p-1)/p of the message, which is the minimum. Source: De Sensi et al., "Bine trees: enhancing collective operations by
-optimizing communication locality", SC 2025.
+Peers are the same as in Swing. Chunks are in the order in which the butterfly reaches their owners, not in rank order,
+so that each message is one contiguous run. The number of ranks must be a power of two. Cost: 2 log2(p) rounds; each
+rank sends 2(p-1)/p of the message, which is the minimum. Source: De Sensi et al., "Bine trees: enhancing collective
+operations by optimizing communication locality", SC 2025.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Halving and doubling in binary blocks: each block has a power of two of ranks, fewer than the previous block.
+"""Halving and doubling in binary blocks: block sizes are different powers of two, largest first.
 
 Each block performs the halvings separately. The smallest block then sends its ranks' chunks to the next larger block,
 which adds them and sends the sums to its next larger block, and so on. The same steps in reverse distribute the
@@ -38,7 +38,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     start = places(doubling, block)[node] * width
 
     def owned_by(other: int) -> tuple[Move, ...]:
-        """Return messages with this rank's chunks to or from the owners of these chunks in another block."""
+        """Return messages that exchange this rank's chunks with their owners in another block."""
         ranks = owners(doubling, blocks[other])
         wide = blocks[0] // blocks[other]
         run = min(width, wide)

@@ -1,7 +1,7 @@
 """Prove that collective algorithms count every contribution once, don't deadlock, and have the declared cost.
 
 Nothing is sent: the algorithm runs on sets of contributions instead of numbers. For a wrong algorithm, the command
-reports the smallest number of ranks with which the algorithm fails, with the rank, step and chunk, and exits with
+reports the smallest number of ranks for which the algorithm fails, and the rank, step and chunk; then it exits with
 status 1.
 
   unisono verify

@@ -87,9 +87,9 @@ def load(
             for `torch.load`, except that None means the CPU. Existing tensors remain on their device.
         strict: Whether a name that exists only in the module or only in the checkpoint is an error.
         check: Whether to compare all bytes with their digests as they are read. "first" compares them in a separate
-            pass before anything is changed. True also does this if a rank reads at most 4 MiB. If a larger checkpoint
-            is damaged, some tensors of the state are already overwritten when the error is raised, and the message says
-            so.
+            pass before anything is changed. True has the same effect if a rank reads at most 4 MiB. If a larger
+            checkpoint is damaged, some tensors of the state are already overwritten when the error is raised, and the
+            message says so.
         timeout: As for `save`.
         progress: Called with the number of bytes loaded and the total.
 
@@ -97,7 +97,7 @@ def load(
         `state` itself if it is a dict, list, tensor or object; else a new value.
 
     Raises:
-        NoCheckpointError: No checkpoint exists, or only an unfinished one.
+        NoCheckpointError: No checkpoint exists, or only an unfinished save.
         CorruptError: The checkpoint is damaged; the error names the tensors, and the last good checkpoint in the parent
             directory.
         FormatError: The checkpoint was written by a newer version.

@@ -140,7 +140,7 @@ def write(
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
 ) -> None:
-    """Save as `save` does, with a timestamp later than the one that `newest` returns on rank 0 (in ns)."""
+    """Save as `save` does, with a timestamp later than the time (in ns) that `newest` returns on rank 0."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     scope = CollectiveScope(comm, "save", storage.where, timeout)

@@ -118,7 +118,7 @@ class RNG:
     """The global random generators of this rank: torch's (CPU, and CUDA if used), Python's and numpy's.
 
     Each rank saves and restores its own generators, even if ranks are threads. If more ranks load than saved, the
-    additional ones keep their current random state.
+    additional ranks keep their current random state.
 
     Example:
         >>> saved = un.checkpoint.RNG().state_dict()

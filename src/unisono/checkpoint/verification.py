@@ -34,7 +34,7 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
         The manifest: `tensors`, `files`, `ranks`, `nbytes`.
 
     Raises:
-        CorruptError: The checkpoint is damaged. `tensors` has all affected tensors; the message names the first ones.
+        CorruptError: The checkpoint is damaged. `tensors` has all affected tensors; the message names the first few.
         NoCheckpointError, FormatError, StorageError: As `load`.
 
     Cost: one pass over the files, at the speed of the disk.

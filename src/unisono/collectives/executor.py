@@ -77,7 +77,7 @@ class Layout(ABC):
         return self.regions(start, stop, segment_bytes)
 
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
-        """Return the regions of each message in a move: a single region, or several short ones that are packed."""
+        """Return the regions of each message in a move: a single region, or several short regions that are packed."""
         found: list[list[Region]] = []
         packed = 0
         most = min(segment_bytes, PACKED_BYTES)

@@ -51,7 +51,8 @@ class SocketControl(ControlClient):
         timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
         on_orphan: Called if the server disappears without announcing its end.
         reach_within_s: Seconds to reach the server; `timeout` if None.
-        host_rank: Rank of the job that hosts the server, if any, to name in the error if it is lost.
+        host_rank: Rank of the job that hosts the server, named in the error if the server is lost; None if no rank
+            hosts it.
         rank: This rank in the job, reported to the other ranks if its secret differs from theirs.
 
     Attributes:

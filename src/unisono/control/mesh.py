@@ -42,8 +42,8 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
 
     Args:
         connections: Connections to close soon.
-        broken: Error that broke the group, if any; then don't wait, because no rank waits for a failed group's
-            messages.
+        broken: Error that broke the group, or None. After an error, this function does not wait, because no rank waits
+            for a failed group's messages.
     """
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
@@ -86,7 +86,7 @@ class Mesh:
         self._links: dict[int, Link] = {}
 
     def connect(self, timeout: float, within_s: float, conclude: Callable[[list[CommError]], None]) -> dict[int, Link]:
-        """Connect to the lower ranks, and accept connections from the higher ones. Collective.
+        """Connect to the lower ranks, and accept connections from the higher ranks. Collective.
 
         Args:
             timeout: Seconds for the lower ranks to publish their addresses.
@@ -207,7 +207,7 @@ class _Accepting:
             peer.close()
 
     def end(self, patience_s: float = 0.0) -> set[int]:
-        """Wait at most `patience_s` seconds for the last ranks; return the missing ones."""
+        """Wait at most `patience_s` seconds for the last ranks; return the missing ranks."""
         self._thread.join(patience_s)
         self._ended = True
         self._thread.join()

@@ -282,7 +282,7 @@ class Connection:
         serves: Number of the client, which is the number of its first connection.
         clean_exit: Whether the client has announced that it will leave.
         watched: Events of its socket that the selector reports.
-        waiting: Whether bytes are queued until the client has read earlier ones.
+        waiting: Whether bytes are queued until the client has read earlier bytes.
         error: The error that has ended the connection.
     """
 

@@ -175,7 +175,7 @@ class ControlPlane(ABC):
 
     # -- within this process -------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        """Return the result of `make`, a value that differs from run to run, before ranks exchange it or act on it.
+        """Return the result of `make`; use this for values that differ from run to run, before ranks act on them.
 
         A recording keeps the value, and a replay returns it without calling `make`, so that ranks send the same bytes.
 

@@ -102,13 +102,13 @@ class Activity:
         inside: Whether this rank is inside a call.
         since: Monotonic time at which the current call began or the last one ended.
         outside_s: Seconds that this rank had spent outside calls when the last call began.
-        now: Current call, if any.
+        now: Current call, or None.
         awaited: Messages that the current call waits for.
         timed_out: Whether the last wait timed out.
         in_background: Whether the call runs in one of the library's threads, so that the owner may do other work.
         keep: Function that adds a collective to `latest`.
         keep_message: Function that adds a batch of messages to `latest`, which retains fewer batches than collectives.
-        record: Recorder of the events that must survive this process, if any.
+        record: Recorder of the events that must survive this process, or None.
     """
 
     def __init__(self, group: Group) -> None:

@@ -14,7 +14,7 @@ _Follow = Callable[[str, torch.nn.Module], None]
 
 
 class LoadHook:
-    """Hook that runs after a module's `load_state_dict`; does nothing on copies of the module, including pickled ones.
+    """Hook that runs after a module's `load_state_dict`; does nothing on copies (or unpickled copies) of the module.
 
     Args:
         name: Name of the module in the model.

@@ -34,7 +34,7 @@ _NO_STREAMS = nullcontext()
 
 
 class Staging:
-    """Conversion of a call's tensors to one-dimensional contiguous ones, and back.
+    """Conversion of a call's tensors to one-dimensional contiguous tensors, and back.
 
     Accelerator tensors that are staged in CPU memory are copied through pinned memory, on the communicator's streams.
     The copies are ordered after any work that the caller queued before the call, and are complete when the call ends. A
@@ -44,7 +44,7 @@ class Staging:
 
     Args:
         away: Device types whose tensors are staged in CPU memory.
-        streams: The communicator's streams, by device; missing ones are added.
+        streams: The communicator's streams, by device; missing streams are added.
 
     Attributes:
         before: Functions to run once all inputs have been copied, before any data moves.
@@ -177,7 +177,7 @@ def wait_for(streams: Iterable[torch.Stream]) -> None:
 
 @contextmanager
 def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
-    """Make these streams current in this thread; restore the previous ones and the current device on exit."""
+    """Make these streams current in this thread; restore the previous streams and the current device on exit."""
     # Don't enter the stream objects themselves: only one thread at a time can enter a stream object.
     own = list(streams)
     if not own:

@@ -105,7 +105,7 @@ class SerialWorker:
         self._thread: threading.Thread | None = None
 
     def run(self, task: Callable[[], None]) -> None:
-        """Queue a task after all earlier ones; it must handle its own errors."""
+        """Queue a task after all earlier tasks; it must handle its own errors."""
         if self._thread is None:
             self._thread = threading.Thread(target=_do, args=(self._tasks,), name=self._name, daemon=True)
             self._thread.start()

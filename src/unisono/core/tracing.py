@@ -85,7 +85,7 @@ checked separately, by reading the global `profiler._is_profiler_enabled`.
 
 
 def emit(sink: Sink, kind: str, name: str, group: Group, start_s: float, nbytes: int, detail: dict[str, Any]) -> None:
-    """Emit an event for this rank that ends now."""
+    """Emit an event of this rank; the event ends now."""
     rank = group.rank
     end = time.perf_counter()
     sink(TraceEvent(kind, name, group.name, rank, start_s, end, nbytes, detail, group.members[rank]))

@@ -127,7 +127,7 @@ class Listed(Indices):
 
 
 class Selected(Indices):
-    """Selection of positions in another sequence. Create selections with `select`, which flattens nested ones."""
+    """Selection of positions in another sequence. Create selections with `select`, which flattens nested selections."""
 
     def __init__(self, base: Indices, places: Places) -> None:
         self.base = base

@@ -406,7 +406,7 @@ class EpochProgress:
     Attributes:
         state: The entries of the sampler's state that are constant during the pass.
         indices: The samples of the pass.
-        start, taken: Number of samples that were committed at the start of the pass, and number committed so far.
+        start, taken: Number of samples committed at the start of the pass, and number of samples committed so far.
         batch: Largest number of samples committed in one call of `advance`.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.

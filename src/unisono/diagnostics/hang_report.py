@@ -148,7 +148,7 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the entry of the communicator in which a rank waits, the one entered last if there are several."""
+    """Return the entry of the communicator in which a rank waits; the last one entered if there are several."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 

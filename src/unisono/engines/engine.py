@@ -16,7 +16,7 @@ __all__ = ["Engine", "required"]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Engine that provides workers. A class from another package needs only this one method, not the base class.
+    """Engine that provides workers. A class from another package only has to define this method.
 
     Example:
         >>> from concurrent.futures import ProcessPoolExecutor

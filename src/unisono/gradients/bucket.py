@@ -201,7 +201,7 @@ class BucketContents:
         flags: Sequence[bool] = (),
         backup: bool = False,
     ) -> None:
-        """Copy the remaining gradients, or zeros for missing ones; multiply by this rank's weight; write the header.
+        """Copy the remaining gradients, or zeros if missing; multiply by this rank's weight; write the header.
 
         Args:
             arrived: Indices of the parameters that received a gradient, whether or not it is in the bucket yet.

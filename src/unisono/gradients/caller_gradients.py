@@ -112,8 +112,8 @@ class SavedGradients:
 
     During the pass, these gradients are set aside and p.grad is None, so that new gradients arrive separately and
     nothing is copied. A gradient is copied only if the pass writes to its memory, or if p.grad must remain in place for
-    the caller's hooks. Gradients of parameters that the pass does not reach, such as frozen ones, are also set aside,
-    and remain unchanged.
+    the caller's hooks. Gradients of parameters that the pass does not reach, such as frozen parameters, are also set
+    aside, and remain unchanged.
 
     Args:
         parameters: All parameters of the averager.

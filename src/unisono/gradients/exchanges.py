@@ -109,7 +109,7 @@ class Exchanges(ABC):
         return partial(_join, self.ender(), self._worker, self._limit_s)
 
     def check(self) -> None:
-        """Raise the error of the first exchange that failed, if any."""
+        """If an exchange has failed, raise the error of the first failed exchange."""
         if self.error is not None:
             raise self.error
 

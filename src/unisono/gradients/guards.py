@@ -35,7 +35,7 @@ class NanGuard:
 
     Args:
         model: A module, its parameters, or its named parameters. In a list, unfrozen parameters are detected, but
-            replaced or added ones are not.
+            replaced or added parameters are not.
         comm: Communicator of the ranks to compare.
 
     Raises:

@@ -34,8 +34,8 @@ class ParameterRegistry:
 
     A hook belongs to a tensor's C++ implementation, not to its name in the model. So a parameter that was replaced,
     swapped or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are
-    compared with the registered ones: before each forward of the model or of a submodule called separately, and in
-    `problem`.
+    compared with the registered parameters: before each forward of the model or of a submodule called separately, and
+    in `problem`.
 
     Args:
         model: The module; None for parameters without a module.
@@ -225,7 +225,7 @@ def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
 
 
 class _ModuleHook:
-    """A hook that does nothing on copies of the model, including pickled ones, because copies are not averaged.
+    """A hook that does nothing on copies of the model, including pickled copies, because copies are not averaged.
 
     Args:
         call: The hook; None for nothing.

@@ -231,7 +231,7 @@ class PeriodicAverager(PeriodicAction):
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
-        """The outer optimizer, if any; its learning rate may be scheduled like any other."""
+        """The outer optimizer, or None; its learning rate may be scheduled as usual."""
         return None if self._anchor is None else self._anchor.outer
 
     @property

@@ -271,7 +271,7 @@ class Turns(Exchanges):
         interval.is_over = interval.left >= len(self._fragments)
 
     def _weigh(self, interval: _Interval, tensors: Sequence[torch.Tensor], share: Share) -> float:
-        """Scale the contribution by its share of all samples; agree on leaving ranks and on learning rates.
+        """Scale the contribution by its share of all samples; agree on which ranks are leaving, and on learning rates.
 
         Returns: The largest delay with which any rank joined the turn, in seconds.
         """

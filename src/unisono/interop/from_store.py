@@ -169,7 +169,7 @@ def _rank_key(rank: int) -> str:
 
 
 def publish(store: dist.Store, key: str, value: object) -> None:
-    """Set a key of a torch store to a value of `unisono.serialization`."""
+    """Set a key of a torch store to a value that `unisono.serialization` supports."""
     # Stores also accept bytes, although torch's annotation names only `str`.
     store.set(key, serialization.encode(value))  # type: ignore[arg-type]
 

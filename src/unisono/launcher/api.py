@@ -558,7 +558,7 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
     Args:
         place: This rank's rendezvous.
         interface: Network interface for incoming connections; if None, the interface in the environment, or else the
-            one through which this rank reached rank 0.
+            interface through which this rank reached rank 0.
         timeout: Seconds to wait for the other ranks.
         backend: This rank's backend, or "auto".
 

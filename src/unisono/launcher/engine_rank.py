@@ -91,8 +91,8 @@ def run_rank(
         payload: The pickled `Program`.
         address, secret: Address and secret of the control plane, which runs in the process that called `launch`.
         timeout_s: The program's timeout, which is passed separately because unpickling the payload may fail here.
-        owned: Whether the process was started for this launch, and must exit if the caller exits, whatever the program
-            is doing.
+        owned: Whether the process was started for this launch, and must exit if the caller exits, regardless of what
+            the program is doing.
     """
     with ExitStack() as leaving:
 

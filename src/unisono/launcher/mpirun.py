@@ -47,7 +47,7 @@ _LOOK_EVERY_S = 0.1
 class MpirunRanks(LinkedRanks):
     """Ranks started together by mpirun.
 
-    With `on_failure="continue"`, Open MPI is configured to continue without a dead rank. By default, it kills all
+    With `on_failure="continue"`, Open MPI is configured to continue without a dead rank. By default, Open MPI kills all
     ranks.
 
     Raises:

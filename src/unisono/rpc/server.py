@@ -41,12 +41,12 @@ class _ServedCall:
         target: Name of the function, encoded.
         at: Offset of the arguments in the message.
         positional: Number of positional arguments.
-        key: Key of the object whose method is called, if any.
+        key: Key of the object whose method is called; None for a function.
         result: Number of the object to create; 0 if the result is returned.
         cancelled: Whether the caller has stopped waiting.
         thread: Thread that runs the function.
         outcome: Outcome of the call if its result remains on this rank.
-        called: Object whose method is called, if any.
+        called: Object whose method is called; None for a function.
     """
 
     __slots__ = (

@@ -97,7 +97,7 @@ class FlatParameters:
     """Parameters that are gathered in one message, and whose gradients are reduced in one message.
 
     The parameters are views of a flat tensor, whose storage is empty while they are not gathered. Each parameter's
-    elements are in contiguous order, whatever its strides were.
+    elements are in contiguous order, regardless of its original strides.
 
     Args:
         named: The parameters, with their names. All have the same dtype, device and `requires_grad`.

@@ -614,7 +614,7 @@ def check_same_step(
         gradients: Gradients, in order, that should be identical on all ranks; empty if they differ by design.
         step: Number of the step.
         comm: Communicator of the ranks that make the step.
-        problem: This rank's error, if any. This rank raises the error; the other ranks raise an `AbortedError` that
+        problem: This rank's error, or None. This rank raises the error; the other ranks raise an `AbortedError` that
             names it.
     """
     try:

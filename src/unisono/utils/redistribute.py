@@ -22,7 +22,7 @@ def redistribute(
     wanted: Mapping[Any, tuple[int, int, torch.Size, torch.dtype]],
     comm: Communicator,
 ) -> dict[Any, TensorShard]:
-    """Return a new shard for each wanted range, with elements from whichever ranks have them. Collective.
+    """Return a new shard for each wanted range, with elements from the ranks that have them. Collective.
 
     If several ranks have an element, it is copied from the receiver itself if possible, otherwise from the lowest rank.
 

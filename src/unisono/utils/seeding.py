@@ -1,4 +1,4 @@
-"""Seeds random generators: independent ones for each rank, and one that is equal on all ranks for common choices."""
+"""Seeds random generators: independent generators for each rank, and one that is equal on all ranks."""
 
 from __future__ import annotations
 

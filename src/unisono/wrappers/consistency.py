@@ -73,7 +73,7 @@ class Checked(Wrapper):
         options: The communicator's options, which contain the timeout and this host's address.
         connect: Function that opens the connections over which a group's calls are compared. If None, calls are
             compared through the control plane.
-        full: Whether to compare shapes and contents as well.
+        full: Whether to also compare shapes and contents.
         report: Function that reports an error from a comparison that runs during its call. If None, all calls wait for
             their comparison.
     """

@@ -1,7 +1,7 @@
 """Butterfly exchanges among a power-of-two number of ranks: in each step, every rank exchanges data with one peer.
 
 A place is a part of the message that one rank owns at the end. Places are ordered such that every message of a
-reduction is contiguous: whatever the choice of peers, the ranks that a rank can still reach after a step own adjacent
+reduction is contiguous: for any choice of peers, the ranks that a rank can still reach after a step own adjacent
 places.
 """
 

@@ -42,7 +42,7 @@ class Settings:
         least: Minimum number of samples of each candidate.
 
     Raises:
-        ValueError: A setting is invalid; the message lists the valid ones.
+        ValueError: A setting is invalid; the message lists the valid settings.
         UnavailableError: A peer is not installed; the message says how to install it.
 
     Example:

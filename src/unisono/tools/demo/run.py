@@ -70,7 +70,7 @@ def prepare(settings: DemoSettings) -> PreparedDemo:
     """Load the pictures and check everything that can be checked before the first rank starts.
 
     Raises:
-        ValueError: A setting is invalid; the message lists the valid ones.
+        ValueError: A setting is invalid; the message lists the valid settings.
         UnavailableError: A package is missing; the message says how to install it.
     """
     for name, value, least in (

@@ -1,4 +1,4 @@
-"""MPI types and operations that reduce a tensor correctly, and substitutes for missing or incorrect ones."""
+"""MPI types and operations that reduce a tensor correctly, and substitutes for missing or incorrect operations."""
 
 from __future__ import annotations
 

@@ -1738,7 +1738,7 @@ class Communicator(Place):
         """Return statistics on recent collectives, and the rank, if any, that slows down the other ranks. Collective.
 
         Call it in a training loop, every 100 steps or so. A report covers the collectives since the previous report,
-        but at least the last 100 and at most the last 2,048. For a reliable result, these should span at least 20
+        but at least the last 100 and at most the last 2,048. For a reliable result, a report should cover at least 20
         training steps. A rank is named if it lags behind the other ranks by 2 % of the time (8 % with two ranks), more
         steadily than chance would explain. Rank 0 logs the named rank once, as a warning on the logger `unisono`. From
         then on ranks sample their stacks 200 times a second, and later calls of this method report what the slow rank

@@ -330,7 +330,7 @@ class LocalStorage:
 
     @staticmethod
     def _at(where: Path, root: Path) -> LocalStorage:
-        """Return the storage for another directory, also independent of the working directory."""
+        """Return the storage for another directory; it does not depend on the working directory either."""
         made = LocalStorage(str(where))
         made._root = root
         return made

@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Codec(ABC):
-    """Average of a flat bucket over all ranks in compressed form. One object per bucket; `clone` makes more.
+    """Codec that averages a flat bucket over all ranks in compressed form. One object per bucket; `clone` makes more.
 
     To add a codec, create a file in `unisono.compression.codecs` that ends in `CODEC = YourCodec`, or register an entry
     point of the group `unisono.compression.codecs` in another package. The codec's `average` must call `prepare` first,

@@ -96,7 +96,7 @@ def connection_error(rank: int | None) -> PeerLostError:
 
 
 def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
-    """Return the error text of a wait for ranks that have not arrived.
+    """Return the error text for a wait for ranks that have not arrived.
 
     Example:
         >>> waited_for([1], 2.0)

@@ -365,7 +365,7 @@ def _of_dlpack(buffer: Any, name: str, *, written: bool) -> torch.Tensor:
 
 
 def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
-    """Return whether a buffer's DLPack capsule is read-only, which torch ignores, and if it has negative strides."""
+    """Return whether a DLPack capsule is read-only (which torch ignores), and whether it has negative strides."""
     try:
         capsule = buffer.__dlpack__(max_version=(1, 0))
     except TypeError:

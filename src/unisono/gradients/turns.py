@@ -63,7 +63,7 @@ class Turns(Exchanges):
       must proceed, runs the exchange, and then schedules the next turn.
     - The fragments, the anchor and its optimizer belong to the thread that holds the token. The training thread
       acquires the token when it enters a method, and releases the token on return. The worker acquires the token only
-      if training is late, to step the anchor on training's behalf. The worker never waits for the token: if the
+      if the training thread is late, to step the anchor in its place. The worker never waits for the token: if the
       training thread holds it, that thread is about to contribute. While the worker holds the token, it waits for no
       other rank. So the training thread waits for at most one step of the anchor, and only if it was late.
 

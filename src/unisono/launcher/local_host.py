@@ -173,7 +173,7 @@ def _report_in(file: IO[bytes]) -> Report | None:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread. Ranks inherit the mask, and unblock SIGINT once they can exit cleanly."""
+    """Block SIGINT in this thread. Ranks inherit the signal mask, and unblock SIGINT once they can exit cleanly."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

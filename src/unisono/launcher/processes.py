@@ -170,7 +170,7 @@ def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
 
 
 def _context() -> BaseContext:
-    """Return a forkserver context that preloads torch. The first rank starts in 1.1 s, each further one in 0.05 s."""
+    """Return a forkserver context that preloads torch. The first rank starts in 1.1 s, each further rank in 0.05 s."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -236,7 +236,7 @@ def check(
 
 
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
-    """Judge that accepts each rank's result of a fault-free run, or an error that names a rank and an operation.
+    """Judge that accepts from each rank the fault-free result, or an error that names a rank and an operation.
 
     This is the default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` from a killed
     rank.

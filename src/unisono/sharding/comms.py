@@ -72,6 +72,8 @@ class ShardComms:
         self._pairs = [ReplaceableComms(comm)]
         self.steps: Communicator = self._pairs[0].base
         try:
+            # Check before duplicating the mesh's communicators: `dup` is collective, so in groups that do not fit,
+            # ranks would wait for each other.
             _check_mesh(self.steps, mesh)
         except BaseException:
             self.close()
@@ -95,6 +97,7 @@ class ShardComms:
     def abort(self, reason: str) -> None:
         """Abort the current step on all ranks, because of an error raised on this rank."""
         self.live.reported = True
+        # Abort all groups, because another rank may wait for this rank in any of them.
         for pair in self._pairs:
             pair.abort(reason)
 
@@ -120,6 +123,7 @@ class ShardComms:
             return call(*args, **kwargs)
         except CommError as error:
             live = self.live
+            # Without a mesh, all ranks are in the failed group, so they know of the failure.
             if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
             # Read the cause after the abort: if `data` had no failure yet, the abort has made the group's failure its
@@ -154,6 +158,7 @@ _Place = tuple[str, int, int]
 
 def _check_mesh(comm: Communicator, mesh: object) -> None:
     """Raise on every rank unless the mesh's groups are the rows and columns of a grid of all ranks. Collective."""
+    # Gather even an invalid mesh, as text: a rank that raised by itself would leave the other ranks waiting.
     gathered: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_places_of(mesh))
     if all(each is None for each in gathered):
         return
@@ -194,6 +199,8 @@ def _mesh_problem(gathered: list[tuple[_Place, _Place] | str | None]) -> str | N
         first = places.setdefault((replica, part), rank)
         if first != rank:
             return f"ranks {first} and {rank} have the same place ({replica}, {part}) in mesh"
+        # Sizes and numbers alone would accept groups that are not rows and columns of one grid, so compare names as
+        # well.
         for kind, name in ((("shard", replica), column), (("replicate", part), row)):
             known, other = groups.setdefault(kind, (name, rank))
             if known != name:

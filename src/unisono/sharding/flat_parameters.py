@@ -86,6 +86,8 @@ def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
 
 def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: ShardComms, part: torch.Tensor) -> None:
     """Point the pieces to slices of this rank's part."""
+    # A parameter outside this rank's part gets an empty piece, so that piece n is the unsharded optimizer's parameter n
+    # on every rank.
     slices = {place.index: place for place in layout.slices(comms.rank)}
     for index, piece in enumerate(pieces):
         place = slices.get(index, ParameterSlice(index, 0, 0, 0))
@@ -133,24 +135,28 @@ class FlatParameters:
         # their counters are higher.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
+        # `empty_like` leaves no gaps: `restore` gives dense memory to a parameter that was a slice of a larger tensor.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         first = self.parameters[0]
         self._part_dtype = first.dtype
         self._dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
         self.pieces: list[ParameterPiece] = _make_pieces(named, first.dtype)
         self._cut(padding)
+        # Copy the elements before `_make_whole`, which replaces the parameters' own memory.
         for piece, p in zip(self.pieces, self.parameters, strict=True):
             piece.tensor.detach().copy_(piece.cut(p.detach()))
         self.gradient: FlatGradient | None = None
         if first.requires_grad:
             self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype, self.part.device)
         for name, parameter in named:
+            # Only the tensor is known where the use of a freed parameter is refused, so the tensor carries its name.
             parameter.__dict__["_sharded_name"] = name
         self._make_whole()
 
     def _cut(self, padding: int) -> None:
         """Allocate this rank's part, with undefined elements, and point the pieces to its slices."""
         self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
+        # The padding belongs to no piece, but each gather sends it, so it must not be undefined memory.
         self.part: torch.Tensor = torch.zeros(
             self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device
         )
@@ -162,6 +168,8 @@ class FlatParameters:
         # Create the views before freeing the tensor, because torch refuses to create views of a freed tensor.
         self._places = self.layout.views(self._whole, self.parameters)
         self._point_to(self._places)
+        # Change the version before `free` uses it, because autograd must reject references to the parameters' earlier
+        # memory. `free` only marks parameters that are gathered.
         self.changed()
         self.gathered = True
         self.free()
@@ -170,11 +178,13 @@ class FlatParameters:
         """Re-partition for the current communicator. Gradients are dropped, and elements are undefined."""
         self.free()
         self._cut(padding)
+        # Until a state is loaded, a loss must be NaN, not the plausible loss of a model of zeros.
         if self.part.is_floating_point():
             self.part.fill_(torch.nan)
         if self.gradient is not None:
             self.gradient.move_to(self.layout)
         self.changed()
+        # A freed parameter refuses the assignment of `.data` in `_make_whole`.
         self._show(gathered=True)
         self._make_whole()
 
@@ -187,10 +197,12 @@ class FlatParameters:
         """Start gathering the parameters, unless they are already gathered. Collective."""
         if self.gathered or self._work is not None:
             return
+        # Resize the storage, because the parameters, and the tensors that autograd has saved, are views of it.
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
         self._work = self._comms.run(self._comms.live.shard.all_gather_single, self._whole, part, async_op=async_op)
+        # Until a gather in the background has ended, the parameters must remain refused.
         if not async_op:
             self._show(gathered=True)
 
@@ -206,8 +218,11 @@ class FlatParameters:
         """Make the parameters and autograd's saved references to them usable, or make any use of them raise."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
+        # Change the class and keep the object, because modules, hooks and the user's code refer to it.
         for parameter, cls in zip(self.parameters, classes, strict=False):
             parameter.__class__ = cls
+        # Autograd's saved tensors bypass the class, but not the version. Without the higher version, a backward pass
+        # that bypassed the hooks read freed memory, and the process crashed.
         version = self._version if gathered else self._version + 1
         torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), (version,) * len(self.parameters))
 
@@ -216,6 +231,8 @@ class FlatParameters:
         if self._work is not None:
             work = self._work
             self._work = None
+            # The gather writes to the memory until it ends. Its error is not lost: the next call on the communicator
+            # raises it.
             with suppress(CommError):
                 work.wait()
         if self.gathered:
@@ -224,10 +241,13 @@ class FlatParameters:
 
     def changed(self) -> None:
         """Make autograd reject its saved references to the parameters, because their elements have changed."""
+        # Autograd has saved nothing at this version, because it is higher than all counters, even those of freed
+        # parameters.
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
         """Return the name of a gathered parameter that was modified in place, or None."""
+        # `_show` has raised the counters of freed parameters, so they differ without any write.
         if self.gathered:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter._version != self._version:
@@ -236,6 +256,7 @@ class FlatParameters:
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares the parameters' memory."""
+        # Sparse tensors, and tensors wrapped by torch.func, have no storage to compare.
         if tensor.layout != torch.strided or is_transformed(tensor):
             return False
         return tensor.untyped_storage() is self._whole.untyped_storage()
@@ -243,8 +264,11 @@ class FlatParameters:
     # -- outside training -----------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:
         """Make the parameters views of a new tensor with all elements, and return that tensor. Collective."""
+        # Gather into a new tensor: `_whole` has the dtype of training, which may be narrower than that of the parts.
         flat = self.part.new_empty(self.layout.total)
         self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
+        # Change the version before `_show` writes it. Point to the new tensor after `_show`, because a freed parameter
+        # refuses the assignment of `.data`.
         self.changed()
         self._show(gathered=True)
         self._point_to(self.layout.views(flat, self.parameters))
@@ -254,6 +278,7 @@ class FlatParameters:
         """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
         if writeback:
             self.part.copy_(self.layout.part_of(flat, self._comms.rank))
+        # Point back before `free`, after which the parameters refuse the assignment.
         self._point_to(self._places)
         self.changed()
         self.free()
@@ -332,7 +357,7 @@ class _Flight:
             # Divide before summing, because a half-precision sum could overflow.
             divide(whole, live.data.size)
         if comms.size == 1:
-            # A single rank's part is the whole tensor, which already is the average.
+            # A single rank's part is the whole tensor, so the shard group has nothing to reduce or copy.
             self._new = whole
             return
         self._new = whole.new_empty(part)
@@ -418,6 +443,7 @@ class FlatGradient:
         """Add this rank's gradient of a parameter. Raises `RuntimeError` if gradients arrive on several streams."""
         if self._whole is None:
             self._stream.begin()
+            # Leave the memory undefined: `start_reduce` zeroes only the places that no gradient has filled.
             self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
         self._stream.check()
         start = self._layout.offsets[index]
@@ -434,6 +460,7 @@ class FlatGradient:
         # Finish the previous reduction first, so that results are added in the order of the passes, which is the same
         # on all ranks.
         self._finish_average()
+        # Gradients that arrive from now on go to a new tensor, because the reduction overwrites this one.
         whole = self._whole
         self._whole = None
         assert whole is not None
@@ -441,7 +468,7 @@ class FlatGradient:
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
-        # Zero the padding, because it is also sent.
+        # Zero the padding, because it is also sent: undefined memory there changed the digests of `un.record`.
         whole[self._layout.used :].zero_()
         self.reduced |= self.taken
         self.taken = set()
@@ -469,6 +496,8 @@ class FlatGradient:
         """
         self._finish_average()
         begin = self._comms.rank * self._layout.part
+        # `.grad` of the other parameters remains None: an optimizer with momentum or weight decay changes a parameter
+        # whose gradient is zero.
         for index in sorted(self.reduced):
             assert self._sum is not None
             tensor = pieces[index].tensor
@@ -519,6 +548,7 @@ class ParameterBucket:
             view.copy_(parameter)
             parameter.data = view
         self._part = layout.part_of(self._flat, self._comms.rank)
+        # If the dtypes are equal, this is the part itself, and the optimizer updates the flat tensor in place.
         self._master = self._part.to(self._dtype)
         _move_pieces(self.pieces, layout, self._comms, self._master)
 
@@ -568,6 +598,8 @@ class ParameterBucket:
     def follow_parameters(self) -> None:
         """Update the master copy where this rank's part was written since the last step, such as by a checkpoint."""
         if self.has_master:
+            # Where the master still rounds to the part, keep it: its low bits hold updates that the parameters' dtype
+            # cannot represent.
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
@@ -575,6 +607,8 @@ class ParameterBucket:
         """Start gathering the updated parts of all ranks in the shard group. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
+        # A rank that fails in its next pass aborts `live`, while another rank may still be waiting for parts of this
+        # step.
         return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
 
 
@@ -676,6 +710,8 @@ class ShardedGradient(_MetadataOnly):
     @classmethod
     def of(cls, parameter: torch.Tensor) -> ShardedGradient:
         """Return a `ShardedGradient` for a parameter, without allocating memory for its elements."""
+        # C++ code bypasses `__torch_function__`, and must read NaN, not a plausible gradient. Only one element is
+        # allocated.
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         return nothing.expand(parameter.shape).as_subclass(cls)
 

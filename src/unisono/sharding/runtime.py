@@ -127,6 +127,7 @@ def make_units(
     for plan in plans:
         kinds: dict[object, list[tuple[str, torch.Tensor]]] = {}
         for name, p in plan.parameters:
+            # Frozen parameters get a flat tensor of their own, because they have no gradients to reduce.
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((name, p))
         flats = []
         for named in kinds.values():
@@ -292,11 +293,14 @@ class Runtime(PassOwner):
         """Register all hooks."""
         for unit in self._units:
             for module in unit.modules:
+                # Prepend, because a user's hook may read the parameters. Always call, because a forward that raises
+                # must also free its unit.
                 self._handles += [
                     module.register_forward_pre_hook(partial(self._enter, unit), prepend=True, with_kwargs=True),
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
                 ]
             for flat in unit.flats:
+                # Torch rejects these hooks on frozen parameters.
                 for index, parameter in enumerate(flat.parameters if flat.gradient is not None else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -318,6 +322,8 @@ class Runtime(PassOwner):
         self._need(unit, backward=backward)
         if outermost:
             unit.call = ForwardCall()
+            # A frozen parameter gets no gradient, so the gradients of the parameters do not show when the backward pass
+            # has left the unit. The gradients of the inputs do.
             if torch.is_grad_enabled() and not unit.frees_after_gradients:
                 unit.call.inputs = watch_outputs((args, kwargs), partial(self._leave_backward, unit, unit.call))
 
@@ -327,17 +333,23 @@ class Runtime(PassOwner):
             return
         unit.running.pop()
         self._depth -= 1
+        # The caller may run the forward in an `except` block, whose exception is not a failure of this forward. Look
+        # for writes before `free`, which changes the version counters.
         raised = sys.exception() if sys.exception() is not self._outer else None
         written = unit.written() if raised is None and not unit.running and not unit.held else None
         watched = 0
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
+        # If a backward pass repeats this forward (checkpointing), the gradients that follow need the unit.
         if not self._in_backward():
             if self._depth == 0:
                 self._watch.stop()
+            # The model's own unit is used throughout, and the backward pass begins with the last unit of the forward.
+            # If no output is watched, the unit would stay gathered until the next forward.
             stays = watched and (unit.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
                 unit.free()
+            # Wait for the outermost module, because a module may catch an error of its submodule.
             if self._depth == 0 and (error := raised or written) is not None:
                 self.free()
                 self._comms.abort(f"a forward of the sharded model has failed there: {error!r}")
@@ -369,6 +381,7 @@ class Runtime(PassOwner):
         """Move the gradient that was added to p.grad to the unit's flat gradient."""
         self._pass.enter(current_pass())
         grad = parameter.grad
+        # Clear p.grad now, because a freed parameter refuses access to it.
         parameter.grad = None
         assert grad is not None
         assert flat.gradient is not None
@@ -394,6 +407,7 @@ class Runtime(PassOwner):
             self._comms.abort(problem)
             raise RuntimeError(f"{problem}. Call remove(), and shard the changed model")
         self._stream.begin()
+        # Watch from here on, because `_recover` is collective and may be part of a deadlock between models.
         self._watch.start()
         try:
             self._recover()
@@ -436,6 +450,8 @@ class Runtime(PassOwner):
         if not overlaps:
             following = None
         with torch.no_grad():
+            # Start this unit's gathers first: the computation waits for them, and gathers run in the order of the
+            # calls.
             for flat in (*unit.flats, *(following.flats if following is not None else ())):
                 flat.start_gather(async_op=overlaps)
             for flat in unit.flats:
@@ -445,6 +461,8 @@ class Runtime(PassOwner):
     def _reduce(self, running: _Pass, unit: Unit) -> None:
         """Start averaging a unit's gradients, after the previous reduction."""
         with torch.no_grad():
+            # Finish the previous unit's reduction first. Otherwise, the whole gradients of all units would stay in
+            # memory until the end of the pass.
             for _, gradient in running.reducing.trained if running.reducing is not None else ():
                 gradient.finish_reduce()
             for _, gradient in unit.trained:
@@ -470,6 +488,8 @@ class Runtime(PassOwner):
             for unit in self._units:
                 if (error := unit.written()) is not None:
                     raise error
+            # Compare before reducing: a rank that lacks all gradients of a unit skips its reduction, so ranks would
+            # make different calls.
             if self._trained:
                 self._check_same_gradients()
             for unit in self._units:
@@ -487,6 +507,7 @@ class Runtime(PassOwner):
         # this model.
         running = self._running
         self._running = None
+        # Abort before `_drop`, which waits for reductions that the other ranks may never join.
         self._comms.abort("a backward of the sharded model has failed there")
         if self._drop() and not (self.sync if running is None else running.syncing):
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
@@ -542,6 +563,8 @@ class Runtime(PassOwner):
             self.check_reduced("optimizer.step()", places)
         except RuntimeError as error:
             problem = error
+        # GradScaler deletes these attributes only after a step that succeeds. Pop them, so that a later step without a
+        # GradScaler is not refused as well.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
         if any(scaled):
             problem = RuntimeError(
@@ -588,6 +611,7 @@ class Runtime(PassOwner):
         wholes = [flat.show_whole() for flat in self._flats]
         self._whole = True
         for unit in self._units:
+            # Hold the unit, because a module that runs inside the context would free it.
             unit.held = unit.gathered = True
         try:
             yield

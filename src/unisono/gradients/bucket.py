@@ -169,6 +169,8 @@ class BucketContents:
     def _copy(self, slots: list[int], grads: list[torch.Tensor], sources: list[int]) -> None:
         """Copy gradients at these addresses to their slots, in the native core if all are plain memory."""
         bucket = self.bucket
+        # The core copies bytes. It can't copy a subclass, whose elements may be elsewhere, a gradient of another dtype
+        # (`grad_dtype`), or a negated view, whose memory has the opposite signs.
         core = native() if bucket.is_plain and bucket.scale == 1.0 else None
         if (
             core is not None
@@ -308,6 +310,8 @@ class BucketContents:
                 f"averaged gradients no longer fit the parameters among {bucket.name}: the model's dtype or device "
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
+        # Write to the caller's tensors last: they may hold the only copy of the earlier gradients, which must be
+        # restored if an assignment above raises.
         filled = [(owned[i], view) for i, _, view, (had, _) in places if had and i in owned] if owned else []
         if filled:
             torch._foreach_copy_([grad for grad, _ in filled], [view for _, view in filled])

@@ -81,6 +81,7 @@ class Buckets:
         Collective.
         """
         order = list(dict.fromkeys([*(i for i in seen if i in self.where), *self.where]))
+        # All ranks pass the same order, so either all ranks recreate the buckets or none does.
         if order != list(self.where):
             self.recreate(order)
 

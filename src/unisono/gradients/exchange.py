@@ -119,6 +119,7 @@ class Exchange:
 
     def change(self, event: str) -> None:
         """Move to the phase that an event leads to; only this method changes the phase."""
+        # An event without an entry for this phase is a fault of the caller, and raises `KeyError`.
         self.phase = TRANSITIONS[event][self.phase]
 
     def wait(self) -> None:
@@ -130,7 +131,9 @@ class Exchange:
             if self.done.is_completed() and self.phase is not Phase.FAILED:
                 self.change("fail")
             raise
+        # On an accelerator, `done` may be completed before the result has been computed on these streams.
         wait_for(self.streams)
+        # `state_dict` may have waited for this exchange before `apply` does.
         if self.phase in TRANSITIONS["arrive"]:
             self.change("arrive")
 

@@ -131,6 +131,7 @@ class LogicalShards:
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         settings = {"count": self._count, "average": self._total, "broadcast_buffers": self._sync_buffers}
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
+        # Check the count only after ranks have compared it, so that all ranks raise.
         count = self._count
         if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % comm.size:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
@@ -145,8 +146,10 @@ class LogicalShards:
         # The step in progress, and its open shard.
         self._step: _Step | None = None
         self._open: _Shard | None = None
+        # Deterministic sums are a balanced tree over the ranks, which continues the tree over each rank's shards.
         self._comm = comm.dup(deterministic=True)
         self._comm.allow_any_thread()
+        # Claim and hook the parameters last: if anything above raises, they remain free for another averager.
         self._registry.watch_gradients(self._arrive)
 
     @property
@@ -179,6 +182,7 @@ class LogicalShards:
             first = self.local[0]
             last = self.local[-1]
             raise ValueError(f"shard {number!r} is not one of this rank, which has shards {first} to {last}")
+        # Store a new step only once its first shard has succeeded: if that shard raises, no step has begun.
         step = self._step or _Step([parameter.grad for parameter in self._parameters])
         if number in step.done:
             raise ValueError(f"shard {number} has a gradient in this step already; each shard has one context a step")
@@ -186,6 +190,7 @@ class LogicalShards:
         shard = self._open = _Shard(number)
         try:
             yield
+            # Check inside this block, so that an error undoes the shard.
             self.check()
             lost = [name for i, (name, p) in enumerate(self._named) if i in shard.arrived and p.grad is None]
             if lost:
@@ -292,6 +297,8 @@ class LogicalShards:
             middle = _middle(low, high)
             if (low, middle) not in sums or (middle, high) not in sums:
                 return
+            # Drop the sums of both halves now. Otherwise, the gradients of every shard would stay in memory until the
+            # step ends.
             left = sums.pop((low, middle))
             right = sums.pop((middle, high))
             sums[low, high] = [_plus(*pair) for pair in zip(left, right, strict=True)]
@@ -311,6 +318,8 @@ class LogicalShards:
     def _finish(self, step: _Step) -> None:
         """Average the gradients of all shards of all ranks. Collective."""
         mine = [step.sums.pop(node) for node in self._covers[self.rank]]
+        # A rank may lack a gradient that another rank has, but all ranks must fill the same buckets. The sum of
+        # booleans is a logical or.
         used = torch.tensor(
             [any(sums[i] is not None for sums in mine) for i in range(len(self._parameters))], device=self._comm.device
         )
@@ -320,9 +329,11 @@ class LogicalShards:
             members = [self._parameters[i] for i in bucket]
             partial = [torch.cat([_flat(sums[i], self._parameters[i]) for i in bucket]) for sums in mine]
             result = self._reduced(partial)
+            # `_add` has divided half-precision gradients; dividing the others here rounds only once.
             if not self._total and result.dtype not in HALVES:
                 result /= self._count
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):
+                # Like torch's own gradients, this one has the parameter's strides.
                 gradient = torch.empty_like(parameter).copy_(part.view(parameter.shape))
                 before = step.before[i]
                 parameter.grad = gradient if before is None else before.add_(gradient)
@@ -340,6 +351,7 @@ class LogicalShards:
             return partial[0]
         numel = partial[0].numel()
         gathered = [partial[0].new_empty(numel * len(cover)) for cover in self._covers]
+        # All ranks add the same partial sums in the same order, and so get the same bits.
         self._comm.all_gather(gathered, torch.cat(partial))
         known: dict[_Node, torch.Tensor] = {
             node: part

@@ -107,6 +107,8 @@ class ParameterRegistry:
         Frozen parameters are hooked as well, because they may be unfrozen later.
         """
         self.hooked = True
+        # Claim the parameters only with the hooks: an averager whose construction fails must leave them free. The claim
+        # ends when this reference is dropped.
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
@@ -160,6 +162,7 @@ class ParameterRegistry:
         def finish(*_: Any) -> None:
             now = zip(self.names, self.parameters, versions, strict=False)
             written = [name for name, p, version in now if p.requires_grad and p._version != version]
+            # Comparing the versions in each forward would slow down every step.
             if written or model.training:
                 for handle in handles:
                     handle.remove()
@@ -181,6 +184,7 @@ class ParameterRegistry:
         if self.hooked:
             release(self.parameters)
         self.hooked = False
+        # Clear this first: otherwise, a forward that is running would put the submodules' hooks back.
         self._paused.clear()
         for handle in self._handles:
             handle.remove()

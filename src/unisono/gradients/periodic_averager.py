@@ -152,6 +152,7 @@ class PeriodicAverager(PeriodicAction):
     ) -> None:
         timed = TimedSchedule(every) if isinstance(every, timedelta) else every
         self._timed = timed if isinstance(timed, TimedSchedule) else None
+        # With a time, `Turns` decides when to exchange, and nothing evaluates the schedule.
         schedule = schedule_of(1 if isinstance(timed, TimedSchedule) else timed)
         if reduce != "mean" and outer is not None and outer.compression is not None:
             raise ValueError("compression= needs reduce='mean': the codec computes the mean")
@@ -160,6 +161,7 @@ class PeriodicAverager(PeriodicAction):
                 "every=timedelta(...) needs outer=, such as DiLoCo's, and reduce='mean': it averages changes from an "
                 "anchor"
             )
+        # An iterator of parameters can be read only once, and the base class reads the model again.
         model = model if isinstance(model, torch.nn.Module) else named_tensors(model)
         self._known = named = floating(named_tensors(model, buffers=buffers))
         check_parameters(named)
@@ -169,9 +171,12 @@ class PeriodicAverager(PeriodicAction):
         self._exchange_settings = ExchangeSettings(overlap_steps, alpha, _reduction(reduce), int(bucket_cap_mb * MIB))
         parts = _by_bytes(named, fragments) if isinstance(fragments, int) else _by_name(named, fragments)
         self._schedules = _staggered(schedule, len(parts))
+        # Create the anchor and the fragments before `super().__init__`, which calls `_connect`. Until then nothing is
+        # sent, as the class promises for a `ValueError`.
         self._anchor = None if outer is None else Anchor([tensor for _, tensor in named], outer)
         self._fragments = [Fragment(members, [self.anchor[i] for i in members if self.anchor]) for members in parts]
         codec = None if outer is None else codec_for(outer.compression)
+        # A codec with error feedback keeps a residual of its message, so each message gets a codec of its own.
         for fragment in self._fragments if codec is not None else ():
             messages = self._exchange_settings.messages(fragment.anchor)
             fragment.codecs = [codec and codec.clone() if m[0].is_floating_point() else None for m in messages]
@@ -193,6 +198,7 @@ class PeriodicAverager(PeriodicAction):
         }
         super().__init__(model, comm, schedule, buffers=buffers, settings=settings)
         try:
+            # Compare values only now, because `super().__init__` has checked that names and shapes are equal.
             if self.anchor:
                 advice = "un.broadcast_parameters(model, comm) makes them equal"
                 assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
@@ -209,6 +215,8 @@ class PeriodicAverager(PeriodicAction):
     def _connect(self, comm: Communicator) -> None:
         super()._connect(comm)
         self._exchanges = self._new_exchanges()
+        # `close` waits for the worker, whose last exchange uses the communicator. If the averager is dropped without
+        # `close`, a finalizer stops the worker.
         self._comm.before_close(self._exchanges.joiner())
         finalize(self, self._exchanges.ender())
 
@@ -262,6 +270,7 @@ class PeriodicAverager(PeriodicAction):
         """
         if samples is not None and self._timed is None:
             raise TypeError("samples weight the contributions of ranks of different speed: pass a timedelta in every=")
+        # Raise an earlier error before counting: exchanges compare the ranks' steps.
         self._exchanges.check()
         self.steps += 1
         self._resumed = False
@@ -290,6 +299,7 @@ class PeriodicAverager(PeriodicAction):
         named = floating(self.named)
         names = dict(self._known).keys() ^ dict(named).keys()
         odd = [name for name, _ in (*self._known, *named) if name in names]
+        # Without an anchor, the loop body never runs: plain averages follow a parameter that was replaced.
         for (name, tensor), (_, known), there in zip(named, self._known, self.anchor, strict=False):
             # Only parameters must remain the same objects, because a forward pass may replace a buffer.
             is_new = tensor is not known and isinstance(tensor, torch.nn.Parameter)
@@ -297,6 +307,7 @@ class PeriodicAverager(PeriodicAction):
                 odd.append(name)
         if odd:
             problem = f"{odd[0]!r} was added, removed, resized, moved or replaced since its averager was created"
+            # Abort, because the other ranks would wait for this rank in the exchange.
             self._comm.abort(problem)
             raise RuntimeError(f"{problem}. Create a new {type(self).__name__} for the changed model")
         return [named[i][1].detach() for i in fragment.members]
@@ -311,11 +322,13 @@ class PeriodicAverager(PeriodicAction):
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
         own = chain(module.named_parameters(name, recurse=False), module.named_buffers(name, recurse=False))
+        # In timed exchanges, the worker may be stepping the anchor at this moment.
         with self._exchanges.held():
             for key, tensor in own:
                 index = numbers.get(key, numbers.get(id(tensor)))
                 if index is None:
                     continue
+                # `load_state_dict(assign=True)` puts other objects into the module, which `_tensors` must accept.
                 self._known[index] = self._known[index][0], tensor
                 if self._resumed:
                     continue
@@ -323,6 +336,7 @@ class PeriodicAverager(PeriodicAction):
                 fragment.samples = 0
                 if fragment.exchange is not None:
                     fragment.exchange.load()
+                # `_tensors` reports another shape in the next exchange, and aborts all ranks.
                 if self._anchor is not None and self.anchor[index].shape == tensor.shape:
                     fragment.is_loaded |= self._anchor.load(index, tensor)
 
@@ -341,11 +355,13 @@ class PeriodicAverager(PeriodicAction):
         for fragment in self._fragments:
             exchange = fragment.exchange
             if exchange is not None:
+                # The thread that reduces writes the tensors until the exchange is done.
                 exchange.wait()
             state["fragments"].append([named[i][0] for i in fragment.members])
             state["rounds"].append(fragment.rounds)
             saved = None
             if exchange is not None and exchange.phase is Phase.ARRIVED:
+                # `ahead.own` serves only to undo a failed exchange, and this one has succeeded.
                 saved = [exchange.due, exchange.tensors, exchange.ahead and exchange.ahead.expected]
             state["under_way"].append(saved)
             state["codecs"].append([codec and codec.state_dict() for codec in fragment.codecs])
@@ -395,6 +411,7 @@ class PeriodicAverager(PeriodicAction):
         saved = zip(state["rounds"], state["under_way"], state["codecs"], strict=True)
         for fragment, (rounds, under_way, codecs) in zip(self._fragments, saved, strict=True):
             fragment.rounds = int(rounds)
+            # Ranks may have loaded different states, so the next exchange compares the anchors.
             fragment.is_loaded = self.outer is not None
             fragment.exchange = None
             if under_way is not None:
@@ -421,6 +438,7 @@ class PeriodicAverager(PeriodicAction):
         Raises:
             MismatchError: Ranks have different parameters or arguments.
         """
+        # This ends the exchanges in flight and joins the worker, so that only this thread changes them from here on.
         self._disconnect()
         with torch.no_grad():
             for fragment in self._fragments:
@@ -433,8 +451,10 @@ class PeriodicAverager(PeriodicAction):
                 fragment.is_loaded = False
         self._connect(comm)
         progress = self._comm.all_gather_object((sum(fragment.rounds for fragment in self._fragments), self.steps))
+        # The first of the leading ranks is the same one on all ranks.
         leader = progress.index(max(progress))
         state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
+        # A rank that lacks results has trained from an older anchor, so its changes cannot be contributed.
         if progress[comm.rank][0] < progress[leader][0]:
             self.load_state_dict(state)
             with torch.no_grad():
@@ -455,6 +475,7 @@ class PeriodicAverager(PeriodicAction):
         if ahead is not None and exchange.phase is not Phase.OUTDATED:
             parts = zip(self._tensors(fragment), fragment.anchor, ahead.own, ahead.expected, strict=False)
             for here, there, own, expected in parts:
+                # Move from the prediction back to where this rank was before it: the anchor minus the contribution.
                 here.add_(there - own - expected)
 
 

@@ -112,6 +112,8 @@ class Activity:
     """
 
     def __init__(self, group: Group) -> None:
+        # Calls write these fields without a lock, which would slow down the fast path. A report may therefore combine
+        # the fields of two calls.
         self.group = group
         self.owner: int = threading.get_ident()
         self.calls: int = 0
@@ -121,6 +123,7 @@ class Activity:
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Record | None = None
+        # In a common queue, messages displaced the collectives that `metrics` evaluates.
         self._collectives: deque[Record] = deque(maxlen=_KEPT)
         self._messages: deque[Record] = deque(maxlen=_FEW)
         self.keep: Callable[[Record], None] = self._collectives.append
@@ -228,6 +231,7 @@ class Activity:
             "call": None if shown is None else format_call(*shown[:4]),
             "number": None if shown is None else shown[1],
             "awaited": [list(one) for one in self.awaited] if inside else [],
+            # Copy the items, because the rank may post its first message to another peer meanwhile.
             "posted": [[*key, count] for key, count in list(self.posted.items())],
             "last": self.last(),
             "broken": self.broken,
@@ -261,6 +265,8 @@ class ActivityRegistry:
     def open(self) -> list[Activity]:
         """Return the activities of open communicators, the most recently used last."""
         with self._lock:
+            # The lock is needed because a set that grows during its iteration raises, and other threads create
+            # communicators.
             return sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
 
     def report(self) -> dict[str, Any]:
@@ -340,6 +346,7 @@ def callers_place() -> Place:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
+    # `f_lineno` would search the code's line table in every call; `site_text` searches it only for a report.
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
@@ -392,6 +399,7 @@ def is_users(filename: str) -> bool:
 
 def _without_columns(code: CodeType) -> CodeType:
     """Return the code with all instructions attributed to its first line, and without column information."""
+    # With this file's columns, a traceback would underline the wrong part of the user's line.
     units = len(code.co_code) // 2
     # Each entry covers up to 8 instructions, has no columns (code 13), and repeats the previous entry's line.
     entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))

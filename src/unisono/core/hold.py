@@ -44,6 +44,8 @@ class Hold:
         self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()
+        # The control plane's thread calls `stop` and `go`, and must not wait for a rank. So no thread waits at its gate
+        # while it holds this lock.
         self._lock = _thread.allocate_lock()
 
     def add(self, engine: _Holdable) -> None:
@@ -65,15 +67,20 @@ class Hold:
         """
         with self._lock:
             if activities is not None:
+                # Stop the clock first: a rank that waits for a held rank must not reach its deadline.
                 _set_core(clock.stop())
                 known = set(map(id, activities))
                 for engine in list(self._engines):
+                    # `suspend` returns False for an engine that is held already, so a second `stop` does not add it
+                    # again.
                     if id(engine.activity) in known and engine.suspend():
                         self._held.append(engine)
             self.held = True
 
     def go(self) -> None:
         """Release all held ranks."""
+        # Call the observers first, because the debugger's socket, through which any code can be run, must not outlast
+        # the hold. Call them without the lock, because they take locks of their own.
         for observe in self.on_go:
             observe()
         with self._lock:
@@ -95,6 +102,7 @@ class Hold:
                 return False
             self._steps.add(thread)
             for engine in self._held:
+                # The next line may be the first one that uses a communicator without an owner.
                 if engine.owner in (thread, None):
                     engine.resume()
         gate.release()
@@ -115,8 +123,10 @@ class Hold:
         with self._lock:
             if not self.held:
                 return
+            # Register the gate under the lock: then either `go` finds the gate, or this thread finds `held` False.
             gate.acquire()
             self._gates[here] = gate
+            # Suspend the engines that `step` has resumed.
             for engine in self._held:
                 if engine.owner == here:
                     engine.suspend()
@@ -155,6 +165,7 @@ def _call_at_next_line(frame: FrameType | None, action: Callable[[], None]) -> N
                 stop[0].f_trace = trace
         elif event == "line":
             here.f_trace = None
+            # Restore the program's own trace function before `action` blocks.
             sys.settrace(before)
             action()
             return None
@@ -162,5 +173,6 @@ def _call_at_next_line(frame: FrameType | None, action: Callable[[], None]) -> N
 
     stop = [frame]
     if frame is not None:
+        # `settrace` only affects frames that begin later, and this frame is already running.
         frame.f_trace = trace
         sys.settrace(trace)

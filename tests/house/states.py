@@ -59,7 +59,8 @@ class States(NamedTuple):
 
 
 def python_files(places: list[Path]) -> list[Path]:
-    return sorted(file for place in places for file in ([place] if place.is_file() else place.rglob("*.py")))
+    files = (file for place in places for file in ([place] if place.is_file() else place.rglob("*.py")))
+    return sorted(file for file in files if file.suffix == ".py")
 
 
 def assigned(method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:

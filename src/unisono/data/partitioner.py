@@ -164,7 +164,7 @@ class Partitioner(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return, as plain values, the settings that may change when a job resumes with a different number of parts.
+        """Return the settings that may change when a job resumes with a different number of parts, as plain values.
 
         Example:
             >>> un.data.weighted([3, 1]).settings()

@@ -195,7 +195,7 @@ class Calls {
         for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({pointer(sources[n]), read.at(n)});
     }
 
-    // Runs the current call, whose tensors are valid. Releases the GIL if the call is long or has to wait.
+    // Runs the current call, whose tensors have been checked. Releases the GIL if the call is long or has to wait.
     Failure run() {
         int64_t nbytes = 0;
         for (const Buffers* side : {&call_.inputs, &call_.outputs})

@@ -128,7 +128,7 @@ class Reductions {
     // Smallest tensor that is reduced in place. Once symmetric memory is allocated, reducing a tensor of at least this
     // size costs one more round if the tensor is not in symmetric memory.
     static constexpr size_t kInPlaceBytes = 64 << 10;
-    // Flag in the payload: this rank's call expects its result to be divided by the rank that reduces it.
+    // Flag in the payload: this rank calls for an average, so the rank that reduces the sum also divides it.
     static constexpr uint64_t kAverages = 1ull << 63;
     static constexpr int kOffsetBits = 44;
 

@@ -378,8 +378,8 @@ def cost_of(text: bytes | bytearray) -> int:
 def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
-    The limit allows twice the files' size. Up to `HELD` bytes of tensors are in memory twice; other tensors are in
-    memory once, so values may use the memory of a second copy.
+    Loading may use twice as much memory as the checkpoint has bytes. Up to `HELD` bytes of tensors are in memory twice;
+    other tensors are in memory once, so values may use the memory of a second copy.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

@@ -15,7 +15,7 @@ __all__ = ["assert_equal_tensors", "odd_ranks", "ranks_text", "sides_of", "tenso
 
 _CHUNK = 1 << 16
 _NAMED = 4
-# Use words of at most 32 bits, because their products with odd 64-bit keys then depend on every bit.
+# Words have at most 32 bits, so that the product of a word and an odd 64-bit key depends on every bit of the word.
 _WORD = {1: torch.uint8, 2: torch.int16}
 
 

@@ -81,7 +81,8 @@ class PeriodicAverager(PeriodicAction):
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
             ranks that run at different speeds: each rank takes as many steps as it can in that time, and its
             contribution is weighted by its number of samples. To limit the wait for a late rank, pass
-            `every(timedelta(...), max_lag=...)`. A time requires `outer` and `reduce="mean"`.
+            `every(timedelta(...), max_lag=...)`. With a `timedelta`, `outer` and
+            `reduce="mean"` are required.
         buffers: Also average a module's floating-point buffers.
         outer: An `OuterUpdate`, or None. With `outer`, ranks must start from equal parameters.
         fragments: Number of fragments of about equal size, in parameter order; or, for each fragment, a list of names

@@ -194,7 +194,7 @@ def check_resume(
 
 
 def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
-    """Check that dividing `count` samples is lossless, equal on all ranks, and within one sample of each fraction.
+    """Check that parts contain all `count` samples, agree on all ranks, and have the right lengths within one sample.
 
     Args:
         divide: Function that divides samples.

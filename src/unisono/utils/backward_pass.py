@@ -76,7 +76,7 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
 
 class PassOwner:
-    """Base class for owners of a `BackwardTracker`, which average one model's gradients during backward passes."""
+    """Base class for objects that average one model's gradients during backward passes, and own a `BackwardTracker`."""
 
     gathers = False
     """Whether the model's forward passes communicate. If so, a backward pass cannot join another rank's repetition."""

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo compared with plain DiLoCo and DDP over a link of 50 Mbit/s and 100 ms latency: speed, bytes sent and training loss.
+"""Streaming DiLoCo, plain DiLoCo and DDP over a link of 50 Mbit/s and 100 ms latency: speed, bytes sent and loss.
 
     python benchmarks/slow_links.py [--hosts 2 4] [--rounds 5] [--seeds 3] [--only speed loss]
 

@@ -211,6 +211,6 @@ def compare_in_full(
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
     """Raise an error that quotes each rank's collective, once all ranks know that their collectives differ."""
-    # Leave the call numbers out: the fast path has not assigned one yet, and all ranks are known to be at the same call.
+    # Leave the call numbers out: the fast path has assigned none yet, and all ranks are known to be at the same call.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
     raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")

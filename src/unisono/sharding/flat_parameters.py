@@ -262,17 +262,20 @@ class FlatParameters:
         return tensor.untyped_storage() is self._whole.untyped_storage()
 
     # -- outside training -----------------------------------------------------------------------
-    def show_whole(self) -> torch.Tensor:
-        """Make the parameters views of a new tensor with all elements, and return that tensor. Collective."""
+    def gather_whole(self) -> torch.Tensor:
+        """Return a new tensor with all elements; the parameters remain as they are. Collective."""
         # Gather into a new tensor: `_whole` has the dtype of training, which may be narrower than that of the parts.
         flat = self.part.new_empty(self.layout.total)
         self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
+        return flat
+
+    def show_whole(self, flat: torch.Tensor) -> None:
+        """Make the parameters views of the tensor that `gather_whole` has returned."""
         # Change the version before `_show` writes it. Point to the new tensor after `_show`, because a freed parameter
         # refuses the assignment of `.data`.
         self.changed()
         self._show(gathered=True)
         self._point_to(self.layout.views(flat, self.parameters))
-        return flat
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
         """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
@@ -283,9 +286,9 @@ class FlatParameters:
         self.changed()
         self.free()
 
-    def restore(self) -> None:
-        """Turn the parameters back into ordinary parameters, with their original strides. Collective."""
-        self.show_whole()
+    def restore(self, flat: torch.Tensor) -> None:
+        """Turn the parameters back into ordinary ones with their original strides, and copy `gather_whole`'s result."""
+        self.show_whole(flat)
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
             del parameter.__dict__["_sharded_name"]

@@ -608,12 +608,16 @@ class Runtime(PassOwner):
         self.check_idle("full_parameters()")
         self._recover()
         self.free()
-        wholes = [flat.show_whole() for flat in self._flats]
-        self._whole = True
-        for unit in self._units:
-            # Hold the unit, because a module that runs inside the context would free it.
-            unit.held = unit.gathered = True
+        # Show nothing until everything is gathered. If a gather failed in between, the parameters already shown would
+        # stay in this tensor, and all later steps would compute with its old values.
+        wholes = [flat.gather_whole() for flat in self._flats]
         try:
+            for flat, whole in zip(self._flats, wholes, strict=True):
+                flat.show_whole(whole)
+            self._whole = True
+            for unit in self._units:
+                # Hold the unit, because a module that runs inside the context would free it.
+                unit.held = unit.gathered = True
             yield
         finally:
             self._whole = False
@@ -630,12 +634,15 @@ class Runtime(PassOwner):
         self._change("step")
         self._recover()
         self.free()
+        # If a gather fails, the model is still sharded, and can be removed again.
+        wholes = [flat.gather_whole() for flat in self._flats]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._watch.remove()
         for flat in self._flats:
-            flat.restore()
+            # Keep no reference, because `restore` allocates the parameters a second time.
+            flat.restore(wholes.pop(0))
 
     def recut(self) -> None:
         """Re-partition all units for the current communicator. Elements become undefined, and gradients are dropped."""

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from failing_posts import FailedPostError, Posts, run_failing
 from pairwise import short
 from torch import nn
 from torch.optim import SGD
 
 import unisono as un
-from unisono.errors import AbortedError, MismatchError
+from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.sharding import ShardedModel, ShardedOptimizer
 from unisono.testing import pool
 
@@ -331,6 +332,36 @@ def test_a_model_is_removed_after_a_failed_forward() -> None:
         return all(torch.equal(*pair) for pair in zip(model.parameters(), layers().parameters(), strict=True))
 
     assert un.launch(program, 3, "thread", timeout=20) == [True, True, True]
+
+
+def train_after_a_failed_gather(
+    comm: un.Communicator, posts: Posts, act: str, gathers: int | None
+) -> list[torch.Tensor]:
+    """Return the parameters after steps before and after an action in which rank 1 fails behind some gathers."""
+    model = layers()
+    sharded = ShardedModel(model, comm)
+    optimizer = sharded.optimizer(SGD, lr=0.1, elementwise=True)
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, number)).backward()
+        optimizer.step()
+        if number == 0 and gathers is not None:
+            if comm.rank == 1:
+                posts[1] = gathers
+            with pytest.raises(FailedPostError if comm.rank == 1 else CommError), ExitStack() as stack:
+                stack.enter_context(sharded.full_parameters()) if act == "full_parameters" else sharded.remove()
+    sharded.remove()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("act", ["full_parameters", "remove"])
+@pytest.mark.parametrize("gathers", [0, 1])
+def test_training_goes_on_after_a_failed_gather_of_the_whole_model(act: str, gathers: int) -> None:
+    """The model has two units, so that the second gather fails when the first one has succeeded."""
+    found = run_failing(train_after_a_failed_gather, 2, act, gathers)
+    wanted = run_failing(train_after_a_failed_gather, 2, act, None)
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 def skips(comm: un.Communicator, model: nn.Module, optimizer: Any) -> None:

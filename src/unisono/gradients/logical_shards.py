@@ -28,7 +28,7 @@ _Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Step:
-    """This rank's state in one step: created with its first shard, and dropped when the step is averaged.
+    """This rank's state in one step: created with its first shard, and dropped before the step is averaged.
 
     Attributes:
         before: p.grad of each parameter when the step began.
@@ -175,6 +175,8 @@ class LogicalShards:
         Raises:
             ValueError: The shard belongs to another rank, or was already run in this step.
             RuntimeError: Another shard is open, a hook has used a gradient too early, or `check` raises.
+            CommError: Averaging failed. On this rank, the step has not taken place: p.grad is as before it. Call
+                `move_to` with a new communicator, and run all its shards again.
         """
         if self._open is not None:
             raise RuntimeError(f"shard({number}) was called inside shard({self._open.number}); leave that first")
@@ -182,8 +184,7 @@ class LogicalShards:
             first = self.local[0]
             last = self.local[-1]
             raise ValueError(f"shard {number!r} is not one of this rank, which has shards {first} to {last}")
-        # Store a new step only once its first shard has succeeded: if that shard raises, no step has begun.
-        step = self._step or _Step([parameter.grad for parameter in self._parameters])
+        step = self._step = self._step or _Step([parameter.grad for parameter in self._parameters])
         if number in step.done:
             raise ValueError(f"shard {number} has a gradient in this step already; each shard has one context a step")
         self._clear()
@@ -195,22 +196,20 @@ class LogicalShards:
             lost = [name for i, (name, p) in enumerate(self._named) if i in shard.arrived and p.grad is None]
             if lost:
                 raise RuntimeError(used_gradients(lost))
+            self._add(step, number, [parameter.grad for parameter in self._parameters])
         except BaseException:
             self._clear()
             # If the first shard of a step raises, the whole step is undone. If a later shard raises, p.grad is not
             # restored, because it has no meaning until the step ends.
             if not step.done:
-                for parameter, before in zip(self._parameters, step.before, strict=True):
-                    parameter.grad = before
+                self._drop()
             raise
         finally:
             self._open = None
-        self._step = step
-        self._add(step, number, [parameter.grad for parameter in self._parameters])
         self._clear()
         if len(step.done) == len(self.local):
-            # Clear the step first: if averaging raises, the step is dropped, and its shards may be run again.
-            self._step = None
+            # Drop the step first: if averaging raises, p.grad is as before the step, whose shards may be run again.
+            self._drop()
             self._finish(step)
 
     def check(self) -> None:
@@ -236,15 +235,19 @@ class LogicalShards:
         self._comm.abort(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and release the communicator. Gradients remain unchanged. Idempotent."""
+        """Remove the hooks, and release the communicator. Idempotent.
+
+        An incomplete step is discarded, and p.grad is as before that step; otherwise gradients remain unchanged.
+        """
+        self._drop()
         self._registry.remove()
         self._comm.close()
 
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over the new communicator. An incomplete step is discarded. Parameters are not changed: make them
-        equal on all ranks yourself.
+        Collective over the new communicator. An incomplete step is discarded, and p.grad is as before that step.
+        Parameters are not changed: make them equal on all ranks yourself.
 
         Args:
             comm: The new communicator; `count` is a multiple of its number of ranks.
@@ -284,24 +287,36 @@ class LogicalShards:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def _drop(self) -> None:
+        """Drop the step in progress, if any, and restore p.grad from before that step."""
+        if self._step is not None:
+            for parameter, before in zip(self._parameters, self._step.before, strict=True):
+                parameter.grad = before
+            self._step = None
+
     @torch.no_grad()
     def _add(self, step: _Step, number: int, gradients: _Gradients) -> None:
         """Add a shard's gradient, and form the sums of all subtrees that it completes."""
         if not self._total:
             # Divide half-precision gradients first: their sum may overflow, but their mean does not.
             gradients = [g / self._count if g is not None and g.dtype in HALVES else g for g in gradients]
-        step.done.add(number)
-        sums = step.sums
-        sums[number, number + 1] = gradients
+        node = (number, number + 1)
+        added: list[_Node] = []
         for low, high in self._path(number):
             middle = _middle(low, high)
-            if (low, middle) not in sums or (middle, high) not in sums:
-                return
-            # Drop the sums of both halves now. Otherwise, the gradients of every shard would stay in memory until the
-            # step ends.
-            left = sums.pop((low, middle))
-            right = sums.pop((middle, high))
-            sums[low, high] = [_plus(*pair) for pair in zip(left, right, strict=True)]
+            is_left = node == (low, middle)
+            other = (middle, high) if is_left else (low, middle)
+            if other not in step.sums:
+                break
+            pairs = (gradients, step.sums[other]) if is_left else (step.sums[other], gradients)
+            gradients = [_plus(*pair) for pair in zip(*pairs, strict=True)]
+            added.append(other)
+            node = (low, high)
+        # Change the step last: if memory runs out above, this shard can be repeated.
+        for other in added:
+            del step.sums[other]
+        step.sums[node] = gradients
+        step.done.add(number)
 
     def _path(self, number: int) -> list[_Node]:
         """Return the subtrees that contain a shard, the smallest first."""
@@ -316,8 +331,19 @@ class LogicalShards:
 
     @torch.no_grad()
     def _finish(self, step: _Step) -> None:
-        """Average the gradients of all shards of all ranks. Collective."""
-        mine = [step.sums.pop(node) for node in self._covers[self.rank]]
+        """Average the gradients of all shards of all ranks, and add them to p.grad. Collective."""
+        averages = self._averages([step.sums.pop(node) for node in self._covers[self.rank]])
+        if self._sync_buffers and self._model is not None:
+            share_buffers(self._model, self._comm)
+        # Change p.grad only after the last message. If a message fails, the shards are run again, and nothing may then
+        # be counted twice.
+        for i, average in averages.items():
+            parameter = self._parameters[i]
+            parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
+        self._steps += 1
+
+    def _averages(self, mine: list[_Gradients]) -> dict[int, torch.Tensor]:
+        """Return the average of each parameter that any rank has used, from this rank's sums. Collective."""
         # A rank may lack a gradient that another rank has, but all ranks must fill the same buckets. The sum of
         # booleans is a logical or.
         used = torch.tensor(
@@ -325,6 +351,7 @@ class LogicalShards:
         )
         self._comm.all_reduce(used)
         indices = [i for i, is_used in enumerate(used.tolist()) if is_used]
+        averages: dict[int, torch.Tensor] = {}
         for bucket in plan_buckets(self._parameters, indices, _CAP_BYTES):
             members = [self._parameters[i] for i in bucket]
             partial = [torch.cat([_flat(sums[i], self._parameters[i]) for i in bucket]) for sums in mine]
@@ -333,16 +360,12 @@ class LogicalShards:
             if not self._total and result.dtype not in HALVES:
                 result /= self._count
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):
-                # Like torch's own gradients, this one has the parameter's strides.
-                gradient = torch.empty_like(parameter).copy_(part.view(parameter.shape))
-                before = step.before[i]
-                parameter.grad = gradient if before is None else before.add_(gradient)
-        for i, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                parameter.grad = step.before[i]
-        self._steps += 1
-        if self._sync_buffers and self._model is not None:
-            share_buffers(self._model, self._comm)
+                # Like torch's own gradients, an average has the parameter's strides.
+                averages[i] = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+                # The average replaces the sums, so that both together need no more memory than the sums alone.
+                for sums in mine:
+                    sums[i] = None
+        return averages
 
     def _reduced(self, partial: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all shards, from each rank's partial sums."""

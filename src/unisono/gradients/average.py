@@ -10,7 +10,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.sparse import average_sparse, sparse_parameters
-from unisono.gradients.weights import Weights, warn_of_uneven_batches
+from unisono.gradients.weights import ErrorContext, Weights, warn_of_uneven_batches
 from unisono.utils.flatten import MIB, buckets, flat_apply
 from unisono.utils.parameters import (
     Named,
@@ -45,6 +45,8 @@ def average_gradients(
         MismatchError: Ranks have different parameters; the error names the first difference.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         ValueError: `model` is an exhausted iterator, or `bucket_cap_mb` is less than one byte.
+        CommError: A message failed. All gradients are lost, because some may be averaged, and others may be partial
+            sums. Compute them again.
 
     Cost: one all_reduce of the gradients, split into a few messages; two copies of the gradients; and one all_gather of
     16 bytes. The first call for a set of parameters also compares their names and shapes in one all_gather. If ranks
@@ -69,7 +71,7 @@ def average_gradients(
     if not _compare(model, named, comm, frozen=True, digest=digest):
         comm.all_reduce(present, "max")
     gradients = [_dense_gradient(p) for p, there in zip(dense, present.tolist(), strict=True) if there]
-    with torch.no_grad():
+    with torch.no_grad(), ErrorContext("averaging gradients in place, which are lost now: compute them again"):
         average_sparse([pair for pair in trained if id(pair[1]) in spread], comm, Weights(comm))
         for bucket in buckets(gradients, int(bucket_cap_mb * MIB)):
             flat_apply(bucket, lambda flat: comm.all_reduce(flat, op="avg"))

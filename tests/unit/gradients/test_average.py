@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from failing_posts import FailedPostError, Posts, run_failing
 from torch import nn
 
 import unisono as un
+from unisono.errors import CommError
 from unisono.testing import pool
 
 
@@ -47,3 +49,21 @@ def test_embedding_with_a_norm_limit_is_named() -> None:
         model = nn.EmbeddingBag(4, 2, max_norm=1.0)
         with pytest.warns(UserWarning, match=r"writes 'weight' \(max_norm\)"):
             un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1, elementwise=True)
+
+
+def test_error_says_that_gradients_are_lost() -> None:
+    def program(comm: un.Communicator, posts: Posts) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        un.average_gradients([weight], comm)
+        if comm.rank == 1:
+            # The comparison of gradients succeeds.
+            posts[1] = 1
+            with pytest.raises(FailedPostError):
+                un.average_gradients([weight], comm)
+        else:
+            with pytest.raises(CommError) as caught:
+                un.average_gradients([weight], comm)
+            assert "which are lost now: compute them again" in "".join(caught.value.__notes__)
+
+    run_failing(program, 2)

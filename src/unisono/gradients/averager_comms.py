@@ -42,8 +42,8 @@ class AveragerComms(ReplaceableComms):
 
     def replace(self) -> None:
         """Replace the communicators after a failed backward pass has aborted them. Collective."""
-        self.control.close()
         super().replace()
+        self.control.close()
         self.control = self.dup()
 
     def abort_pass(self, reason: str, first: Work | None) -> None:

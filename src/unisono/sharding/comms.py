@@ -94,6 +94,10 @@ class ShardComms:
         """Return the communicators in use, and their base communicators."""
         return tuple(comm for pair in self._pairs for comm in pair.every())
 
+    def aborts(self) -> dict[str, Callable[[str], None]]:
+        """Return, by name, the groups in which a rank may wait for others, and the function that aborts each."""
+        return {name: abort for pair in self._pairs for name, abort in pair.aborts().items()}
+
     def abort(self, reason: str) -> None:
         """Abort the current step on all ranks, because of an error raised on this rank."""
         self.live.reported = True

@@ -539,6 +539,8 @@ class GradientSharder(PassOwner):
         # Whether an earlier backward pass has failed, and the failure to raise if other ranks dropped gradients that
         # this rank has.
         self._broken = False
+        # Number of errors raised on this rank when the last pass began.
+        self._errors = 0
         self._lost: CommError | None = None
         self._problem: str | None = None
         self._handles: list[Any] = []
@@ -557,7 +559,12 @@ class GradientSharder(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
-        if error is not None and not self._comms.live.reported:
+        # An error of another model counts too: if ranks wait for each other in two models, both are aborted, and each
+        # rank raises in the model in which it waits. All ranks then repeat the step, and must agree that this pass is
+        # the repetition: if one rank raised again here, the others would wait for it in `renew`.
+        repeats = self._comms.live.reported or self._errors != self._watch.errors
+        self._errors = self._watch.errors
+        if error is not None and not repeats:
             # Another rank's backward pass has failed, and that rank will repeat its forward pass, during which other
             # models may communicate. This rank must also repeat its forward pass, instead of waiting for that
             # repetition at the end of this backward pass.

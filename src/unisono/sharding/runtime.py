@@ -352,6 +352,7 @@ class Runtime(PassOwner):
             # Wait for the outermost module, because a module may catch an error of its submodule.
             if self._depth == 0 and (error := raised or written) is not None:
                 self.free()
+                self._watch.raised()
                 self._comms.abort(f"a forward of the sharded model has failed there: {error!r}")
         if written is not None:
             raise written
@@ -414,6 +415,7 @@ class Runtime(PassOwner):
         except BaseException:
             # Stop watching here, because `_leave` ignores a forward pass that has not begun.
             self._watch.stop()
+            self._watch.raised()
             raise
         # Free units that an earlier forward pass kept gathered, because parameters may have changed since then.
         self.free()

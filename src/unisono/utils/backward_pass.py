@@ -230,6 +230,7 @@ class BackwardTracker:
         enclosing = current_pass()
         if enclosing < 0:
             self.forget()
+            self._watch.raised()
             self.owner.fail()
         elif enclosing not in self._tasks:
             self._hold(enclosing)

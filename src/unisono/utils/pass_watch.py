@@ -30,6 +30,9 @@ class WatchedComms(Protocol):
     def every(self) -> Sequence[Communicator]:
         """Return the communicators in use, and the communicators from which they are recreated."""
 
+    def aborts(self) -> dict[str, Callable[[str], None]]:
+        """Return, by name, the groups in which a rank may wait for others, and the function that aborts each."""
+
 
 class PassWatch:
     """Watches one model's backward passes, and detects ranks that wait for each other in different models.
@@ -40,7 +43,9 @@ class PassWatch:
     so a thread queries the activities of all ranks during each backward pass. If ranks form a cycle in which each rank
     waits for a call that the next rank has not made, they are deadlocked. The thread then aborts these calls on all
     ranks. The backward passes raise errors, and the models renew their communicators in the next backward pass, as
-    after any failure. A rank with only one such model needs no thread.
+    after any failure. Ranks that wait to renew a model's communicators may be part of a cycle too. They wait in a
+    `RepeatableBarrier`, so aborting their wait does not make the model unusable. A rank with only one such model needs
+    no thread.
 
     Args:
         kind: Name of the averaging class, such as "GradientAverager", for error messages.
@@ -51,6 +56,7 @@ class PassWatch:
         peers: All watches of this rank, including this one, in order of creation. A single watch has nothing to do.
         running: Event that stops the thread that watches the current backward pass; None if there is no thread.
         on_pass: Function called with the number of a graph task that reached another model of this rank first.
+        errors: Number that grows whenever a pass of any of this rank's models raises.
     """
 
     on_pass: Callable[[int], None]
@@ -59,6 +65,7 @@ class PassWatch:
         self.name: str = f"the {kind} created at {call_site()}"
         self._comms = comms
         self.running: Event | None = None
+        self.errors: int = 0
         self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms.in_use()[0]).control, [])
         self.peers.append(weakref.ref(self, self.peers.remove))
 
@@ -69,10 +76,14 @@ class PassWatch:
 
     def announce(self, number: int) -> None:
         """Notify the other models of this rank that a graph task has reached this model first."""
-        for ref in self.peers:
-            peer = ref()
-            if peer is not None and peer is not self:
+        for peer in self._live():
+            if peer is not self:
                 peer.on_pass(number)
+
+    def raised(self) -> None:
+        """Count an error that a forward or backward pass has raised on this rank, for all models of this rank."""
+        for peer in self._live():
+            peer.errors += 1
 
     def start(self) -> None:
         """Start watching a backward pass, if this rank has other models."""
@@ -85,6 +96,9 @@ class PassWatch:
         if self.running is not None:
             self.running.set()
             self.running = None
+
+    def _live(self) -> list[PassWatch]:
+        return [peer for ref in self.peers if (peer := ref()) is not None]
 
     def _watch(self, done: Event) -> None:
         before = None
@@ -100,13 +114,13 @@ class PassWatch:
             before = hang.waits
 
     def _end_passes(self, groups: set[str], report: str) -> None:
-        live = [peer for ref in self.peers if (peer := ref()) is not None]
-        found = {peer: [c for c in peer._comms.every() if engine_of(c).group.name in groups] for peer in live}
-        names = " and ".join(peer.name for peer, comms in found.items() if comms)
-        for comm in (comm for comms in found.values() for comm in comms):
+        aborts = [(peer, name, abort) for peer in self._live() for name, abort in peer._comms.aborts().items()]
+        found = [(peer, abort) for peer, name, abort in aborts if name in groups]
+        names = " and ".join(peer.name for peer in dict.fromkeys(peer for peer, _ in found))
+        for _, abort in found:
             # If the control plane is lost, the other ranks have already been notified.
             with suppress(CommError):
-                comm.abort(
+                abort(
                     f"backward passes of {names} wait for each other. Run them in the same order on all ranks, or in "
                     f"one backward() of the sum of their losses; after an error, repeat the step on all ranks{report}"
                 )

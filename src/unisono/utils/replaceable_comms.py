@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.errors import CommError
+from unisono.utils.repeatable_barrier import RepeatableBarrier
 
 __all__ = ["ReplaceableComms"]
 
@@ -49,6 +51,7 @@ class ReplaceableComms:
         self.base: Communicator = comm.dup(deterministic=deterministic or None)
         self.base.allow_any_thread()
         self._options = options
+        self._barrier = RepeatableBarrier(self.base)
         self.data: Communicator = self.dup(**options)
 
     def dup(self, **options: Any) -> Communicator:
@@ -66,26 +69,35 @@ class ReplaceableComms:
         """Return the communicators in use, and the communicator from which they are recreated."""
         return self.base, *self.in_use()
 
+    def aborts(self) -> dict[str, Callable[[str], None]]:
+        """Return, by name, the groups in which a rank may wait for others, and the function that aborts each."""
+        found = {engine_of(comm).group.name: comm.abort for comm in self.every()}
+        return {**found, self._barrier.name: self._barrier.abort}
+
     def replace(self) -> None:
-        """Replace the failed communicator in use. Collective."""
+        """Replace the failed communicator in use. Collective. After an `AbortedError`, all ranks may call it again."""
+        # A rank can be blocked in another model, waiting for ranks that wait for it here. So wait in a barrier, which
+        # can be aborted and repeated, and touch `base` only once all ranks are here: nothing could replace `base`.
+        self._barrier.wait()
         self.data.close()
         self.data = self.dup(**self._options)
 
     def abort(self, reason: str) -> None:
         """Abort the running training step on all ranks."""
-        self._abort(reason, *self.in_use())
+        self._abort(reason, (comm.abort for comm in self.in_use()))
 
     def abort_all(self, reason: str) -> None:
         """Abort the running training step and all later steps on all ranks."""
-        self._abort(reason, *self.every())
+        self._abort(reason, self.aborts().values())
 
     @staticmethod
-    def _abort(reason: str, *comms: Communicator) -> None:
+    def _abort(reason: str, aborts: Iterable[Callable[[str], None]]) -> None:
         # If the control plane is lost, the other ranks have already been notified.
         with suppress(CommError):
-            for comm in comms:
-                comm.abort(reason)
+            for abort in aborts:
+                abort(reason)
 
     def close(self) -> None:
         """Release all communicators. Idempotent."""
         self.base.close()
+        self._barrier.close()

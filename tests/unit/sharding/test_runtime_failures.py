@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -233,6 +234,109 @@ def test_a_rank_that_fails_before_its_pass_reaches_a_sharded_model_is_named() ->
             total.backward()
 
     un.launch(program, 3, "thread", timeout=20)
+
+
+WAYS = {"a": averaged, "1": zero_1, "2": zero_2, "3": zero_3}
+
+
+def makes_step(comm: un.Communicator, model: nn.Module, optimizer: Any, number: int) -> bool:
+    """Make a step, and return whether it leads to the loss of one process with the batches of all ranks."""
+    optimizer.step()
+    right = layers()
+    torch.stack([loss_of(right, batch(rank, number)) / comm.size for rank in range(comm.size)]).sum().backward()
+    SGD(right.parameters(), lr=0.1).step()
+    return torch.allclose(loss_of(model, batch(0, number)), loss_of(right, batch(0, number)))
+
+
+def schedule(order: str, count: int) -> list[tuple[str, int]]:
+    """Return the forward and backward passes of a step in their order, each with the number of its model."""
+    forwards, backwards = ([(kind, number) for number in range(count)] for kind in ("forward", "backward"))
+    if order == "fb":
+        return [each for pair in zip(forwards, backwards, strict=True) for each in pair]
+    return forwards + (backwards if order == "ffbb" else backwards[::-1])
+
+
+def repeat_separate_passes(
+    comm: un.Communicator, ways: str, order: str, failing: int, late: Sequence[threading.Event]
+) -> list[bool]:
+    """Return for each model whether it has the loss of one process after a step that rank 1 began anew.
+
+    Rank 1's error is raised before its pass through a model, in which the other ranks wait for it. Its repetition of
+    the step then waits for them in another model, or differs from what they do in this one.
+
+    Args:
+        comm: All ranks.
+        ways: A letter for each model: "a" if it is averaged, a number for its stage of ZeRO.
+        order: "ffbb" if all forwards come before all backward passes, "fb" if each model's pass follows its forward,
+            "ffbbr" if the passes run in the reverse order of the forwards.
+        failing: The model before whose pass the error is raised.
+        late: If given, rank 2 begins that model's pass only after ranks 0 and 1 have been released from each other.
+    """
+    models = [layers() for _ in ways]
+    optimizers = [WAYS[way](comm, model) for way, model in zip(ways, models, strict=True)]
+
+    def step(*, first: bool) -> None:
+        losses: list[torch.Tensor] = []
+        for each in schedule(order, len(ways)):
+            if first and each == ("backward", failing):
+                fail_on(1, comm)
+                assert comm.rank != 2 or all(event.wait(60) for event in late)
+            if each[0] == "forward":
+                losses.append(loss_of(models[each[1]], batch(comm.rank, each[1])))
+            else:
+                losses[each[1]].backward()
+
+    def attempt(number: int) -> bool:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        try:
+            step(first=number == 0)
+        except KeyError:
+            return False
+        except (AbortedError, MismatchError):
+            # Mismatches are those of a ZeRO-3 model, in which one rank begins a forward, and others are in a pass.
+            for event in late[comm.rank : comm.rank + 1]:
+                event.set()
+            return False
+        return True
+
+    # Rank 1 has its own error, and all ranks have the one that ends their wait for each other. The first repetition
+    # after it succeeds, unless a rank has missed it.
+    assert any(map(attempt, range(5 if late else 3)))
+    return [makes_step(comm, *pair, number) for number, pair in enumerate(zip(models, optimizers, strict=True))]
+
+
+SEPARATE = [
+    (backend, ways, order, failing)
+    for backend in ("thread", "shm", "tcp", "gloo")
+    for ways in ("23", "32", "22", "a2", "2a", "a3", "3a", "12", "21", "13", "31", "33", "aa", "232", "a23")
+    for order in ("ffbb", "fb", "ffbbr")
+    for failing in range(len(ways))
+]
+FEW = [("thread", "23", "ffbb", 0), ("thread", "22", "fb", 1), ("thread", "a2", "fb", 1), ("thread", "33", "ffbb", 1)]
+
+
+@short("backend, ways, order, failing", SEPARATE, FEW)
+def test_separate_passes_are_repeated_after_an_error_that_no_other_rank_has_seen(
+    backend: str, ways: str, order: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.utils.pass_watch._EVERY_S", 0.05)
+    found = pool(backend, 3, timeout=60).run(repeat_separate_passes, ways, order, failing, [])
+    assert found == [[True] * len(ways)] * 3
+
+
+LATE = [("23", 0), ("32", 1), ("22", 1), ("a2", 1), ("2a", 1), ("a3", 0), ("3a", 1), ("13", 0), ("33", 1), ("aa", 1)]
+
+
+@short("ways, failing", [*LATE, ("a23", 0), ("a23", 1), ("232", 0), ("232", 2)], [("a3", 0), ("aa", 1)])
+def test_a_rank_that_misses_a_deadlock_of_the_others_repeats_the_step_with_them(
+    ways: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 joins the pass that the others have given up, and would wait for their repetition there."""
+    monkeypatch.setattr("unisono.utils.pass_watch._EVERY_S", 0.05)
+    late = [threading.Event(), threading.Event()]
+    found = un.launch(repeat_separate_passes, 3, "thread", timeout=60, args=(ways, "ffbb", failing, late))
+    assert found == [[True] * len(ways)] * 3
 
 
 @short("backend", [("gloo",), ("shm",), ("thread",)], [("gloo",)])

@@ -1,0 +1,92 @@
+"""A barrier that can be aborted and then repeated."""
+
+from __future__ import annotations
+
+from unisono.communicator import Communicator, engine_of
+from unisono.core.failure import Cause
+from unisono.core.flight_recorder import Activity
+from unisono.core.group import Group
+from unisono.errors import CommError
+
+__all__ = ["RepeatableBarrier"]
+
+
+class RepeatableBarrier:
+    """A barrier for the ranks of a communicator that remains usable after an abort or a timeout.
+
+    An aborted communicator is broken forever. Each call of this barrier therefore uses its own group in the control
+    plane, and an abort breaks that group only. Calls are matched by their number. A rank that arrives at a call that
+    the other ranks have given up skips it, and waits for them in the next call.
+
+    Args:
+        comm: Communicator of the ranks, whose failure also ends the barrier. Construction is not collective.
+
+    Attributes:
+        name: Group name under which hang reports show a rank that waits here.
+
+    Example:
+        >>> from unisono.utils.repeatable_barrier import RepeatableBarrier
+        >>> def program(comm):
+        ...     barrier = RepeatableBarrier(comm)
+        ...     if comm.rank == 0:
+        ...         barrier.abort("not now")
+        ...     try:
+        ...         barrier.wait()
+        ...     except un.errors.AbortedError:
+        ...         barrier.wait()
+        ...     return "all ranks are here"
+        >>> un.launch(program, 2, "thread")
+        ['all ranks are here', 'all ranks are here']
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._number = 1
+        engine = engine_of(comm)
+        # One activity for all calls: a rank that still has to arrive is recognised by its lower count of calls.
+        self._activity = Activity(engine.group.child("barriers", range(comm.size)))
+        self.name: str = self._activity.group.name
+        engine.control.watch(self._activity)
+
+    def _group(self, number: int) -> Group:
+        return engine_of(self._comm).group.child(f"barrier {number}", range(self._comm.size))
+
+    def wait(self) -> None:
+        """Wait until all ranks call this. Raises the error with which the call or the communicator has failed."""
+        control = engine_of(self._comm).control
+        given_up = True
+        while given_up:
+            group = self._group(self._number)
+            with self._activity.exchanging("split"):
+                # Ask before joining. If the call fails only after this, the error is this rank's too: the other ranks
+                # raise it in the same call, and come to the next one together with this rank.
+                given_up = control.first_cause(group) is not None
+                control.join(group)
+                try:
+                    # Look after joining. A rank that breaks the communicator aborts the barrier next, but if no rank
+                    # had joined the group by then, only the communicator shows the failure.
+                    if (error := self._comm.exception()) is not None:
+                        raise error
+                    if not given_up:
+                        control.exchange(group, "barrier", None, engine_of(self._comm).options.timeout_s)
+                except CommError as error:
+                    error.locate(rank=group.rank, size=group.size, group=group.text, operation="split")
+                    raise
+                finally:
+                    self._number += 1
+                    control.leave(group)
+
+    def abort(self, reason: str) -> None:
+        """Make the call in which ranks wait raise `AbortedError` on every rank. Callable from any thread."""
+        engine = engine_of(self._comm)
+        if engine.closed:
+            return
+        number = self._number
+        while engine.control.first_cause(self._group(number)) is not None:
+            number += 1
+        cause = Cause("AbortedError", self._comm.rank, f"rank {self._comm.rank} aborted the communicator: {reason}")
+        engine.control.report_failure(self._group(number), cause)
+
+    def close(self) -> None:
+        """Leave the barrier out of hang reports, once the communicator is closed. Idempotent."""
+        self._activity.closed = True

@@ -542,7 +542,6 @@ class GradientSharder(PassOwner):
         # Number of errors raised on this rank when the last pass began.
         self._errors = 0
         self._lost: CommError | None = None
-        self._problem: str | None = None
         self._handles: list[Any] = []
         # For each parameter: its bucket's gradient, its slot in the bucket, the parameter, its piece, and its
         # placeholder.
@@ -611,18 +610,20 @@ class GradientSharder(PassOwner):
         bucket = self._buckets[number]
         grad = parameter.grad
         if grad is None:
-            self._problem = (
+            taken = RuntimeError(
                 f"a hook has taken the gradient of {bucket.pieces[slot].name!r} away before it was averaged. Make the "
                 "step after backward() has returned"
             )
-            raise RuntimeError(self._problem)
+            raise self._pass.failed(taken)
         if grad.layout != torch.strided:
-            raise ValueError(f"the gradient of {bucket.pieces[slot].name!r} is sparse, which cannot be sharded")
+            sparse = ValueError(f"the gradient of {bucket.pieces[slot].name!r} is sparse, which cannot be sharded")
+            raise self._pass.failed(sparse)
         if self._syncing and number < self._next:
-            raise RuntimeError(
+            second = RuntimeError(
                 f"{bucket.pieces[slot].name!r} got a second gradient in one backward pass when the first one had been "
                 "averaged, as a shared parameter does under re-entrant checkpointing. Pass use_reentrant=False there"
             )
+            raise self._pass.failed(second)
         bucket.gradient.take(slot, grad)
         parameter.grad = None
         while self._syncing and self._early and self._is_full(self._next):
@@ -666,8 +667,8 @@ class GradientSharder(PassOwner):
     def fail(self) -> None:
         """Drop the gradients of this step, because another rank may have received part of the pass that raised."""
         self.drop()
-        self._comms.abort(self._problem or _REPEAT)
-        self._problem = self._lost = None
+        self._comms.abort(f"a backward pass failed there: {self._pass.cause}" if self._pass.cause else _REPEAT)
+        self._lost = None
 
     # -- from step to step ----------------------------------------------------------------------
     def follow_zero_grad(self) -> None:

@@ -361,10 +361,11 @@ class Runtime(PassOwner):
         """Gather a unit whose output a backward pass has reached."""
         self._pass.enter(current_pass())
         if version != self._version:
-            raise RuntimeError(
+            problem = RuntimeError(
                 f"parameters were changed between the forward and the backward of unit {unit.name!r} of a sharded "
                 "model. Call backward() before optimizer.step()"
             )
+            raise self._pass.failed(problem)
         if call not in unit.open:
             unit.open.add(call)
             call.left = call.inputs
@@ -387,7 +388,9 @@ class Runtime(PassOwner):
         assert grad is not None
         assert flat.gradient is not None
         if grad.layout != torch.strided:
-            raise RuntimeError(f"{flat.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
+            name = flat.names[index]
+            problem = RuntimeError(f"{name!r} has a sparse gradient, which has no parts. Use sparse=False")
+            raise self._pass.failed(problem)
         with torch.no_grad():
             flat.gradient.take(index, grad)
         running = self._running
@@ -509,8 +512,9 @@ class Runtime(PassOwner):
         # this model.
         running = self._running
         self._running = None
+        quoted = f": {self._pass.cause}" if self._pass.cause else ""
         # Abort before `_drop`, which waits for reductions that the other ranks may never join.
-        self._comms.abort("a backward of the sharded model has failed there")
+        self._comms.abort(f"a backward of the sharded model has failed there{quoted}")
         if self._drop() and not (self.sync if running is None else running.syncing):
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
         self.free()

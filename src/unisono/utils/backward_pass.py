@@ -18,6 +18,7 @@ from torch._C import _current_autograd_node, _current_graph_task_id, _will_engin
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from unisono.core.failure import text_of
 from unisono.core.tensors import is_transformed
 from unisono.utils.pass_watch import PassWatch
 
@@ -128,6 +129,8 @@ class BackwardTracker:
     Attributes:
         owner: The owner, as passed.
         number: Position in the order in which trackers were created.
+        cause: While the owner fails a pass: type and text of the error, if the owner itself has raised it. Empty for an
+            error in the program's own hooks and Functions, which torch holds back until the owner has failed the pass.
         running: Number of the latest graph task that adds to the model's gradients.
         is_open: Whether a backward pass has begun but not ended.
         arrived: Indices of the leaves to whose gradients the backward pass has added or is about to add.
@@ -142,6 +145,7 @@ class BackwardTracker:
         self._watch = watch
         watch.on_pass = self._enlist
         self.number: int = next(_created)
+        self.cause: str = ""
         self.forget()
 
     def forget(self) -> None:
@@ -194,7 +198,11 @@ class BackwardTracker:
                 self.is_open = True
                 self._thread = get_ident()
                 self._watch.start()
-                self.owner.begin()
+                try:
+                    self.owner.begin()
+                except Exception as error:
+                    self.failed(error)
+                    raise
         self.running = number
 
     def _hold(self, number: int) -> None:
@@ -221,8 +229,18 @@ class BackwardTracker:
         if self._conflict:
             raise _two_threads()
         if self.is_open:
-            self.owner.end()
+            try:
+                self.owner.end()
+            except Exception as error:
+                self.failed(error)
+                raise
         self.forget()
+
+    def failed(self, error: Exception) -> Exception:
+        """Note the error with which the owner fails the backward pass, to quote it on other ranks; return the error."""
+        # Only the text: the error's traceback refers to frames, which could keep the graph task's token alive.
+        self.cause = f"{type(error).__name__}: {text_of(error)}"
+        return error
 
     def abandon(self, number: int) -> None:
         """Handle the end of a graph task: undo the unfinished backward pass, unless another task encloses this one."""
@@ -232,6 +250,7 @@ class BackwardTracker:
             self.forget()
             self._watch.raised()
             self.owner.fail()
+            self.cause = ""
         elif enclosing not in self._tasks:
             self._hold(enclosing)
 

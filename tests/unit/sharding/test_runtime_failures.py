@@ -339,6 +339,27 @@ def test_a_rank_that_misses_a_deadlock_of_the_others_repeats_the_step_with_them(
     assert found == [[True] * len(ways)] * 3
 
 
+@pytest.mark.parametrize("way", [zero_2, zero_3])
+def test_other_ranks_hear_why_a_pass_was_refused_on_one_rank(way: Callable[..., Any]) -> None:
+    text = {zero_2: r"RuntimeError: p.grad of '0.weight' was set", zero_3: "RuntimeError: parameters were changed"}[way]
+
+    def program(comm: un.Communicator) -> None:
+        model = layers()
+        sharded = ShardedModel(model, comm) if way is zero_3 else zero_2(comm, model)
+        loss = loss_of(model, batch(comm.rank, 0))
+        if comm.rank == 1 and way is zero_3:
+            sharded.load_state_dict(sharded.state_dict())
+        elif comm.rank == 1:
+            model[0].weight.grad = torch.ones(4, 3, dtype=torch.float64)
+        with pytest.raises(
+            RuntimeError if comm.rank == 1 else AbortedError,
+            match=text.removeprefix("RuntimeError: ") if comm.rank == 1 else f"rank 1 .* failed there: {text}",
+        ):
+            loss.backward()
+
+    un.launch(program, 3, "thread", timeout=20)
+
+
 @short("backend", [("gloo",), ("shm",), ("thread",)], [("gloo",)])
 def test_an_averager_sends_no_bucket_that_a_sharded_model_could_cut_off(backend: str) -> None:
     """Rank 1 would send its first bucket at the end of its pass, and the sharded model has ended that before."""

@@ -9,10 +9,10 @@ Every name loads on first use, so importing the package is cheap.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.core.compiled_code import leave_out_of_graphs
+from unisono.core.lazy import load_on_use
 
 if TYPE_CHECKING:
     from unisono import (
@@ -91,62 +91,42 @@ __all__ = [
     "utils",
 ]
 
-_HOME = {
-    "CommError": "unisono.errors",
-    "Communicator": "unisono.communicator",
-    "GradientAverager": "unisono.gradients",
-    "Metrics": "unisono.diagnostics.metrics",
-    "Pool": "unisono.pool",
-    "Recv": "unisono.core.types",
-    "ReduceOp": "unisono.core.types",
-    "Send": "unisono.core.types",
-    "Work": "unisono.core.types",
-    "agree_step": "unisono.gradients",
-    "average_gradients": "unisono.gradients",
-    "breakpoint": "unisono.debugger",
-    "broadcast_parameters": "unisono.gradients",
-    "init": "unisono.launcher.api",
-    "join": "unisono.elastic.admission",
-    "launch": "unisono.launcher.api",
-    "record": "unisono.recording",
-    "replay": "unisono.recording",
-    "simulate": "unisono.launcher.simulated",
-    "trace": "unisono.comm.tracing",
-}
-_PACKAGES = {
-    "algorithms": "unisono.algorithms",
-    "autograd": "unisono.autograd",
-    "checkpoint": "unisono.checkpoint",
-    "compression": "unisono.compression",
-    "data": "unisono.data",
-    "debugger": "unisono.debugger",
-    "elastic": "unisono.elastic",
-    "engines": "unisono.engines",
-    "errors": "unisono.errors",
-    "gradients": "unisono.gradients",
-    "interop": "unisono.interop",
-    "pool": "unisono.pool",
-    "rpc": "unisono.rpc",
-    "sharding": "unisono.sharding",
-    "stop": "unisono.elastic.stop",
-    "testing": "unisono.testing",
-    "transports": "unisono.transports",
-    "utils": "unisono.utils",
-}
-
 leave_out_of_graphs()
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _PACKAGES:
-        value = importlib.import_module(_PACKAGES[name])
-    else:
-        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = load_on_use(
+    __name__,
+    {
+        "unisono.comm.tracing": "trace",
+        "unisono.communicator": "Communicator",
+        "unisono.core.types": "Recv ReduceOp Send Work",
+        "unisono.debugger": "breakpoint",
+        "unisono.diagnostics.metrics": "Metrics",
+        "unisono.elastic.admission": "join",
+        "unisono.errors": "CommError",
+        "unisono.gradients": "GradientAverager agree_step average_gradients broadcast_parameters",
+        "unisono.launcher.api": "init launch",
+        "unisono.launcher.simulated": "simulate",
+        "unisono.pool": "Pool",
+        "unisono.recording": "record replay",
+    },
+    [
+        "unisono.algorithms",
+        "unisono.autograd",
+        "unisono.checkpoint",
+        "unisono.compression",
+        "unisono.data",
+        "unisono.debugger",
+        "unisono.elastic",
+        "unisono.engines",
+        "unisono.errors",
+        "unisono.gradients",
+        "unisono.interop",
+        "unisono.pool",
+        "unisono.rpc",
+        "unisono.sharding",
+        "unisono.elastic.stop",
+        "unisono.testing",
+        "unisono.transports",
+        "unisono.utils",
+    ],
+)

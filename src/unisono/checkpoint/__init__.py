@@ -6,8 +6,7 @@ state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use
 
@@ -59,8 +58,6 @@ __all__ = [
     "verify",
 ]
 
-__getattr__: Callable[[str], Any]
-__dir__: Callable[[], list[str]]
 __getattr__, __dir__ = load_on_use(
     __name__,
     {

@@ -13,25 +13,15 @@ from typing import TYPE_CHECKING, Any
 from unisono.compression.codec import CODECS, Codec, resolve
 
 if TYPE_CHECKING:
-    from unisono.compression.codecs.bf16 import Bf16
-    from unisono.compression.codecs.error_feedback import ErrorFeedback
-    from unisono.compression.codecs.fp16 import Fp16
-    from unisono.compression.codecs.int4 import Int4
-    from unisono.compression.codecs.int8 import Int8
-    from unisono.compression.codecs.onebit import Onebit
-    from unisono.compression.codecs.powersgd import Powersgd
-    from unisono.compression.codecs.randomk import Randomk
-    from unisono.compression.codecs.topk import Topk
-
-    bf16 = Bf16
-    error_feedback = ErrorFeedback
-    fp16 = Fp16
-    int4 = Int4
-    int8 = Int8
-    onebit = Onebit
-    powersgd = Powersgd
-    randomk = Randomk
-    topk = Topk
+    from unisono.compression.codecs.bf16 import Bf16 as bf16
+    from unisono.compression.codecs.error_feedback import ErrorFeedback as error_feedback
+    from unisono.compression.codecs.fp16 import Fp16 as fp16
+    from unisono.compression.codecs.int4 import Int4 as int4
+    from unisono.compression.codecs.int8 import Int8 as int8
+    from unisono.compression.codecs.onebit import Onebit as onebit
+    from unisono.compression.codecs.powersgd import Powersgd as powersgd
+    from unisono.compression.codecs.randomk import Randomk as randomk
+    from unisono.compression.codecs.topk import Topk as topk
 
 __all__ = [
     "CODECS",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use
 
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Cause", "ControlPlane", "LocalControl", "LocalHub", "NewMembership", "error_of", "to_cause"]
 
-__getattr__: Callable[[str], Any]
-__dir__: Callable[[], list[str]]
 __getattr__, __dir__ = load_on_use(
     __name__,
     {

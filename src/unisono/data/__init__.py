@@ -16,32 +16,21 @@ from unisono.data.indices import Indices
 from unisono.data.metrics import gather_metrics, gather_samples
 from unisono.data.partition import DataPartitioner, Partition
 from unisono.data.partitioner import PARTITIONERS, Partitioner, apportion
-from unisono.data.partitions.shuffled import Shuffled
+from unisono.data.partitions.shuffled import Shuffled as shuffled
 from unisono.data.sampler import EpochWarning, PartitionSampler
 from unisono.data.shards import ShardPartition, read_lines
 from unisono.data.stream import StreamPartition
 
-# Only the default partitioner is imported here; others load on first use.
-shuffled = Shuffled
-
+# Only the default partitioner, `shuffled`, is imported above; others load on first use.
 if TYPE_CHECKING:
-    from unisono.data.partitions.balanced import Balanced
-    from unisono.data.partitions.contiguous import Contiguous
-    from unisono.data.partitions.dirichlet import Dirichlet
-    from unisono.data.partitions.grouped import Grouped
-    from unisono.data.partitions.sampled import Sampled
-    from unisono.data.partitions.stratified import Stratified
-    from unisono.data.partitions.strided import Strided
-    from unisono.data.partitions.weighted import Weighted
-
-    balanced = Balanced
-    contiguous = Contiguous
-    dirichlet = Dirichlet
-    grouped = Grouped
-    sampled = Sampled
-    stratified = Stratified
-    strided = Strided
-    weighted = Weighted
+    from unisono.data.partitions.balanced import Balanced as balanced
+    from unisono.data.partitions.contiguous import Contiguous as contiguous
+    from unisono.data.partitions.dirichlet import Dirichlet as dirichlet
+    from unisono.data.partitions.grouped import Grouped as grouped
+    from unisono.data.partitions.sampled import Sampled as sampled
+    from unisono.data.partitions.stratified import Stratified as stratified
+    from unisono.data.partitions.strided import Strided as strided
+    from unisono.data.partitions.weighted import Weighted as weighted
 
 __all__ = [
     "PARTITIONERS",

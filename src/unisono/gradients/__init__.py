@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use
 
@@ -44,8 +43,6 @@ __all__ = [
     "plan_buckets",
 ]
 
-__getattr__: Callable[[str], Any]
-__dir__: Callable[[], list[str]]
 __getattr__, __dir__ = load_on_use(
     __name__,
     {

@@ -13,9 +13,9 @@ those in `torch.distributed.algorithms.ddp_comm_hooks`.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from unisono.core.lazy import load_on_use
 from unisono.interop.torch_backend import autoload, register
 
 if TYPE_CHECKING:
@@ -25,19 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupOptions", "comm_hooks", "register", "watch"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "comm_hooks":
-        return importlib.import_module("unisono.interop.comm_hooks")
-    if name == "GroupOptions":
-        from unisono.interop.options import GroupOptions
-
-        return GroupOptions
-    if name == "watch":
-        from unisono.interop.call_watch import watch
-
-        return watch
-    raise AttributeError(f"module 'unisono.interop' has no attribute {name!r}")
-
+__getattr__, __dir__ = load_on_use(
+    __name__,
+    {"unisono.interop.call_watch": "watch", "unisono.interop.options": "GroupOptions"},
+    ["unisono.interop.comm_hooks"],
+)
 
 autoload()

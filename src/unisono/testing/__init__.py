@@ -8,8 +8,9 @@ The extra `testing` installs the packages needed to use pytest and Hypothesis. S
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from unisono.core.lazy import load_on_use
 
 if TYPE_CHECKING:
     from unisono.testing import (
@@ -57,29 +58,28 @@ __all__ = [
     "torch_ranks",
 ]
 
-_HOME = {
-    "Checksummed": "unisono.wrappers.checksum",
-    "Delayed": "unisono.wrappers.delay",
-    "Faulty": "unisono.wrappers.fault",
-    "RankFaults": "unisono.wrappers.rank_faults",
-    "KilledError": "unisono.wrappers.fault",
-    "Network": "unisono.testing.namespaced_ranks",
-    "RankPool": "unisono.testing.pools",
-    "TransportConformance": "unisono.testing.conformance",
-    "World": "unisono.testing.conformance",
-    "pool": "unisono.testing.pools",
-    "run_ranks": "unisono.testing.namespaced_ranks",
-    "torch_ranks": "unisono.testing.marked_ranks",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    if name in __all__:
-        return importlib.import_module(f"unisono.testing.{name}")
-    raise AttributeError(f"module 'unisono.testing' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = load_on_use(
+    __name__,
+    {
+        "unisono.testing.conformance": "TransportConformance World",
+        "unisono.testing.marked_ranks": "torch_ranks",
+        "unisono.testing.namespaced_ranks": "Network run_ranks",
+        "unisono.testing.pools": "RankPool pool",
+        "unisono.wrappers.checksum": "Checksummed",
+        "unisono.wrappers.delay": "Delayed",
+        "unisono.wrappers.fault": "Faulty KilledError",
+        "unisono.wrappers.rank_faults": "RankFaults",
+    },
+    [
+        "unisono.testing.cases",
+        "unisono.testing.chaos",
+        "unisono.testing.codecs",
+        "unisono.testing.conformance",
+        "unisono.testing.gradients",
+        "unisono.testing.memory_layouts",
+        "unisono.testing.partitioners",
+        "unisono.testing.reference",
+        "unisono.testing.samplers",
+        "unisono.testing.strategies",
+    ],
+)

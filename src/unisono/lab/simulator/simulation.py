@@ -12,11 +12,10 @@ from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Step, algor
 from unisono.core.garbage import no_collection
 from unisono.lab.simulator.event_queue import EventQueue, Message
 from unisono.lab.simulator.network import Network
-from unisono.lab.simulator.worklist import Worklist
 
 __all__ = ["SimulatedCall", "Simulation", "run_calls", "simulate"]
 
-_Engine = Literal["rounds", "worklist", "events"]
+_Engine = Literal["rounds", "events"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Simulation:
     Attributes:
         ends: For each rank, the time at which it finishes.
         messages: Number of messages.
-        engine: "rounds" (numpy), "worklist" or "events".
+        engine: "rounds" (numpy) or "events".
         record: All messages, ordered by end time, if they were recorded.
 
     Example:
@@ -94,8 +93,8 @@ def simulate(
         itemsize: Element size in bytes; chunks contain whole elements.
         record: Whether to keep all messages, with their times.
         engine: "rounds" computes all ranks of a round at once; the ranks must behave identically up to rotation.
-            "worklist" advances one rank after another; ranks must not share links. "events" supports everything. All
-            engines give the same results. The default is the first engine that supports the algorithm and the network.
+            "events" supports everything. Both engines give the same results. The default is "rounds" if it supports the
+            algorithm and the network.
 
     Returns:
         The ranks' end times, and the messages if they are recorded.
@@ -104,7 +103,7 @@ def simulate(
         ValueError: The collective or algorithm does not exist, an argument is out of range, the engine does not support
         the call, or the algorithm deadlocks.
 
-    Cost: about 1 to 3 us per message; 1 to 5 ns with engine "rounds".
+    Cost: about 2 to 7 us per message; 1 to 5 ns with engine "rounds".
 
     Example:
         >>> round(un.algorithms.simulate("all_reduce", "ring", size=1000, nbytes=1 << 20).makespan, 6)
@@ -133,42 +132,31 @@ def run_calls(
         if reason := call.algorithm.unsupported(size):
             raise ValueError(reason)
     engines = _engines(network, record)
-    if engine is not None:
-        if engine not in engines:
-            raise ValueError(
-                f"engine {engine!r} cannot serve this network or recording; those that can: {', '.join(engines)}"
-            )
-        engines = [engine]
-    if "rounds" in engines:
+    if engine is not None and engine not in engines:
+        raise ValueError(
+            f"engine {engine!r} cannot serve this network or recording; those that can: {', '.join(engines)}"
+        )
+    if "rounds" in engines and engine != "events":
         try:
             return _in_rounds(calls, size, network, times, itemsize)
         except TypeError as error:
-            # The error may also be a bug in the algorithm's file. If so, the next engine raises the same error.
+            # The error may also be a bug in the algorithm's file. If so, the other engine raises the same error.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
-            engines.remove("rounds")
-    # Disable the garbage collector, which would scan all ranks' state again and again: engines create no reference
-    # cycles.
+    # The queue creates no reference cycles, but the garbage collector would scan all ranks' state again and again.
     with no_collection():
-        if engines[0] == "worklist":
-            return _by_worklist(calls, size, network, times, itemsize)
         return _by_events(calls, size, network, times, itemsize, record)
 
 
 def _engines(network: Network, record: bool) -> list[_Engine]:
-    engines: list[_Engine] = ["events"]
-    if network.overhead is None and not record:
-        if not network.stragglers and not network.jitter and not network.levels:
-            engines.insert(0, "worklist")
-        if find_spec("numpy"):
-            engines.insert(0, "rounds")
-    return engines
+    in_rounds = network.overhead is None and not record and find_spec("numpy")
+    return ["rounds", "events"] if in_rounds else ["events"]
 
 
 def _in_rounds(
     calls: Iterable[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int
 ) -> Simulation:
-    # Import this here, because it needs numpy, and the other engines do not.
+    # Import this here, because it needs numpy, and the other engine does not.
     from unisono.lab.simulator.rounds import Rotation, Rounds
 
     messages = 0
@@ -183,22 +171,6 @@ def _in_rounds(
     return Simulation(times, messages, "rounds")
 
 
-def _by_worklist(
-    calls: Sequence[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int
-) -> Simulation:
-    messages = 0
-    costs = (network.alpha, 1 / network.bandwidth, network.gamma)
-    for call in calls:
-        times = [max(time, call.ready) for time in times]
-        programs = [call.algorithm.steps(rank, size) for rank in range(size)]
-        worklist = Worklist(programs, call.algorithm.offsets(size, call.nbytes, itemsize), costs, times)
-        worklist.run()
-        _check_ended(size - worklist.ended, call)
-        times = worklist.end
-        messages = messages + worklist.messages
-    return Simulation(times, messages, "worklist")
-
-
 def _by_events(
     calls: Sequence[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int, record: bool
 ) -> Simulation:
@@ -209,7 +181,12 @@ def _by_events(
     programs = [_program(calls, firsts, rank, size) for rank in range(size)]
     queue = EventQueue(programs, offsets, network, times, record)
     queue.run()
-    _check_ended(sum(not rank.done for rank in queue.ranks), calls[0])
+    if waiting := sum(not rank.done for rank in queue.ranks):
+        algorithm = calls[0].algorithm
+        raise ValueError(
+            f"{waiting} ranks never end: the {algorithm.collective} algorithm {algorithm.name!r} deadlocks; "
+            "check it with un.algorithms.verify"
+        )
     found = tuple(sorted(queue.record, key=lambda message: (message.end_s, message.sender, message.start_s)))
     return Simulation([rank.ends for rank in queue.ranks], sum(rank.sent for rank in queue.ranks), "events", found)
 
@@ -221,12 +198,3 @@ def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, s
             yield call.ready
         for step in call.algorithm.steps(rank, size):
             yield step if not first else step.renumbered(int, first)
-
-
-def _check_ended(waiting: int, call: SimulatedCall) -> None:
-    if waiting:
-        algorithm = call.algorithm
-        raise ValueError(
-            f"{waiting} ranks never end: the {algorithm.collective} algorithm {algorithm.name!r} deadlocks; "
-            "check it with un.algorithms.verify"
-        )

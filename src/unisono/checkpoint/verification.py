@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError
@@ -12,9 +11,6 @@ from unisono.checkpoint.manifest import CHUNK, Manifest, blocks, hasher
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
 from unisono.checkpoint.saver import Progress
 from unisono.checkpoint.storage import Storage, storage_at
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["complete", "last_good", "latest", "verify"]
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,13 +17,10 @@ from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
 from unisono.core.mail import pack, parse
 from unisono.core.tensors import view_of
-from unisono.core.transport import Envelope, Mailbox
+from unisono.core.transport import Envelope, Mailbox, Transport
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.wrappers.consistency import Checked
-
-if TYPE_CHECKING:
-    from unisono.core.transport import Transport
 
 __all__ = ["ENVELOPE_BYTES", "IncomingStream", "PointToPointMailbox", "open_mailbox"]
 

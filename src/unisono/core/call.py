@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import xxhash
 
 from unisono.core.flight_recorder import Place, site_text
-from unisono.core.types import ReduceOp
+from unisono.core.types import PointToPoint, ReduceOp
 
 if TYPE_CHECKING:
     import torch
 
     from unisono.core.staging import Staging
-    from unisono.core.types import PointToPoint
 
 __all__ = [
     "MAY_BE_WRONG",

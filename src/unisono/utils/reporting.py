@@ -7,7 +7,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Collection, MutableMapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unisono.communicator import Communicator, engine_of
 
@@ -121,12 +121,6 @@ class Throughput:
         return Rate(sum(counts) / window_s if window_s else float("nan"), sum(counts), window_s, sum(totals))
 
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
-
-
 def rank_logger(
     logger: logging.Logger | str, comm: Communicator, ranks: Collection[int] | None = None
 ) -> logging.LoggerAdapter[logging.Logger]:
@@ -161,7 +155,7 @@ def rank_logger(
     return _RankAdapter(known, comm.rank, comm.size, ranks)
 
 
-class _RankAdapter(_Adapter):
+class _RankAdapter(logging.LoggerAdapter[logging.Logger]):
     """Logger adapter of one rank."""
 
     def __init__(self, logger: logging.Logger, rank: int, size: int, ranks: Collection[int] | None) -> None:

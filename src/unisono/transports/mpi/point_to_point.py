@@ -11,7 +11,9 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from unisono.core import clock
 from unisono.core.threads import DaemonThreadPool
@@ -20,9 +22,6 @@ from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
 from unisono.errors import CommError, PeerLostError
 from unisono.transports.mpi.communicators import MpiCommunicators
 from unisono.transports.mpi.requests import DirectMessage, MessageRequest, RendezvousRecv, RendezvousSend
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["LAST_LOOKS", "MpiMessages", "Posted", "keep"]
 

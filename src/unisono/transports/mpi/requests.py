@@ -7,15 +7,14 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from unisono.core.tensors import view_of
 from unisono.core.types import Message, Recv, Send
 from unisono.core.work import elements, size_error
 from unisono.transports.mpi.communicators import MpiCommunicators
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "ENVELOPE_BYTES",

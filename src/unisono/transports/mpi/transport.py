@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
+from unisono.bootstrap.mpi import find_on
 from unisono.control.encryption import refuse_unencrypted
 from unisono.core import clock
 from unisono.core.call import Call, Fingerprint
@@ -18,6 +19,7 @@ from unisono.core.transport import FastPath, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Work
 from unisono.core.work import Completion, Deferred, seconds_left
 from unisono.diagnostics.hang_report import hang_report
+from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 from unisono.host.mpi_library import check_world, library
 from unisono.host.processors import cores
@@ -27,15 +29,6 @@ from unisono.transports.mpi.consistency import MpiAgreement, word_of
 from unisono.transports.mpi.fast_path import MpiFastPath
 from unisono.transports.mpi.point_to_point import LAST_LOOKS, MpiMessages
 from unisono.transports.mpi.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from unisono.core.control import ControlPlane
-from collections.abc import Callable
-from typing import Any
-
-from unisono.bootstrap.mpi import find_on
-from unisono.core.control import ControlPlane
-from unisono.diagnostics.tracebacks import show_errors
 
 __all__ = ["TRANSPORT", "MpiTransport", "adopt"]
 

@@ -7,8 +7,6 @@
 Every name loads on first use, so importing the package is cheap.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.compiled_code import leave_out_of_graphs

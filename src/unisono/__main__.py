@@ -1,7 +1,5 @@
 """`python -m unisono`: the command line."""
 
-from __future__ import annotations
-
 import sys
 
 from unisono.tools.cli import main

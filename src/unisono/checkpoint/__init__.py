@@ -4,8 +4,6 @@ un.checkpoint.save("runs/7/last", {"model": model, "optimizer": optimizer, "step
 state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimizer, "step": 0}, comm)
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use

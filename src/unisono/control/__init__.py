@@ -1,7 +1,5 @@
 """The control plane: a small store and authenticated out-of-band messages between ranks."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use

@@ -3,8 +3,6 @@
 All other numbers and layouts that both languages share are read from the native core.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 __all__ = ["MESSAGE_HEADER", "Status"]

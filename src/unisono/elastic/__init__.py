@@ -1,7 +1,5 @@
 """Elastic jobs: recover from the loss of ranks, and add ranks to a running job."""
 
-from __future__ import annotations
-
 from unisono.elastic.admission import join
 from unisono.elastic.recovery import Recovery
 

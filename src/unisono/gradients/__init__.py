@@ -1,7 +1,5 @@
 """Gradient averaging and parameter sharing in flat buckets: with hooks, in one function call, or every few steps."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use

@@ -11,8 +11,6 @@ Two features of gloo are missing. `dist.monitored_barrier` works only for a back
 those in `torch.distributed.algorithms.ddp_comm_hooks`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use

@@ -1,7 +1,5 @@
 """Modules that are slow to import, which a forkserver imports before it forks the first rank."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 

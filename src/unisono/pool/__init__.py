@@ -1,7 +1,5 @@
 """Task pool whose workers are ranks, with futures and `map` as in `concurrent.futures`."""
 
-from __future__ import annotations
-
 from unisono.pool.executor import Pool
 from unisono.pool.scheduler import BrokenPoolError
 

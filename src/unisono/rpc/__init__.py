@@ -11,8 +11,6 @@ The functions have the same names as in torch's RPC. Values are sent without pic
 only exposed functions can be called.
 """
 
-from __future__ import annotations
-
 from unisono.rpc import autograd
 from unisono.rpc.agent import Agent, get_worker_info, init, shutdown
 from unisono.rpc.client import remote, rpc_async, rpc_sync

@@ -1,7 +1,5 @@
 """Sharded training: optimizer states, gradients and parameters divided among the ranks."""
 
-from __future__ import annotations
-
 from unisono.sharding.model import ShardedModel
 from unisono.sharding.optimizer import ShardedOptimizer
 

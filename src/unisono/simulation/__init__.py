@@ -1,7 +1,5 @@
 """Simulates whole programs with seeded thread scheduling, in virtual time: waits take no real time."""
 
-from __future__ import annotations
-
 from unisono.simulation.patching import interposed
 from unisono.simulation.scheduler import EndedError, TaskScheduler, here, name_ranks, unpatched, waiting
 

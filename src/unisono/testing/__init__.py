@@ -6,8 +6,6 @@
 The extra `testing` installs the packages needed to use pytest and Hypothesis. Submodules are imported on first use.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use

@@ -1,7 +1,5 @@
 """Helpers for training scripts: seeds, gradient norms, logging, throughput, and averages of parameters."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from unisono.core.lazy import load_on_use

@@ -11,8 +11,6 @@ As in torch, ranks trust each other: a rank may call any importable function on 
 other encoding are pickled. `docs/how-to/torch-rpc.md` lists the differences from torch's RPC.
 """
 
-from __future__ import annotations
-
 from unisono.interop.torch_rpc import constants, dist_autograd, functions
 from unisono.interop.torch_rpc.api import (
     BackendType,

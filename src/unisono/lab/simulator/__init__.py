@@ -1,7 +1,5 @@
 """Simulator for collectives on networks: alpha-beta-gamma and LogGP costs, shared links, stragglers and jitter."""
 
-from __future__ import annotations
-
 from unisono.lab.simulator.event_queue import Message
 from unisono.lab.simulator.exports import chrome_trace, goal
 from unisono.lab.simulator.network import Level, Network

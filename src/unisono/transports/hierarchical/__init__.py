@@ -1,7 +1,5 @@
 """Transports that combine two transports: one inside each host, and one between hosts."""
 
-from __future__ import annotations
-
 from unisono.transports.hierarchical.transport import (
     Connectable,
     Hierarchical,

@@ -1,7 +1,5 @@
 """Transport over MPI, through mpi4py."""
 
-from __future__ import annotations
-
 from unisono.transports.mpi.transport import TRANSPORT, MpiTransport
 
 __all__ = ["TRANSPORT", "MpiTransport"]

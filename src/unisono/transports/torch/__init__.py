@@ -1,7 +1,5 @@
 """Transport over the process groups of torch.distributed."""
 
-from __future__ import annotations
-
 from unisono.transports.torch.transport import TRANSPORT, TorchTransport
 
 __all__ = ["TRANSPORT", "TorchTransport"]

@@ -5,8 +5,6 @@ results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=
 `interleave` times any other code in the same way: candidates alternate, and ratios compare adjacent samples.
 """
 
-from __future__ import annotations
-
 from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.ranks import on_ranks, run
 from unisono.tools.bench.report import as_json, check_plot, machine, plot

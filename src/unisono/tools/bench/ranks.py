@@ -24,7 +24,7 @@ from unisono.tools.bench.timings import Timings, clock, interleave
 from unisono.tools.bench.workload import Slot, SlotPool, Workload
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["measure", "on_ranks", "run"]
+__all__ = ["measure", "on_ranks", "one_thread", "run"]
 
 _TIMEOUT_S = 120.0
 
@@ -71,7 +71,9 @@ def on_ranks(
         under_mpirun: Whether mpirun starts the ranks, for any backend, so that they can also use MPI.
         timeout: Maximum duration of an operation, in seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, _one_thread():
+    # Flush the output before ranks print.
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, one_thread():
         given = (*args, Path(name))
         if not under_mpirun:
             return un.launch(program, ranks, backend, given, threads=1, timeout=timeout)
@@ -92,9 +94,8 @@ def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> 
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread, for ranks that are threads of this process, and flush output before ranks print."""
-    sys.stdout.flush()
+def one_thread() -> Iterator[None]:
+    """Limit torch to one thread, for ranks that are threads of this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

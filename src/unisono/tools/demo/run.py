@@ -16,6 +16,7 @@ import torch
 
 import unisono as un
 from unisono.host.network import why_no_shm
+from unisono.tools.bench.ranks import one_thread
 from unisono.tools.demo.data import Pictures, load, split
 from unisono.tools.demo.train import Batches, Weights, accuracy, build, sgd_step, train
 from unisono.transports.hierarchical import transport_named
@@ -112,12 +113,8 @@ def show(ready: PreparedDemo, *, as_json: bool = False) -> int:
     """
     # Use one torch thread: a network this small trains fastest on one core, and ranks may themselves be threads of this
     # process.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         found = _run(ready, (lambda line: None) if as_json else _say)
-    finally:
-        torch.set_num_threads(before)
     if as_json:
         print(json.dumps(found, indent=2))
     return 0 if found["proved"] else 1

@@ -4,8 +4,6 @@ Each check is a file in `unisono.tools.doctor.checks`, and is looked up by name.
 a working torch.
 """
 
-from __future__ import annotations
-
 from unisono.tools.doctor.examination import CHECKS, PORT, Finding, Target, examine
 
 __all__ = ["CHECKS", "PORT", "Finding", "Target", "examine"]

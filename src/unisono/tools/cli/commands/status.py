@@ -79,11 +79,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _query(address: tuple[str, int], secret: bytes, processes: list[int], timeout: float) -> _RunningJob:
-    control = SocketControl(address, secret, _REACH_WITHIN_S)
-    try:
+    with contextlib.closing(SocketControl(address, secret, _REACH_WITHIN_S)) as control:
         return _RunningJob(address, processes, control.query(None, timeout))
-    finally:
-        control.close()
 
 
 def _lines(job: _RunningJob, at_length: bool, stacks: bool) -> list[str]:

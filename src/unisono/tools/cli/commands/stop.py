@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import closing
 
 from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import find_control
@@ -31,11 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Send the request to the job's control plane."""
     address, secret = find_control(given.pid)
-    control = SocketControl(address, secret, _REACH_WITHIN_S)
-    try:
+    with closing(SocketControl(address, secret, _REACH_WITHIN_S)) as control:
         ranks = control.request_stop(None, given.reason)
-    finally:
-        control.close()
     if not ranks:
         raise CommError(
             f"the job of process {given.pid} has no ranks to stop: they have not joined yet, or have left. Nothing was "

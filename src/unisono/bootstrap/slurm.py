@@ -151,7 +151,7 @@ def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
         port = port_of(task.job, task.number)
     elif not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
-    host = os.environ.get("MASTER_ADDR") or _first_node(task)
+    host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(task.nodes) <= 1 else task.nodes[0])
     name = f"{task.job}.{task.number}"
     source = f"rank {task.rank} of {task.size} from Slurm's step {name}, rendezvous at {host}:{port}"
     claim = RankClaim(
@@ -165,11 +165,6 @@ def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
             f"{task.nodes[0] if task.nodes else host} is the first. Were all of them started by one srun?"
         )
         raise
-
-
-def _first_node(task: SlurmStep) -> str:
-    """Return an address at which the other ranks can reach rank 0's host."""
-    return "127.0.0.1" if len(task.nodes) <= 1 else task.nodes[0]
 
 
 def _first(*names: str) -> int | None:

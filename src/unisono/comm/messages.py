@@ -380,7 +380,8 @@ class Messages:
         self._engine.enter(operation)
         self._check_source(src, tag)
         record = operation, None, f"tag {tag}", callers_place()
-        return self._returned(record, (), self._any_source.join(tag, src, _done), Staging())
+        # A probed message needs no further action.
+        return self._returned(record, (), self._any_source.join(tag, src, lambda _: Completion.ended()), Staging())
 
     def _returned(
         self,
@@ -400,8 +401,3 @@ def _detail(messages: Sequence[Message]) -> str:
     way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
     tag = f", tag {first.tag}" if first.tag else ""
     return f"{way}{tag}, {format_bytes(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
-
-
-def _done(_peer: int) -> Work:
-    """Return a completed work, because a probed message needs no further action."""
-    return Completion.ended()

@@ -118,7 +118,8 @@ def _check_launcher(mpi: Any) -> None:
 
 
 def _of_another(launcher: Launched, mpi: Any, size: int | None) -> UnavailableError:
-    mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
+    beside = str(Path(sys.executable).parent)
+    mpiexec = shutil.which("mpiexec", path=beside) or f"the mpiexec of {name_of(mpi)}"
     return UnavailableError(
         f"{launcher.by} has started {'the' if size is None else size} processes, but each of them is an MPI world "
         f"of size 1: mpi4py uses {name_of(mpi)}, to which this launcher does not belong. Start with "
@@ -156,10 +157,6 @@ def check_world(mpi: Any, size: int) -> None:
         f"there are {size} ranks, but each of them is an MPI world of size 1: {starter} does not start MPI. Start "
         f"with mpirun -n {size} python ..., or use backend='gloo' here"
     )
-
-
-def _mpiexec_beside() -> str | None:
-    return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
 def find_mpirun() -> str | None:

@@ -127,7 +127,7 @@ class SubsetTransport(Transport):
         share_capabilities(self, base, "latency_s", "second_per_byte", "devices", "host_staged")
 
     def post(self, batch: Sequence[Message]) -> Work:
-        return self._base.post([_to(message, self._ranks[message.peer]) for message in batch])
+        return self._base.post([type(m)(m.tensor, self._ranks[m.peer], m.tag) for m in batch])
 
     def split(self, group: Group) -> Transport:
         raise NotImplementedError("split the transport that these ranks are part of, not this view of it")
@@ -137,10 +137,6 @@ class SubsetTransport(Transport):
 
     def abort(self, cause: BaseException) -> None:
         """Do nothing: the owner of the base transport aborts it."""
-
-
-def _to(message: Message, peer: int) -> Message:
-    return type(message)(message.tensor, peer, message.tag)
 
 
 class SubsetCollectives:

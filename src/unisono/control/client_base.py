@@ -240,15 +240,13 @@ class ControlClient(ControlPlane, ABC):
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
         unanswered = f"waited {timeout:.1f} s for the key {key!r}, which no rank has set"
         words = ("get", key, "" if group is None else group.name)
-        value: bytes = self._ask(timeout, _forget, *words, group=group, unanswered=unanswered)
-        return value
+        return bytes(self._ask(timeout, _forget, *words, group=group, unanswered=unanswered))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._request("add", key, amount))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        value: bytes = self._request("compare_set", key, expected, desired)
-        return value
+        return bytes(self._request("compare_set", key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._request("check", list(keys)))

@@ -86,8 +86,7 @@ class Session(Closing):
             ValueError: The rank is not on this host.
             CommError: The rank's process has ended or is no longer held.
         """
-        text: str = self._at(rank).ask("evaluate", rank=rank, code=code, up=up)["text"]
-        return text
+        return str(self._at(rank).ask("evaluate", rank=rank, code=code, up=up)["text"])
 
     def evaluate_all(self, code: str) -> dict[int, str]:
         """Return the result of `evaluate` for each rank.
@@ -105,8 +104,7 @@ class Session(Closing):
         Args:
             rank: Number of the rank in the job.
         """
-        stack: list[str] = self._at(rank).ask("stack", rank=rank)["stack"]
-        return stack
+        return list(self._at(rank).ask("stack", rank=rank)["stack"])
 
     def step(self, rank: int, timeout: Timeout = 1.0) -> bool:
         """Run a held rank to its next line, and wait until it has reached that line.

@@ -146,8 +146,7 @@ def batch_does_not_deadlock(world: World) -> None:
         sent = torch.full((count,), float(comm.rank), device=comm.device)
         got = torch.full((count,), -1.0, device=comm.device)
         comm.sendrecv(sent, (comm.rank + 1) % comm.size, got, (comm.rank - 1) % comm.size)
-        distinct: list[float] = got.unique().tolist()
-        return distinct
+        return list(got.unique().tolist())
 
     found = world.run(program, size=4)
     assert found == [[3], [0], [1], [2]], found

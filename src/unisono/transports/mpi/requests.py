@@ -154,8 +154,7 @@ def opened(comms: MpiCommunicators, envelope: bytearray, message: Message) -> in
         sent = elements(numel, name.rstrip(b"\0").decode())
         expected = elements(tensor.numel(), str(tensor.dtype))
         raise size_error(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)
-    found: int = number
-    return found
+    return int(number)
 
 
 @cache

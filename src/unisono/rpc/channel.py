@@ -28,6 +28,7 @@ from unisono.serialization.format import (
     Parts,
     UnsendableError,
     View,
+    add_decoders,
     decoders,
     encoders,
     finders,
@@ -298,7 +299,6 @@ _INLINE_BYTES = 8192
 """A tensor of up to this many bytes is copied into the message's head; a larger tensor is sent as a separate body."""
 _MOST_BODIES = 200
 
-_ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -492,14 +492,14 @@ def _install() -> None:
         finders.insert(0, _find)
         # Register the most frequent class directly, because `_find` is slower.
         encoders[torch.Tensor] = _put_tensor
-        kinds = {
-            _ASIDE: _take_aside,
-            _ORDERED: _take_ordered,
-            _REFERENCE: _take_reference,
-            _FUNCTION: _take_function,
-            _PICKLED: _take_pickled,
-            _RECORDED: _take_recorded,
-            _SPARSE: _take_sparse,
-        }
-        for kind, decoder in kinds.items():
-            decoders[kind] = decoder
+        add_decoders(
+            {
+                "a": _take_aside,
+                "o": _take_ordered,
+                "r": _take_reference,
+                "q": _take_function,
+                "k": _take_pickled,
+                "g": _take_recorded,
+                "z": _take_sparse,
+            }
+        )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from unisono.serialization.format import (
+    Decoder,
+    Encoder,
     Parts,
     UnsendableError,
     View,
+    add_decoders,
     decoders,
     encoders,
     head,
@@ -27,7 +30,7 @@ __all__ = ["install", "put_items", "take_items"]
 _INT64 = struct.Struct("<Bq")
 _FLOAT = struct.Struct("<Bd")
 _COMPLEX = struct.Struct("<Bdd")
-_INT, _BIG_INT, _REAL, _TWO_REALS = (ord(kind) for kind in "iIfc")
+_INT, _REAL, _TWO_REALS = (ord(kind) for kind in "ifc")
 _TOO_DEEP = "nests deeper than 100 levels, or contains itself"
 
 
@@ -105,7 +108,7 @@ def _take_complex(view: View, at: int, _depth: int) -> tuple[complex, int]:
     return complex(real, imag), at + 16
 
 
-def _bytes(kind: str, cls: type[bytes] | type[bytearray]) -> None:
+def _bytes(kind: str, cls: type[bytes] | type[bytearray]) -> tuple[Encoder, Decoder]:
     def encoder(parts: Parts, value: bytes | bytearray, _depth: int) -> None:
         parts.extend((head(kind, len(value)), value))
 
@@ -113,12 +116,11 @@ def _bytes(kind: str, cls: type[bytes] | type[bytearray]) -> None:
         content, at = take_bytes(view, at)
         return cls(content), at
 
-    encoders[cls] = encoder
-    decoders[ord(kind)] = decoder
+    return encoder, decoder
 
 
 # -- containers ------------------------------------------------------------------------------------
-def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> None:
+def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> tuple[Encoder, Decoder]:
     def encoder(parts: Parts, value: Collection[Any], depth: int) -> None:
         parts.append(head(kind, len(value)))
         put_items(parts, value, depth)
@@ -127,11 +129,10 @@ def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> None:
         items, at = take_items(view, at, depth)
         return (items if cls is list else cls(items)), at
 
-    encoders[cls] = encoder
-    decoders[ord(kind)] = decoder
+    return encoder, decoder
 
 
-def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
+def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> tuple[Encoder, Decoder]:
     # A set's order differs between processes, but its encoding must not, because ranks compare encoded values. So sort
     # the encoded items.
     def encoder(parts: Parts, value: Collection[Any], depth: int) -> None:
@@ -147,11 +148,10 @@ def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
         items, at = take_items(view, at, depth)
         return cls(items), at
 
-    encoders[cls] = encoder
-    decoders[ord(kind)] = decoder
+    return encoder, decoder
 
 
-def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
+def _mapping(kind: str, cls: type[dict[Any, Any]]) -> tuple[Encoder, Decoder]:
     # Encode all keys first, and then all values.
     def encoder(parts: Parts, value: dict[Any, Any], depth: int) -> None:
         parts.append(head(kind, len(value)))
@@ -170,11 +170,10 @@ def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
             mapping[key], at = read(view, at, depth - 1)
         return mapping, at
 
-    encoders[cls] = encoder
-    decoders[ord(kind)] = decoder
+    return encoder, decoder
 
 
-def _three(kind: str, cls: type[slice] | type[range]) -> None:
+def _three(kind: str, cls: type[slice] | type[range]) -> tuple[Encoder, Decoder]:
     def encoder(parts: Parts, value: slice | range, depth: int) -> None:
         parts.append(head(kind, 3))
         put_items(parts, (value.start, value.stop, value.step), depth)
@@ -184,8 +183,7 @@ def _three(kind: str, cls: type[slice] | type[range]) -> None:
         start, stop, step = items
         return cls(start, stop, step), at
 
-    encoders[cls] = encoder
-    decoders[ord(kind)] = decoder
+    return encoder, decoder
 
 
 def install() -> None:
@@ -200,21 +198,29 @@ def install() -> None:
             str: put_text,
         }
     )
-    decoders[ord("N")] = lambda _view, at, _depth: (None, at)
-    decoders[ord("T")] = lambda _view, at, _depth: (True, at)
-    decoders[ord("F")] = lambda _view, at, _depth: (False, at)
-    decoders[_INT] = _take_int
-    decoders[_BIG_INT] = _take_big_int
-    decoders[_REAL] = _take_float
-    decoders[_TWO_REALS] = _take_complex
-    decoders[ord("s")] = take_text
-    _bytes("b", bytes)
-    _bytes("B", bytearray)
-    _sequence("l", list)
-    _sequence("t", tuple)
-    _set("S", set)
-    _set("Z", frozenset)
-    _mapping("d", dict)
-    _mapping("O", OrderedDict)
-    _three("L", slice)
-    _three("R", range)
+    add_decoders(
+        {
+            "N": lambda _view, at, _depth: (None, at),
+            "T": lambda _view, at, _depth: (True, at),
+            "F": lambda _view, at, _depth: (False, at),
+            "i": _take_int,
+            "I": _take_big_int,
+            "f": _take_float,
+            "c": _take_complex,
+            "s": take_text,
+        }
+    )
+    made: tuple[tuple[str, type, Callable[[str, Any], tuple[Encoder, Decoder]]], ...] = (
+        ("b", bytes, _bytes),
+        ("B", bytearray, _bytes),
+        ("l", list, _sequence),
+        ("t", tuple, _sequence),
+        ("S", set, _set),
+        ("Z", frozenset, _set),
+        ("d", dict, _mapping),
+        ("O", OrderedDict, _mapping),
+        ("L", slice, _three),
+        ("R", range, _three),
+    )
+    for kind, cls, make in made:
+        encoders[cls], decoders[ord(kind)] = make(kind, cls)

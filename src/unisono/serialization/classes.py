@@ -15,7 +15,7 @@ from unisono.serialization.format import (
     Parts,
     UnsendableError,
     View,
-    decoders,
+    add_decoders,
     head,
     put_text,
     read,
@@ -268,5 +268,4 @@ def _flag(cls: Any, number: int) -> enum.Flag:
 
 def install() -> None:
     """Register the codecs."""
-    for kind, decoder in (("D", _take_dataclass), ("P", _take_tuple), ("E", _take_enum), ("G", _take_flag)):
-        decoders[ord(kind)] = decoder
+    add_decoders({"D": _take_dataclass, "P": _take_tuple, "E": _take_enum, "G": _take_flag})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Parts",
     "UnsendableError",
     "View",
+    "add_decoders",
     "decoders",
     "encoders",
     "finders",
@@ -53,6 +54,12 @@ TOO_SHORT = "they end too early"
 _LENGTH = struct.Struct("<Q")
 _LONG = 255
 _TEXT_HEADS = tuple(bytes((ord("s"), length)) for length in range(_LONG))
+
+
+def add_decoders(kinds: Mapping[str, Decoder]) -> None:
+    """Register the decoder for each kind."""
+    for kind, decoder in kinds.items():
+        decoders[ord(kind)] = decoder
 
 
 class UnsendableError(Exception):

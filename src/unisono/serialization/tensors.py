@@ -14,7 +14,7 @@ from unisono.serialization.format import (
     Parts,
     UnsendableError,
     View,
-    decoders,
+    add_decoders,
     head,
     put_text,
     take_bytes,
@@ -193,13 +193,13 @@ def _take_scalar(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 def install() -> None:
     """Register the codecs."""
-    kinds = {
-        "A": _take_tensor,
-        "Y": _take_dtype,
-        "V": _take_device,
-        "X": _take_size,
-        "M": _take_array,
-        "m": _take_scalar,
-    }
-    for kind, decoder in kinds.items():
-        decoders[ord(kind)] = decoder
+    add_decoders(
+        {
+            "A": _take_tensor,
+            "Y": _take_dtype,
+            "V": _take_device,
+            "X": _take_size,
+            "M": _take_array,
+            "m": _take_scalar,
+        }
+    )

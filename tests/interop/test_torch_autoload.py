@@ -21,7 +21,10 @@ tensor = torch.full((3,), 2.0)
 dist.all_reduce(tensor)
 print(tensor.sum().item(), *sorted(loaded))
 """
-STUB = "6.0 unisono unisono.core unisono.core.compiled_code unisono.interop unisono.interop.torch_backend"
+STUB = (
+    "6.0 unisono unisono.core unisono.core.compiled_code unisono.core.lazy "
+    "unisono.interop unisono.interop.torch_backend"
+)
 
 
 def run(first: str, autoload: str) -> subprocess.CompletedProcess[str]:

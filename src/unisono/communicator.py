@@ -16,7 +16,8 @@ from unisono import serialization
 from unisono.collectives.arguments import check_rank
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.collectives.tuning.prediction import Choice
-from unisono.comm.engine import ANY_THREAD, Engine, FailureRelay
+from unisono.comm.engine import Engine
+from unisono.comm.failures import Failures, weak_method
 from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
 from unisono.comm.objects import check_sent, decode, encode, encode_each
@@ -28,7 +29,7 @@ from unisono.core import clock
 from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, raise_caused, to_cause
-from unisono.core.flight_recorder import callers_place
+from unisono.core.flight_recorder import Activity, callers_place
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
 from unisono.core.step_boundaries import StepBoundaries
@@ -127,8 +128,8 @@ class Communicator(Place):
         # The communicator that `rebuild` made from this one.
         self._successor: Communicator | None = None
         group = transport.group
-        relay = FailureRelay()
-        control.join(group, relay.on_failure)
+        failures = Failures(transport, control, Activity(group), options.backend)
+        control.join(group, weak_method(failures.fail))
         try:
             control.set_heartbeat(options.heartbeat_s or options.timeout_s + HEARTBEAT_LEAST_S)
             self._host_names = self._handshake(transport, group)
@@ -141,12 +142,14 @@ class Communicator(Place):
             from unisono.transports.tcp.collectives import TcpCollectives
 
             connect = TcpCollectives.connect if control.connectable and not transport.checks else None
-            transport = Checked(transport, control, options, connect, full=check == "full", report=relay.report)
-        self._engine = Engine(transport, control, options, self._host_names, check=check)
+            transport = Checked(
+                transport, control, options, connect, full=check == "full", report=weak_method(failures.report_later)
+            )
+            failures.transport = transport
+        self._engine = Engine(failures, options, self._host_names, check=check)
         self._messages = Messages(self._engine)
         self._boundaries = control.boundaries(group)
         control.watch(self._engine.activity)
-        relay.connect(self._engine)
         self.handle: str = f"communicator {next(_numbers)}"
         BY_HANDLE[self.handle] = self
 
@@ -283,7 +286,7 @@ class Communicator(Place):
 
     def exception(self) -> CommError | None:
         """Return the first cause of failure, without raising it; None while calls can be made."""
-        return self._engine.failure()
+        return self._engine.failures.error()
 
     @property
     def overlaps(self) -> bool:
@@ -369,8 +372,7 @@ class Communicator(Place):
         blocks = not async_op and scale is None
         if blocks and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout):
             return None
-        call = self._engine.make(_ALL_REDUCE, tensor, op=op, algorithm=algorithm, timeout=timeout, scale=scale)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout, async_op, scale=scale)
 
     @overload
     def reduce(self, tensor: Buffer, op: str | int = ..., dst: int | str = ..., **how: Unpack[Blocking]) -> None: ...
@@ -411,8 +413,7 @@ class Communicator(Place):
         op, dst = (dst or "sum", op) if isinstance(op, int) else (op, dst)
         if not async_op and self._engine.try_collective(_REDUCE, tensor, None, op, dst, algorithm, timeout):
             return None
-        call = self._engine.make(_REDUCE, tensor, op=op, root=dst, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_REDUCE, tensor, None, op, dst, algorithm, timeout, async_op)
 
     @overload
     def reduce_scatter(
@@ -463,8 +464,7 @@ class Communicator(Place):
             _REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout
         ):
             return None
-        call = self._engine.make(_REDUCE_SCATTER, output, input_list, op=op, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout, async_op)
 
     @overload
     def reduce_scatter_single(
@@ -508,8 +508,7 @@ class Communicator(Place):
             _REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout
         ):
             return None
-        call = self._engine.make(_REDUCE_SCATTER_SINGLE, output, input, op=op, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout, async_op)
 
     @overload
     def barrier(self, **how: Unpack[Blocking]) -> None: ...
@@ -529,8 +528,7 @@ class Communicator(Place):
         """
         if not async_op and self._engine.try_collective(_BARRIER, None, None, None, None, algorithm, timeout):
             return None
-        call = self._engine.make(_BARRIER, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_BARRIER, None, None, None, None, algorithm, timeout, async_op)
 
     def agree(self, value: Any, name: str) -> None:
         """Check, in the next collective, that all ranks have the same value here.
@@ -617,7 +615,7 @@ class Communicator(Place):
         try:
             self._control.exchange(engine.group, f"monitored_barrier #{self._barriers}", None, limit)
         except CommError as error:
-            raise_caused(engine.report_failure(error, "monitored_barrier", self._barriers), error)
+            raise_caused(engine.failures.report(error, "monitored_barrier", self._barriers), error)
         finally:
             engine.activity.leave()
 
@@ -658,8 +656,7 @@ class Communicator(Place):
         """
         if not async_op and self._engine.try_collective(_BROADCAST, tensor, None, None, src, algorithm, timeout):
             return None
-        call = self._engine.make(_BROADCAST, tensor, root=src, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_BROADCAST, tensor, None, None, src, algorithm, timeout, async_op)
 
     @overload
     def scatter(
@@ -704,8 +701,7 @@ class Communicator(Place):
         """
         if not async_op and self._engine.try_collective(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout):
             return None
-        call = self._engine.make(_SCATTER, tensor, scatter_list, root=src, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout, async_op)
 
     @overload
     def gather(
@@ -750,8 +746,7 @@ class Communicator(Place):
         """
         if not async_op and self._engine.try_collective(_GATHER, gather_list, tensor, None, dst, algorithm, timeout):
             return None
-        call = self._engine.make(_GATHER, gather_list, tensor, root=dst, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_GATHER, gather_list, tensor, None, dst, algorithm, timeout, async_op)
 
     # -- collectives among all ranks, of any dtype -----------------------------------------------
     @overload
@@ -792,8 +787,7 @@ class Communicator(Place):
             _ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout
         ):
             return None
-        call = self._engine.make(_ALL_GATHER, tensor_list, tensor, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
@@ -829,8 +823,7 @@ class Communicator(Place):
             _ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout
         ):
             return None
-        call = self._engine.make(_ALL_GATHER_SINGLE, output, input, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_to_all(
@@ -875,8 +868,7 @@ class Communicator(Place):
             _ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout
         ):
             return None
-        call = self._engine.make(_ALL_TO_ALL, output_list, input_list, algorithm=algorithm, timeout=timeout)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(_ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_to_all_single(
@@ -932,8 +924,9 @@ class Communicator(Place):
         plain = not async_op and splits == (None, None)
         if plain and self._engine.try_collective(_ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout):
             return None
-        call = self._engine.make(_ALL_TO_ALL_SINGLE, output, input, algorithm=algorithm, timeout=timeout, splits=splits)
-        return self._engine.run(call, async_op=async_op)
+        return self._engine.run(
+            _ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout, async_op, splits=splits
+        )
 
     # -- collectives of tensors whose lengths other ranks need not know --------------------------
     @overload
@@ -1494,7 +1487,7 @@ class Communicator(Place):
             with self._engine.activity.exchanging("split"):
                 requests = self._control.exchange(group, f"split #{self._splits}", request, self._options.timeout_s)
         except CommError as error:
-            raise_caused(self._engine.report_failure(error, "split", self._splits), error)
+            raise_caused(self._engine.failures.report(error, "split", self._splits), error)
         self._engine.ending.release([dropped for _, _, dropped in requests])
         if color is None:
             return None
@@ -1609,7 +1602,7 @@ class Communicator(Place):
             ((0, 2, 2.0), (1, 2, 2.0))
         """
         self._engine.own("rebuild")
-        self._engine.check_open("rebuild")
+        self._engine.failures.check_open("rebuild")
         if not isinstance(grow, int) or grow < 0:
             raise ValueError(f"grow must be a number of new ranks, not {grow!r}")
         if size is not None and (not isinstance(size, int) or size < 1 or grow):
@@ -1787,9 +1780,7 @@ class Communicator(Place):
             ...     worker.start()
             ...     worker.join()
         """
-        self._engine.own("release_thread")
-        self._engine.owner = None
-        self._engine.activity.owner = 0
+        self._engine.release("release_thread", any_thread=False)
 
     def allow_any_thread(self) -> None:
         """Allow every thread to use this communicator from now on. The caller ensures that collectives do not overlap.
@@ -1806,8 +1797,7 @@ class Communicator(Place):
             ...     worker.start()
             ...     worker.join()
         """
-        self._engine.own("allow_any_thread")
-        self._engine.owner = ANY_THREAD
+        self._engine.release("allow_any_thread", any_thread=True)
 
     # -- stopping at the same step -----------------------------------------------------------------
     def stop_requested(self) -> bool:
@@ -1843,7 +1833,7 @@ class Communicator(Place):
         """
         if self._successor is not None:
             return self._successor.stop_requested()
-        self._engine.check_open("stop_requested")
+        self._engine.failures.check_open("stop_requested")
         boundaries = self._boundaries
         boundaries.passed += 1
         if boundaries.requested is not None and boundaries.stops_at is None:
@@ -1863,7 +1853,7 @@ class Communicator(Place):
             CommError: The control plane is gone.
         """
         latest = self.latest
-        latest._engine.check_open("request_stop")
+        latest._engine.failures.check_open("request_stop")
         latest._control.request_stop(latest._engine.group, reason)
         if latest is not self.latest:  # `rebuild` may have read the requests before this one arrived.
             self.request_stop(reason)
@@ -1893,9 +1883,9 @@ class Communicator(Place):
             >>> [type(error).__name__ for error in errors], "no more data" in str(errors[1])
             (['AbortedError', 'AbortedError'], True)
         """
-        if not self._engine.closed:
+        if not self._engine.life.closed:
             cause = Cause("AbortedError", self.rank, f"rank {self.rank} aborted the communicator: {reason}")
-            self._engine.on_failure(self._control.report_failure(self._engine.group, cause))
+            self._engine.failures.fail(self._control.report_failure(self._engine.group, cause))
 
     def close(self) -> None:
         """Release all resources, including those of sub-communicators. Every rank calls this at the end. Idempotent.
@@ -1911,14 +1901,14 @@ class Communicator(Place):
             >>> comm.close()
         """
         try:
-            if self._successor is not None or not self._engine.closed:
+            if self._successor is not None or not self._engine.life.closed:
                 self._finish()
         finally:
             if self._successor is not None:
                 for part in self._open_parts():
                     part._close(0.0)
                 self._successor.close()
-            if not self._engine.closed:
+            if not self._engine.life.closed:
                 self._close(CLOSE_S)
 
     def before_close(self, action: Callable[[], None]) -> None:
@@ -1973,13 +1963,13 @@ class Communicator(Place):
         if self._successor is not None:
             self._successor._fail(error)
             return
-        self._engine.report_failure(error, None)
+        self._engine.failures.report(error, None)
         for part in self._open_parts():
             part._fail(error)
         self._engine.ending.fail(error)
 
     def _open_parts(self) -> list[Communicator]:
-        return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
+        return [part for ref in self._parts if (part := ref()) is not None and not part._engine.life.closed]
 
     def __enter__(self) -> Communicator:
         return self
@@ -1997,7 +1987,7 @@ class Communicator(Place):
                 raise
 
     def _require_same(self, what: str, value: bytes, wrong: Exception) -> None:
-        self._engine.require_same(what, value, wrong)
+        self._engine.agreements.require_same(what, value, wrong)
 
     def _check_rank(self, rank: int, name: str) -> None:
         check_rank(rank, name, self.size)

@@ -67,7 +67,7 @@ def _gives_up_second(comm: Any) -> str | None:
     engine.control.report_failure(
         engine.group, Cause("CommTimeoutError", 1, "rank 2 gave up: waited\n  rank 1 is at train.py:7")
     )
-    return str(engine.report_failure(CommTimeoutError("waited 2.0 s"), "all_reduce"))
+    return str(engine.failures.report(CommTimeoutError("waited 2.0 s"), "all_reduce"))
 
 
 def test_later_timeout_reports_the_first_verdict() -> None:

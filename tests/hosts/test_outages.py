@@ -116,7 +116,7 @@ def between_calls(comm: un.Communicator) -> None:
     """Make no call before the communicator has failed."""
     comm.barrier()
     send_signal()
-    while comm._engine.broken is None:
+    while comm._engine.life.cause is None:
         time.sleep(0.02)
     comm.barrier()
 

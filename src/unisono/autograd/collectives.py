@@ -548,5 +548,5 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
         try:
             exchange.allocate()
         except MismatchError as error:
-            raise engine.report_failure(error, name) from None
+            raise engine.failures.report(error, name) from None
     return [tensor.shape for tensor in exchange.output]

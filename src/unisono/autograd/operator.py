@@ -131,7 +131,7 @@ def _message(
                 f"rank {peer} sent the gradient of its differentiable message {number.item()}, but this rank expects "
                 f"that of message {origin[0]}, at {origin[1]}. All ranks must go through their graphs in the same order"
             )
-            raise engine_of(comm).report_failure(error, name)
+            raise engine_of(comm).failures.report(error, name)
     move(x if name == "send" else y, peer, tag)
     counted = _MESSAGES.setdefault(comm, Counter())
     counted[name, peer, tag] += 1

@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 
-from unisono.core.call import Agreed, Fingerprint, hash_of
+from unisono.comm.failures import Failures
+from unisono.core.call import Agreed, Fingerprint, disagreement, hash_of
+from unisono.core.failure import raise_caused
 from unisono.core.flight_recorder import callers_place, site_text
 from unisono.core.staging import digest
+from unisono.errors import MismatchError
+from unisono.serialization import decode, encode
 
 __all__ = ["Agreements", "parts_of"]
 
@@ -28,35 +32,101 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 class Agreements:
-    """Values passed to `agree`, which the next collective will compare.
+    """Values passed to `agree`, which the next collective will compare, and other comparisons of ranks' values.
 
-    Communicators over the same ranks share one object, so a collective on any of them compares the values. Only
+    Communicators over the same ranks share their values, so a collective on any of them compares the values. Only
     collectives from the thread that called `agree` compare them, because the order of collectives from several threads
     may differ between ranks.
 
+    Args:
+        failures: Failures of the communicator, which mismatches are reported to.
+        checked: Whether collectives compare the values; if False, only `flush_agreements` and `close` do.
+
     Attributes:
-        waiting: The values, each with the thread that passed it.
+        waiting: Values that the next collective compares, each with the thread that passed it.
     """
 
-    def __init__(self) -> None:
-        self.waiting: list[tuple[int, Agreed]] = []
+    def __init__(self, failures: Failures, *, checked: bool) -> None:
+        self._failures = failures
+        self._group = failures.activity.group
+        self._checked = checked
+        self._values: list[tuple[int, Agreed]] = []
+        self.waiting: Sequence[tuple[int, Agreed]] = self._values if checked else ()
+        self._compared: dict[str, int] = {}
+
+    def share(self, other: Agreements) -> None:
+        """Share the values of another communicator of the same ranks."""
+        self._values = other._values
+        self.waiting = self._values if self._checked else ()
 
     def add(self, value: Any, name: str) -> None:
         """Add a snapshot of a value."""
         # Sort the elements, because dicts and sets may be in any order; a container comes before its elements.
         parts = sorted(parts_of(value))
         agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
-        self.waiting.append((get_ident(), agreed))
+        self._values.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
         """Return this thread's pending values as a separate call, to be compared first; None if there are none."""
         here = get_ident()
-        taken = tuple(agreed for thread, agreed in self.waiting if thread == here)
+        taken = tuple(agreed for thread, agreed in self._values if thread == here)
         if not taken:
             return None
         # Change the list in place, because communicators of the same ranks share it.
-        self.waiting[:] = [each for each in self.waiting if each[0] != here]
+        self._values[:] = [each for each in self._values if each[0] != here]
         return Fingerprint(number, "agree", agreed=tuple(each[:2] for each in taken), parts=taken, site=taken[0].site)
+
+    def compare(self, mine: Fingerprint, limit_s: float) -> None:
+        """Compare values from `take`. Collective. A mismatch doesn't break the communicator: every rank raises."""
+        control = self._failures.control
+        topic = f"agreements before call {self._failures.activity.calls}"
+        try:
+            if control.exchange_unless_equal(self._group, topic, mine.agreed, limit_s) is None:
+                return
+            values = control.exchange(self._group, f"{topic}, in full", mine.values(), limit_s)
+        except BaseException as error:
+            raise_caused(self._failures.report(error, "flush_agreements"), error)
+        self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
+
+    def compare_at_close(self) -> None:
+        """Compare the pending values with those of the first rank to close; no rank waits for another."""
+        mine = self.take(self._failures.activity.calls + 1) if self._failures.error() is None else None
+        if mine is None:
+            return
+        own = encode((self._group.rank, mine.values()))
+        rank, theirs = decode(self._failures.control.compare_set(f"{self._group.name}/agreements", b"", own))
+        try:
+            self._refuse_differences({self._group.rank: mine, rank: Fingerprint(*theirs)})
+        except MismatchError as error:
+            raise_caused(self._failures.report(error, "close"), error)
+
+    def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
+        """Raise an error, and break the communicator, if a rank that called earlier passed a different value.
+
+        No rank waits for another, and not every rank has to call this. If two ranks differ, the second one to call
+        fails.
+
+        Args:
+            what: Description of the value. Equal descriptions are compared in the order of calls.
+            value: Any bytes.
+            wrong: The error to raise.
+        """
+        if self._failures.activity.life.closed or self._group.size == 1:
+            return
+        control = self._failures.control
+        number = self._compared[what] = self._compared.get(what, 0) + 1
+        key = f"{self._group.name}/{what}/{number}"
+        first = control.compare_set(key, b"", value)
+        if control.add(f"{key}/ranks", 1) == self._group.size:
+            control.delete(key)
+            control.delete(f"{key}/ranks")
+        if first != value:
+            raise self._failures.report(wrong, "a comparison of samples")
+
+    def _refuse_differences(self, prints: dict[int, Fingerprint]) -> None:
+        difference = disagreement(prints)
+        if difference:
+            raise self._failures.with_context(MismatchError(difference), "agree")
 
 
 def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterator[tuple[str, int, str]]:

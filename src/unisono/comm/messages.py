@@ -89,7 +89,7 @@ class AnySource:
     def _sender(self, tag: int, peers: list[int]) -> int | None:
         engine = self._engine
         lost = list[PeerLostError]()
-        engine.check("recv")
+        engine.failures.check("recv")
         # Tags equal modulo 256 share a slot, which bounds the table even if a program uses a new tag for every message.
         last = self._found.get(tag % _TAGS, -1)
         for peer in [peer for peer in peers if peer > last] + [peer for peer in peers if peer <= last]:
@@ -210,7 +210,7 @@ class PointToPointWork(Work):
                 engine = self._engine
                 enriched = with_hang_report(error, engine.control, engine.group)
                 assert isinstance(enriched, CommError)
-                raise engine.with_context(enriched, self._operation, self._number) from None
+                raise engine.failures.with_context(enriched, self._operation, self._number) from None
             except CommError as error:
                 raise_caused(self._failed(error), error)
         self._finish()
@@ -281,7 +281,7 @@ class PointToPointWork(Work):
             raise self._error
 
     def _failed(self, error: BaseException) -> BaseException:
-        return self._engine.report_failure(error, self._operation, self._number)
+        return self._engine.failures.report(error, self._operation, self._number)
 
 
 class Messages:

@@ -165,7 +165,7 @@ class _StackSamples:
     def _run(self) -> None:
         while not self._over.wait(_SAMPLES_EVERY_S):
             activity = self._activity()
-            if activity is None or activity.closed or activity.broken:
+            if activity is None or activity.life.closed or activity.life.cause:
                 return
             self._samples.append((activity.calls, *_doing(activity)))
 

@@ -61,13 +61,23 @@ class Teardown:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
-        """Leave the group and release all resources; wait briefly for the other ranks to leave."""
+        """Release everything: `drain`, `leave` and `finish`."""
+        self.drain()
+        self.leave(patience)
+        self.finish()
+
+    def drain(self) -> None:
+        """Wait for the calls in the helper thread, and end the thread."""
         self.over = True
+        if os.getpid() == self._process:
+            self._helper.end()
+            self._helper.join(self._timeout_s)
+
+    def leave(self, patience: float) -> None:
+        """Leave the group and close the transport; wait briefly for the other ranks to leave."""
         if os.getpid() != self._process:
             # In a forked child, all resources belong to the parent process, which continues.
             return
-        self._helper.end()
-        self._helper.join(self._timeout_s)
         # If the control plane has ended first, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
@@ -77,12 +87,11 @@ class Teardown:
         self._transport.close()
 
     def finish(self) -> None:
-        """Close the open subgroups after `close`, and call the registered closers."""
+        """Close the open subgroups after `leave`, and call the registered closers."""
         if os.getpid() != self._process:
             return
         for part in self.left():
             part.close(0.0)
-            part.finish()
         for closer in self.closers:
             closer()
 
@@ -114,7 +123,6 @@ class Teardown:
             ranks = [members.index(member) for member in part.group.members if member in members]
             if len(ranks) == part.group.size and all(part.group.name in dropped_by_rank[rank] for rank in ranks):
                 part.close(0.0)
-                part.finish()
 
     def fail(self, error: BaseException) -> None:
         """Report the error to the ranks of dropped subgroups, some of which may be waiting for this rank."""
@@ -136,7 +144,6 @@ class Teardown:
     def _settle(self) -> None:
         try:
             self.close(CLOSE_S)
-            self.finish()
         finally:
             self._settled.set()
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from unisono.core import clock
 from unisono.core.group import Group
+from unisono.core.life import Life
 
 __all__ = [
     "ALL_RANKS",
@@ -95,6 +96,7 @@ class Activity:
     Recording a call costs a fraction of a microsecond; everything else is computed on request.
 
     Attributes:
+        life: Phase of the communicator.
         owner: Thread that makes the calls.
         calls: Number of collectives called.
         messages: Number of batches of messages posted.
@@ -115,6 +117,7 @@ class Activity:
         # Calls write these fields without a lock, which would slow down the fast path. A report may therefore combine
         # the fields of two calls.
         self.group = group
+        self.life: Life = Life()
         self.owner: int = threading.get_ident()
         self.calls: int = 0
         self.messages: int = 0
@@ -130,7 +133,6 @@ class Activity:
         self.keep_message: Callable[[Record], None] = self._messages.append
         self.since: float = clock.now()
         self.outside_s: float = 0.0
-        self.broken = self.closed = False
         self.timed_out: bool = False
         self.record: EventRecorder | None = None
 
@@ -176,7 +178,7 @@ class Activity:
         self.inside = False
         self.since = clock.now()
         # Don't record the end of a failed call, whose error has been recorded already.
-        if self.record is not None and self.now is not None and not self.broken:
+        if self.record is not None and self.now is not None and self.life.cause is None:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
 
     def fail(self, *, timed_out: bool) -> None:
@@ -234,7 +236,7 @@ class Activity:
             # Copy the items, because the rank may post its first message to another peer meanwhile.
             "posted": [[*key, count] for key, count in list(self.posted.items())],
             "last": self.last(),
-            "broken": self.broken,
+            "broken": self.life.cause is not None,
         }
 
 
@@ -267,7 +269,7 @@ class ActivityRegistry:
         with self._lock:
             # The lock is needed because a set that grows during its iteration raises, and other threads create
             # communicators.
-            return sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
+            return sorted((a for a in self._known if not a.life.closed), key=lambda a: (a.since, a.group.name))
 
     def report(self) -> dict[str, Any]:
         """Return this rank's activity: its communicators, most recently used last, and their thread's current stack."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,10 +11,15 @@ from types import FrameType
 from typing import Any, Protocol
 
 from unisono.core import clock
+from unisono.core.control import ControlPlane
 from unisono.core.flight_recorder import Activity, users_frame
+from unisono.core.group import Group
 from unisono.host.native import native
 
-__all__ = ["HOLD", "Hold"]
+__all__ = ["HOLD", "SUSPENDABLE", "Hold", "can_hold", "hold_ranks"]
+
+SUSPENDABLE = frozenset({"thread", "shm", "tcp", "sim"})
+"""Backends whose deadlines stop while a debugger holds the ranks."""
 
 
 class _Holdable(Protocol):
@@ -21,11 +27,6 @@ class _Holdable(Protocol):
 
     owner: int | None
     activity: Activity
-
-    @property
-    def closed(self) -> bool: ...
-    def suspend(self) -> bool: ...
-    def resume(self) -> None: ...
 
 
 class Hold:
@@ -56,7 +57,7 @@ class Hold:
         """Return the open engines that a thread owns, including held ones, largest group first."""
         # Skip closed engines: thread identifiers are reused, so an exited thread with this identifier may have left
         # engines behind.
-        usable = [engine for engine in list(self._engines) if not engine.closed]
+        usable = [engine for engine in list(self._engines) if not engine.activity.life.closed]
         found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
@@ -71,9 +72,9 @@ class Hold:
                 _set_core(clock.stop())
                 known = set(map(id, activities))
                 for engine in list(self._engines):
-                    # `suspend` returns False for an engine that is held already, so a second `stop` does not add it
+                    # The phase does not change for an engine that is held already, so a second `stop` does not add it
                     # again.
-                    if id(engine.activity) in known and engine.suspend():
+                    if id(engine.activity) in known and engine.activity.life.change("hold"):
                         self._held.append(engine)
             self.held = True
 
@@ -86,7 +87,7 @@ class Hold:
         with self._lock:
             self.held = False
             for engine in self._held:
-                engine.resume()
+                engine.activity.life.change("go")
             self._held.clear()
             _set_core(clock.go())
             gates = list(self._gates.values())
@@ -104,13 +105,13 @@ class Hold:
             for engine in self._held:
                 # The next line may be the first one that uses a communicator without an owner.
                 if engine.owner in (thread, None):
-                    engine.resume()
+                    engine.activity.life.change("go")
         gate.release()
         return True
 
-    def holds(self, engine: _Holdable) -> bool:
-        """Return whether an engine is held."""
-        return any(each is engine for each in list(self._held))
+    def holds(self, activity: Activity) -> bool:
+        """Return whether the engine of an activity is held."""
+        return any(engine.activity is activity for engine in list(self._held))
 
     def waits(self, thread: int) -> bool:
         """Return whether a thread is held in `wait`, and so can be stepped."""
@@ -129,7 +130,7 @@ class Hold:
             # Suspend the engines that `step` has resumed.
             for engine in self._held:
                 if engine.owner == here:
-                    engine.suspend()
+                    engine.activity.life.change("hold")
         try:
             gate.acquire()
         finally:
@@ -142,6 +143,30 @@ class Hold:
 
 HOLD = Hold()
 """The process has one hold, because it has one clock."""
+
+
+def can_hold(backend: str) -> bool:
+    """Return whether a backend's deadlines can be suspended, so that a debugger can hold its ranks."""
+    return sys.platform == "linux" and set(backend.split("+")) <= SUSPENDABLE
+
+
+def hold_ranks(control: ControlPlane, group: Group, why: str, show: Callable[[], None] | None = None) -> None:
+    """Hold all ranks for a debugger, and return when it releases them.
+
+    Args:
+        control: Control plane of the ranks.
+        group: Group with this rank.
+        why: What happened on this rank.
+        show: Function that opens a prompt here; None if the debugger has to attach.
+    """
+    rank = group.members[group.rank]
+    control.hold(f"rank {rank} {why}")
+    if show is None:
+        sys.stderr.write(f"rank {rank} {why}. All ranks are held; attach with: unisono debug {os.getpid()}\n")
+        sys.stderr.flush()
+    else:
+        show()
+    HOLD.wait()
 
 
 def _set_core(stands: tuple[float, float | None]) -> None:

@@ -10,10 +10,9 @@ import sys
 from functools import partial
 from threading import get_ident
 
-from unisono.comm.engine import SUSPENDABLE
 from unisono.communicator import Communicator, engine_of
 from unisono.core.flight_recorder import call_site
-from unisono.core.hold import HOLD
+from unisono.core.hold import HOLD, SUSPENDABLE, can_hold, hold_ranks
 from unisono.debugger.prompt import Prompt
 from unisono.debugger.session import Session, attach
 from unisono.errors import CommError, UnavailableError
@@ -53,16 +52,17 @@ def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like 
     if not engines:
         raise CommError("no communicator belongs to this thread yet: pass one to unisono.breakpoint")
     engine = engines[0]
-    engine.check("breakpoint")
-    if not engine.can_hold:
+    engine.failures.check("breakpoint")
+    if not can_hold(engine.options.backend):
         raise UnavailableError(
             f"ranks are held on {', '.join(sorted(SUSPENDABLE))}, on Linux, where deadlines can stand still; "
             f"not on {engine.options.backend}"
         )
     rank = engine.group.members[engine.group.rank]
-    terminal = sys.stdin is not None and sys.stdin.isatty()
-    engine.hold(f"has reached a breakpoint at {call_site()}", partial(_show, rank) if terminal else None)
-    engine.check("breakpoint")
+    prompts = engine.transport.in_process and sys.stdin is not None and sys.stdin.isatty()
+    why = f"has reached a breakpoint at {call_site()}"
+    hold_ranks(engine.control, engine.group, why, partial(_show, rank) if prompts else None)
+    engine.failures.check("breakpoint")
 
 
 def _show(rank: int) -> None:

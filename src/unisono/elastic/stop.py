@@ -119,7 +119,7 @@ def enable(
         ...     comm.stop_reason
         'signal SIGUSR1'
     """
-    engine_of(comm.latest).check_open("stop.enable")
+    engine_of(comm.latest).failures.check_open("stop.enable")
     if after_s is not None and not after_s >= 0:
         raise ValueError(f"after_s must be a number of seconds, not {after_s}")
     deadlines = {} if after_s is None else {f"{after_s:g} s have passed": time.time() + after_s}

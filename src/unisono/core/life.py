@@ -1,0 +1,90 @@
+"""Phases of a communicator's life."""
+
+from __future__ import annotations
+
+import _thread
+from enum import Enum
+from typing import Literal
+
+from unisono.core.failure import Cause
+
+__all__ = ["TRANSITIONS", "Event", "Life", "Phase"]
+
+
+class Phase(Enum):
+    """Determines what happens to a communicator's next call."""
+
+    OPEN = "the call runs"
+    HELD = "the call waits until a debugger releases the ranks"
+    BROKEN = "the call raises the group's first cause of failure"
+    CLOSING = "the call raises ClosedError; calls in flight complete, or raise a failure of the group"
+    CLOSED = "the call raises ClosedError; calls in flight, if any, have been aborted"
+    RETIRED = "the call raises ClosedError, as do calls in flight: another communicator has replaced this one"
+
+
+Event = Literal["hold", "go", "fail", "close", "drain", "retire"]
+"""What changes the phase; see `Life`."""
+
+TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
+    "hold": {Phase.OPEN: Phase.HELD},
+    "go": {Phase.HELD: Phase.OPEN},
+    "fail": {Phase.OPEN: Phase.BROKEN, Phase.HELD: Phase.BROKEN, Phase.CLOSING: Phase.CLOSED},
+    "close": {Phase.OPEN: Phase.CLOSING, Phase.HELD: Phase.CLOSING, Phase.BROKEN: Phase.CLOSED},
+    "drain": {Phase.CLOSING: Phase.CLOSED},
+    "retire": dict.fromkeys((Phase.OPEN, Phase.HELD, Phase.BROKEN), Phase.RETIRED),
+}
+"""For each event, the next phase by current phase; see `Life`."""
+
+
+class Life:
+    """The phase of a communicator, changed only by `change`. Events without an entry leave it unchanged:
+
+    =======  =====  ====  ======  =======  ======  =======
+    phase    hold   go    fail    close    drain   retire
+    =======  =====  ====  ======  =======  ======  =======
+    OPEN     HELD         BROKEN  CLOSING          RETIRED
+    HELD            OPEN  BROKEN  CLOSING          RETIRED
+    BROKEN                        CLOSED           RETIRED
+    CLOSING               CLOSED           CLOSED
+    CLOSED
+    RETIRED
+    =======  =====  ====  ======  =======  ======  =======
+
+    hold, go: A debugger holds and releases the ranks. fail: The group has failed. close: The program closes the
+    communicator. drain: All calls made before `close` have ended, so a failure has nothing to abort. retire: `rebuild`
+    has made another communicator.
+
+    Attributes:
+        phase: The current phase.
+        cause: The group's first cause of failure, once a failure has changed the phase.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = Phase.OPEN
+        self.cause: Cause | None = None
+        # Three threads change the phase: the program's, the control plane's for failures, and the thread that holds the
+        # ranks. The bare lock also works in simulations; it is reentrant, because a signal handler may interrupt
+        # `change`.
+        self._lock = _thread.RLock()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has closed the communicator, or another communicator has replaced it."""
+        return self.phase in (Phase.CLOSING, Phase.CLOSED, Phase.RETIRED)
+
+    def change(self, event: Event, cause: Cause | None = None) -> bool:
+        """Apply an event; return whether the phase has changed. `cause` is that of "fail"."""
+        with self._lock:
+            then = TRANSITIONS[event].get(self.phase)
+            if then is not None:
+                # Set the cause first, because a call that finds the phase broken raises the cause.
+                self.cause = self.cause or cause
+                self.phase = then
+            return then is not None
+
+    def fail_after_fork(self, cause: Cause) -> None:
+        """Apply "fail" in a forked child, whose cause replaces that of the parent."""
+        # Nobody in the child would release the old lock if another thread of the parent held it.
+        self._lock = _thread.RLock()
+        self.cause = cause
+        self.change("fail")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -233,28 +233,33 @@ def test_order_of_a_dict_does_not_matter(value: dict[str, Any]) -> None:
     assert sorted(parts_of(value)) == sorted(parts_of(turned))
 
 
+class Nesting(Wrapper):
+    """Makes a call inside of another one, as a signal handler may.
+
+    Attributes:
+        nested: The call of each rank that makes one.
+    """
+
+    nested: ClassVar[dict[int, Callable[[], None]]] = {}
+
+    def wrap_child(self, inner: Transport) -> Nesting:
+        return Nesting(inner)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        action = self.nested.pop(self.rank, None)
+        if action is not None:
+            action()
+        return super().post(batch)
+
+
 def test_values_outlive_a_call_that_is_refused() -> None:
-    nested: dict[int, Callable[[], None]] = {}
-
-    class Nesting(Wrapper):
-        """Makes a call inside of another one, as a signal handler may."""
-
-        def wrap_child(self, inner: Transport) -> Nesting:
-            return Nesting(inner)
-
-        def post(self, batch: Sequence[Message]) -> Work:
-            action = nested.pop(self.rank, None)
-            if action is not None:
-                action()
-            return super().post(batch)
-
     def program(comm: un.Communicator) -> None:
         def refused() -> None:
             comm.agree(comm.rank, "the rank")
             with pytest.raises(CommError, match="was called inside"):
                 comm.all_reduce(torch.ones(1))
 
-        nested[comm.rank] = refused
+        Nesting.nested[comm.rank] = refused
         comm.all_reduce(torch.ones(2))
         comm.barrier()
 
@@ -273,3 +278,19 @@ def test_refused_call_leaves_nothing_to_compare() -> None:
         return tensor.item()
 
     assert un.launch(program, 2, "thread") == [2.0, 2.0]
+
+
+def test_nested_call_leaves_no_scale_to_compare() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        def refused() -> None:
+            with pytest.raises(CommError, match="was called inside"):
+                comm.all_reduce(torch.ones(1), scale=0.5)
+
+        if comm.rank == 0:
+            Nesting.nested[0] = refused
+        tensor = torch.ones(2)
+        comm.all_reduce(tensor)
+        comm.barrier()
+        return tensor.tolist()
+
+    assert run_ranks(program, 2, "thread", wrap=Nesting) == [[2.0, 2.0]] * 2

@@ -129,7 +129,8 @@ class Hold:
             self._gates[here] = gate
             # Suspend the engines that `step` has resumed.
             for engine in self._held:
-                if engine.owner == here:
+                # As in `step`: a communicator without an owner may be called by this thread.
+                if engine.owner in (here, None):
                     engine.activity.life.change("hold")
         try:
             gate.acquire()

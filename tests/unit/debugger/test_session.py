@@ -129,6 +129,30 @@ def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Pa
         assert job.result(20) == [30 * 12 + 0, 30 * 12 + 22, 30 * 12 + 20]
 
 
+def sharing(comm: un.Communicator, folder: Path) -> float:
+    shared = comm.dup()
+    shared.allow_any_thread()
+    tensor = torch.ones(1)
+    tell_process(folder)
+    un.breakpoint(comm)
+    shared.all_reduce(tensor)
+    tensor += 1
+    shared.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_steps_pass_a_communicator_of_any_thread(tmp_path: Path) -> None:
+    with held("thread", tmp_path, sharing, ranks=1, timeout=20.0) as (session, job):
+        line = session.ranks()[0]["line"]
+        for passed in range(1, 4):
+            assert session.step(0)
+            at = "held", line + passed
+            assert wait_until(lambda at=at: (session.ranks()[0]["state"], session.ranks()[0]["line"]) == at)
+            assert session.evaluate(0, "shared._engine.life.phase.name") == "'HELD'"
+        session.go()
+        assert job.result(20) == [2.0]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quit_ends_every_rank(backend: str, tmp_path: Path) -> None:
     with held(backend, tmp_path) as (session, job):

@@ -56,6 +56,7 @@ class Lives(RuleBasedStateMachine):
             # A failure releases the ranks.
             self.after("go")
         self.engine.failures.fail(Cause("AbortedError", 0, text))
+        assert not HOLD.holds(self.engine.activity)
         if self.after("fail"):
             self.first = text
 
@@ -119,7 +120,7 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=40, stateful_step_count=8, deadline=None)
+TestLives.settings = settings(max_examples=150, stateful_step_count=6, deadline=None)
 
 
 def test_docstring_has_the_table() -> None:

@@ -1,10 +1,9 @@
-"""An exchange of one fragment of a model's parameters, and the phases that it goes through."""
+"""A fragment of a model's parameters, and an exchange of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
@@ -12,27 +11,7 @@ from unisono.compression.codec import Codec
 from unisono.core.staging import wait_for
 from unisono.core.work import Completion
 
-__all__ = ["TRANSITIONS", "Ahead", "Exchange", "Fragment", "Phase", "Share"]
-
-
-class Phase(Enum):
-    """State of an exchange and its result."""
-
-    UNDER_WAY = "ranks reduce it, or it is queued behind earlier exchanges"
-    OUTDATED = "ranks reduce it, but this rank's model was loaded meanwhile"
-    ARRIVED = "the result is here, and its step is not"
-    APPLIED = "the result is in the anchor or in the parameters"
-    DROPPED = "the result has no effect, because the model was loaded before it was applied"
-    FAILED = "it raised an error, which every later step raises again"
-
-
-TRANSITIONS: dict[str, dict[Phase, Phase]] = {
-    "arrive": {Phase.UNDER_WAY: Phase.ARRIVED, Phase.OUTDATED: Phase.DROPPED},
-    "load": {Phase.UNDER_WAY: Phase.OUTDATED, Phase.ARRIVED: Phase.DROPPED},
-    "apply": {Phase.ARRIVED: Phase.APPLIED},
-    "fail": {Phase.UNDER_WAY: Phase.FAILED, Phase.OUTDATED: Phase.FAILED},
-}
-"""For each event, the next phase by current phase; see `Exchange`."""
+__all__ = ["Ahead", "Exchange", "Fragment", "Share"]
 
 
 @dataclass(eq=False)
@@ -71,26 +50,11 @@ class Ahead:
 class Exchange:
     """An exchange of one fragment: its tensors are this rank's contributions, and later the result.
 
-    Phases, and the events that lead from one to the next:
+    `Fragment.exchange` refers to it from its start until the result is applied. An exchange that fails stays there,
+    because `PeriodicAverager.move_to` has to repeat it.
 
-    =========  =======  ========  =======  ======
-    phase      arrive   load      apply    fail
-    =========  =======  ========  =======  ======
-    UNDER_WAY  ARRIVED  OUTDATED           FAILED
-    OUTDATED   DROPPED                     FAILED
-    ARRIVED             DROPPED   APPLIED
-    APPLIED
-    DROPPED
-    FAILED
-    =========  =======  ========  =======  ======
-
-    arrive: The thread that owns the fragments finds that the exchange has finished. load: The model has loaded new
-    values for a parameter of the fragment. This event does not affect a finished exchange. apply: The result is about
-    to step the anchor or to be copied to the parameters. fail: The thread that owns the fragments finds that the
-    exchange has raised an error.
-
-    Only the thread that owns the fragments (see `Turns`) changes the phase. The thread that reduces writes `tensors`
-    and `share`, and then completes `done`.
+    All attributes belong to the thread that owns the fragments (see `Turns`), except that the thread that reduces
+    writes `tensors` and `share` before it completes `done`.
 
     Attributes:
         due: The step in which the result is applied.
@@ -103,7 +67,8 @@ class Exchange:
         ahead: The predicted result, if training continues from a prediction.
         share: This rank's data in a timed exchange; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
-        phase: The current phase.
+        loaded: Positions in `tensors` for whose parameters the model has loaded new values since the exchange began.
+            Their results have no effect, and their contributions are not repeated if the exchange fails.
     """
 
     due: int
@@ -115,32 +80,13 @@ class Exchange:
     ahead: Ahead | None = None
     share: Share | None = None
     streams: Sequence[torch.Stream] = ()
-    phase: Phase = Phase.UNDER_WAY
-
-    def change(self, event: str) -> None:
-        """Move to the phase that an event leads to; only this method changes the phase."""
-        # An event without an entry for this phase is a fault of the caller, and raises `KeyError`.
-        self.phase = TRANSITIONS[event][self.phase]
+    loaded: set[int] = field(default_factory=set)
 
     def wait(self) -> None:
-        """Wait for the result; if the exchange has failed, raise its error."""
-        try:
-            self.done.wait()
-        except BaseException:
-            # Check for completion: if only the wait was interrupted or timed out, the exchange may still finish.
-            if self.done.is_completed() and self.phase is not Phase.FAILED:
-                self.change("fail")
-            raise
+        """Wait for the result; if the exchange has failed, raise its error. If interrupted, wait again."""
+        self.done.wait()
         # On an accelerator, `done` may be completed before the result has been computed on these streams.
         wait_for(self.streams)
-        # `state_dict` may have waited for this exchange before `apply` does.
-        if self.phase in TRANSITIONS["arrive"]:
-            self.change("arrive")
-
-    def load(self) -> None:
-        """Drop the result, because the model has loaded new values."""
-        if self.phase in TRANSITIONS["load"]:
-            self.change("load")
 
 
 @dataclass(eq=False)

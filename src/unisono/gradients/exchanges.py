@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,8 +17,9 @@ from unisono.compression.codec import Codec
 from unisono.core.staging import current_streams, entered, wait_for
 from unisono.core.threads import SerialWorker
 from unisono.core.work import Completion
+from unisono.errors import CommError
 from unisono.gradients.anchor import Anchor
-from unisono.gradients.exchange import Ahead, Exchange, Fragment, Phase, Share
+from unisono.gradients.exchange import Ahead, Exchange, Fragment, Share
 from unisono.gradients.periodic import Schedule, compare
 from unisono.gradients.weights import ErrorContext
 from unisono.utils.flatten import buckets, flat_apply
@@ -74,8 +75,12 @@ class Exchanges(ABC):
         grace_s: Seconds that an exchange may take beyond the timeouts of its collectives.
 
     Attributes:
-        error: Error of the first exchange that failed. After a failure, no new exchange begins.
+        error: The first failure: of an exchange, or of a change to the anchor or the parameters. No exchange begins
+            after it.
     """
+
+    _event = "an exchange"
+    """Where an error was raised, for the other ranks' error message."""
 
     def __init__(
         self,
@@ -112,6 +117,28 @@ class Exchanges(ABC):
         """If an exchange has failed, raise the error of the first failed exchange."""
         if self.error is not None:
             raise self.error
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Context for changes to the fragments, the anchor and the parameters that must be complete, or never used.
+
+        An error or an interrupt (Ctrl-C) inside ends the averaging on all ranks, until `move_to`: this rank could
+        otherwise continue with half a change, or wait for other ranks in another exchange than theirs. Blocking waits
+        stay outside, where an interrupt is harmless.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Make all later calls raise, on all ranks."""
+        if not isinstance(error, CommError):
+            self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in {self._event}: {error!r}")
+        # Don't store an interrupt: it must be raised only once, or programs would take it for another one. Later calls
+        # raise what it did to the communicator.
+        self.error = self.error or (error if isinstance(error, Exception) else self._comm.exception())
 
     # -- when fragments are exchanged -----------------------------------------------------------
     @abstractmethod
@@ -209,10 +236,11 @@ class Exchanges(ABC):
                 self._reduce(fragment, exchange)
         except BaseException as raised:
             error = raised
-        # Set the error first: a thread that sees the exchange end and calls `check` must find it. Keep the first error,
-        # because it may have caused the later ones.
-        self.error = self.error or error
-        exchange.done.complete(error)
+            # Don't leave `_compare`'s values to this thread's next collective on another communicator of these ranks.
+            engine_of(self._comm).agreements.take(0)
+            self._fail(raised)
+        finally:
+            exchange.done.complete(error)
 
     def _compare(self, state: Mapping[str, object]) -> None:
         """Have the next collective check that all ranks have the same `state`."""
@@ -233,47 +261,58 @@ class Exchanges(ABC):
             codec.average(flat, self._comm, shapes)
 
     # -- the result of an exchange -------------------------------------------------------------
-    def apply(self, fragment: Fragment, tensors: Tensors) -> bool:
-        """Wait for a fragment's exchange, and apply the result; return False if no exchange is in flight."""
+    def apply(self, fragment: Fragment, tensors: Tensors | None) -> bool:
+        """Wait for a fragment's exchange, and apply the result; return False if none is in flight.
+
+        Args:
+            fragment: The fragment.
+            tensors: See `Tensors`; None to update the anchor only.
+        """
         exchange = fragment.exchange
         if exchange is None:
             return False
-        self._step_anchor(fragment, exchange)
-        if exchange.in_place or exchange.phase is Phase.DROPPED:
-            return True
+        exchange.wait()
+        with self.changing():
+            fragment.exchange = None
+            self._step_anchor(fragment, exchange)
+            if tensors is not None and not exchange.in_place:
+                self._update(fragment, exchange, tensors(fragment))
+            # Count the round last: if this rank fails before, `move_to` gives it the anchor of a rank that did not.
+            fragment.rounds += 1
+        return True
+
+    def _step_anchor(self, fragment: Fragment, exchange: Exchange) -> None:
+        """Step the fragment's part of the anchor with the result of an exchange."""
+        share = exchange.share
+        if self._anchor is None or (share is not None and not share.of_all):
+            return
+        kept = [i for i in range(len(exchange.tensors)) if i not in exchange.loaded]
+        part = [fragment.anchor[i] for i in kept]
+        changes = [exchange.tensors[i] for i in kept]
+        # Don't take an outer step for the last exchange: the outer optimizer would move the anchor by its momentum,
+        # which is meant for a whole interval. An outer step at the end of training cost 6 % of the loss in three
+        # trainings of 1,000 steps.
+        if exchange.is_last:
+            for there, change in zip(part, changes, strict=True):
+                there.sub_(change)
+        elif kept:
+            self._anchor.step(part, changes, share.rates if share is not None else ())
+
+    def _update(self, fragment: Fragment, exchange: Exchange, parameters: list[torch.Tensor]) -> None:
+        """Make the parameters continue from the result of an exchange."""
         results = exchange.tensors if self._anchor is None else fragment.anchor
         ahead = exchange.ahead
-        for index, (here, there) in enumerate(zip(tensors(fragment), results, strict=True)):
+        for index, (here, there) in enumerate(zip(parameters, results, strict=True)):
+            if index in exchange.loaded:
+                continue
             if ahead is not None:
                 # In place, because `here + (there - expected)` would need two more copies of the fragment.
                 here.sub_(ahead.expected[index]).add_(there)
             else:
                 here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
-        if ahead is None and not exchange.alpha:
+        if ahead is None and not exchange.alpha and not exchange.loaded:
             # The parameters equal the anchor now, so no samples belong to the next change yet.
             fragment.samples = 0
-        return True
-
-    def _step_anchor(self, fragment: Fragment, exchange: Exchange) -> None:
-        """Wait for a fragment's exchange, and step the fragment's part of the anchor with its result."""
-        exchange.wait()
-        # Drop the exchange only after the wait: if the wait raises, `move_to` must still find the exchange.
-        fragment.exchange = None
-        fragment.rounds += 1
-        if exchange.phase is Phase.DROPPED:
-            return
-        exchange.change("apply")
-        share = exchange.share
-        if self._anchor is None or (share is not None and not share.of_all):
-            return
-        # Don't take an outer step for the last exchange: the outer optimizer would move the anchor by its momentum,
-        # which is meant for a whole interval. An outer step at the end of training cost 6 % of the loss in three
-        # trainings of 1,000 steps.
-        if exchange.is_last:
-            for there, change in zip(fragment.anchor, exchange.tensors, strict=True):
-                there.sub_(change)
-            return
-        self._anchor.step(fragment.anchor, exchange.tensors, share.rates if share is not None else ())
 
     def _apply_due(self, step: int, tensors: Tensors) -> bool:
         """Apply the results that are due after a step; return whether there were any."""
@@ -312,10 +351,12 @@ class StepExchanges(Exchanges):
 
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
         applied = False
-        for fragment in self._due(step):
-            # Apply the previous result first: the fragment may be sent again before that result is due.
-            applied |= self.apply(fragment, tensors)
-            self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
+        # Other ranks send these fragments in this step, so an interrupt must not make this rank skip one.
+        with self.changing():
+            for fragment in self._due(step):
+                # Apply the previous result first: the fragment may be sent again before that result is due.
+                applied |= self.apply(fragment, tensors)
+                self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
         return self._apply_due(step, tensors) or applied
 
     def _due(self, step: int) -> Iterator[Fragment]:
@@ -337,6 +378,8 @@ class StepExchanges(Exchanges):
             self._worker.run(task)
         else:
             task()
+            # Raise an error, above all an interrupt, now: a later wait must not raise it again.
+            exchange.wait()
         # Set this last, because `apply` must not wait for an exchange that was never started.
         fragment.exchange = exchange
 
@@ -354,9 +397,10 @@ class StepExchanges(Exchanges):
         # overtake them.
         for fragment in self._fragments:
             self.apply(fragment, tensors)
-        for fragment in self._fragments:
-            self._exchange(fragment, step, 0, None, tensors, is_last=is_last)
-            self.apply(fragment, tensors)
+        with self.changing():
+            for fragment in self._fragments:
+                self._exchange(fragment, step, 0, None, tensors, is_last=is_last)
+                self.apply(fragment, tensors)
 
 
 def _join(end: Callable[[], None], worker: SerialWorker, limit_s: float) -> None:

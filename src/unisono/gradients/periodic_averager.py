@@ -17,7 +17,7 @@ from unisono.core.load_hook import follow_loads
 from unisono.core.work import Completion, positive_timeout
 from unisono.gradients.anchor import Anchor, OuterUpdate
 from unisono.gradients.buckets import codec_for
-from unisono.gradients.exchange import Ahead, Exchange, Fragment, Phase
+from unisono.gradients.exchange import Ahead, Exchange, Fragment
 from unisono.gradients.exchanges import Exchanges, ExchangeSettings, Reduction, StepExchanges
 from unisono.gradients.periodic import (
     PeriodicAction,
@@ -71,8 +71,12 @@ class PeriodicAverager(PeriodicAction):
 
     You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
     submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become
-    the anchor, momentum is reset, and results in flight are dropped. All other changes of values count as training.
-    Names and shapes of parameters must not change. With `outer`, the parameter objects must not change either.
+    the anchor, and their momentum and their results in flight are dropped. All other changes of values count as
+    training. Names and shapes of parameters must not change. With `outer`, the parameter objects must not change
+    either.
+
+    If Ctrl-C interrupts a call while it waits for a result, the next call waits again. If it interrupts an exchange or a
+    change to the parameters, all ranks raise a `CommError` from their next exchange on, until `move_to`.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged. If you pass a list or a ScriptModule,
@@ -317,8 +321,8 @@ class PeriodicAverager(PeriodicAction):
     def _on_load(self, name: str, module: torch.nn.Module) -> None:
         """Hook, called after a module has loaded weights: training and the anchor continue from the loaded values.
 
-        An exchange in flight was started with the old values, so its result is dropped. All ranks must load the same
-        weights; the next exchange checks this by comparing the anchor.
+        An exchange in flight was started with the old values, so it has no effect on the loaded parameters. All ranks
+        must load the same weights; the next exchange checks this by comparing the anchor.
         """
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
@@ -336,7 +340,7 @@ class PeriodicAverager(PeriodicAction):
                 fragment = next(each for each in self._fragments if index in each.members)
                 fragment.samples = 0
                 if fragment.exchange is not None:
-                    fragment.exchange.load()
+                    fragment.exchange.loaded.add(fragment.members.index(index))
                 # `_tensors` reports another shape in the next exchange, and aborts all ranks.
                 if self._anchor is not None and self.anchor[index].shape == tensor.shape:
                     fragment.is_loaded |= self._anchor.load(index, tensor)
@@ -350,6 +354,7 @@ class PeriodicAverager(PeriodicAction):
         The state is the same on all ranks, except with codecs, with `Gossip`, or with exchanges in flight and no
         `alpha`. In these cases, wrap the state in `un.checkpoint.PerRank`.
         """
+        self._exchanges.check()
         self._exchanges.check_between()
         state = {**super().state_dict(), "rank": 0, "fragments": [], "rounds": [], "under_way": [], "codecs": []}
         named = floating(self.named)
@@ -361,9 +366,10 @@ class PeriodicAverager(PeriodicAction):
             state["fragments"].append([named[i][0] for i in fragment.members])
             state["rounds"].append(fragment.rounds)
             saved = None
-            if exchange is not None and exchange.phase is Phase.ARRIVED:
-                # `ahead.own` serves only to undo a failed exchange, and this one has succeeded.
-                saved = [exchange.due, exchange.tensors, exchange.ahead and exchange.ahead.expected]
+            if exchange is not None:
+                # `ahead.own` serves only to undo a failed exchange, and this exchange has succeeded.
+                expected = exchange.ahead and exchange.ahead.expected
+                saved = [exchange.due, exchange.tensors, expected, sorted(exchange.loaded)]
             state["under_way"].append(saved)
             state["codecs"].append([codec and codec.state_dict() for codec in fragment.codecs])
         if any(fragment.codecs for fragment in self._fragments):
@@ -416,10 +422,11 @@ class PeriodicAverager(PeriodicAction):
             fragment.is_loaded = self.outer is not None
             fragment.exchange = None
             if under_way is not None:
-                due, tensors, expected = under_way
+                due, tensors, expected, loaded = under_way
                 ahead = None if expected is None else Ahead(expected)
                 alpha = self._exchange_settings.alpha
-                fragment.exchange = Exchange(int(due), tensors, Completion.ended(), alpha, ahead=ahead)
+                ended = Completion.ended()
+                fragment.exchange = Exchange(int(due), tensors, ended, alpha, ahead=ahead, loaded=set(loaded))
             for codec, one in zip(fragment.codecs, codecs, strict=True):
                 if codec is not None and state["rank"] == self._comm.rank:
                     codec.load_state_dict(one)
@@ -449,35 +456,39 @@ class PeriodicAverager(PeriodicAction):
                 elif exchange is not None:
                     self._take_back(fragment, exchange)
                 fragment.codecs = [codec and codec.clone() for codec in fragment.codecs]
-                fragment.is_loaded = False
+                # Compare the anchors in the next exchange: a rank may have loaded weights that the others have not.
+                fragment.is_loaded = self.outer is not None
         self._connect(comm)
         progress = self._comm.all_gather_object((sum(fragment.rounds for fragment in self._fragments), self.steps))
         # The first of the leading ranks is the same one on all ranks.
         leader = progress.index(max(progress))
         state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
-        # A rank that lacks results has trained from an older anchor, so its changes cannot be contributed.
-        if progress[comm.rank][0] < progress[leader][0]:
+        rounds, steps = progress[leader]
+        # A rank that has made no step may be new, with an anchor of its own; it has not trained, so it loses nothing.
+        if progress[comm.rank][0] < rounds or (steps and not self.steps):
             self.load_state_dict(state)
             with torch.no_grad():
                 for fragment in self._fragments:
                     fragment.samples = 0
-                    fragment.is_loaded = False
                     for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
                         here.copy_(there)
-        self.steps: int = progress[leader][1]
+        self.steps: int = steps
         # If the model is loaded next, as `un.elastic.Recovery` does, that must not replace the leader's anchor.
         self._resumed = True
 
     def _take_back(self, fragment: Fragment, exchange: Exchange) -> None:
         """Undo this rank's contribution to an exchange that failed, so that the next exchange includes it again."""
         fragment.exchange = None
-        fragment.samples += exchange.share.samples if exchange.share is not None else 0
+        if exchange.share is not None and not exchange.loaded:
+            fragment.samples += exchange.share.samples
         ahead = exchange.ahead
-        if ahead is not None and exchange.phase is not Phase.OUTDATED:
+        if ahead is not None:
             parts = zip(self._tensors(fragment), fragment.anchor, ahead.own, ahead.expected, strict=False)
-            for here, there, own, expected in parts:
-                # Move from the prediction back to where this rank was before it: the anchor minus the contribution.
-                here.add_(there - own - expected)
+            for index, (here, there, own, expected) in enumerate(parts):
+                # Training continued from the prediction, but not where other values were loaded in its place.
+                if index not in exchange.loaded:
+                    # Move back to where this rank was before the prediction: the anchor minus the contribution.
+                    here.add_(there - own - expected)
 
 
 def floating(named: Named) -> Named:

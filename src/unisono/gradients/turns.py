@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,14 +58,14 @@ class Turns(Exchanges):
     a turn at the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with zero
     weight in its place, so that no rank has to wait.
 
-    There are two threads, and no lock between them:
+    There are two threads:
 
     - Only the worker advances from one turn to the next. It waits for the training thread's contribution until the turn
       must proceed, runs the exchange, and then schedules the next turn.
-    - The fragments, the anchor and its optimizer belong to the thread that holds the token. The training thread
-      acquires the token when it enters a method, and releases the token on return. The worker acquires the token only
-      if the training thread is late, to step the anchor in its place. The worker never waits for the token: if the
-      training thread holds it, that thread is about to contribute. While the worker holds the token, it waits for no
+    - The fragments, the anchor and its optimizer belong to the thread that holds the lock. The training thread
+      acquires the lock when it enters a method, and releases the lock on return. The worker acquires the lock only
+      if the training thread is late, to step the anchor in its place. The worker never waits for the lock: if the
+      training thread holds it, that thread is about to contribute. While the worker holds the lock, it waits for no
       other rank. So the training thread waits for at most one step of the anchor, and only if it was late.
 
     What happens if a rank leaves during an exchange depends on how it leaves:
@@ -83,6 +84,8 @@ class Turns(Exchanges):
         max_lag_s: Seconds from the beginning of a turn until it proceeds without this rank's contribution.
     """
 
+    _event = "a turn"
+
     def __init__(
         self,
         owner: str,
@@ -100,21 +103,16 @@ class Turns(Exchanges):
         self._number = 0
         self._interval: _Interval | None = None
         self._contributions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._token: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._token.put(None)
+        self._lock = threading.Lock()
         comm.allow_any_thread()
 
     def ender(self) -> Callable[[], None]:
         return partial(_end, self._contributions, self._worker)
 
     # -- the training thread -------------------------------------------------------------------
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self._token.get()
-        try:
-            yield
-        finally:
-            self._token.put(None)
+    def held(self) -> AbstractContextManager[object]:
+        # Return the lock itself: an interrupt could end a generator after it has acquired the lock, and before `try`.
+        return self._lock
 
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
         with self.held():
@@ -154,8 +152,9 @@ class Turns(Exchanges):
     def _begun(self, step: int) -> _Interval:
         """Return the current interval; begin one now if there is none."""
         if self._interval is None:
-            self._interval = _Interval(clock.now() + self._interval_s)
-            self._worker.run(partial(self._take_turns, self._interval))
+            with self.changing():
+                self._interval = _Interval(clock.now() + self._interval_s)
+                self._worker.run(partial(self._take_turns, self._interval))
         self._interval.step = step
         return self._interval
 
@@ -181,9 +180,10 @@ class Turns(Exchanges):
     ) -> None:
         """Pass this rank's contribution to the worker."""
         share = Share(fragment.samples, leaving, max(0.0, clock.now() - interval.due_s), self._rates)
-        exchange = self._begin(fragment, tensors(fragment), interval.step, lag, alpha, share=share)
-        fragment.samples = 0
-        self._contributions.put(self._started(interval, fragment, exchange))
+        with self.changing():
+            exchange = self._begin(fragment, tensors(fragment), interval.step, lag, alpha, share=share)
+            fragment.samples = 0
+            self._contributions.put(self._started(interval, fragment, exchange))
 
     def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
         """Assign an exchange to the fragment, and return its task."""
@@ -207,9 +207,7 @@ class Turns(Exchanges):
         except BaseException as raised:
             # For example, the outer optimizer raised in a turn that training missed. The next training step raises this
             # error.
-            self.error = raised
-            # Abort, because other ranks must not wait for this rank to take part in the exchange.
-            self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in a turn: {raised!r}")
+            self._fail(raised)
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
         """Wait for the training thread's contribution, or take part without it; return the task, or None at the end."""
@@ -221,25 +219,22 @@ class Turns(Exchanges):
                 if clock.now() < late_s:
                     # The timeout has elapsed in real time, but the library's clock was stopped for a while.
                     continue
-            try:
-                self._token.get_nowait()
-            except queue.Empty:
+            if not self._lock.acquire(blocking=False):
                 # The training thread is in `step` or `finish`, and about to contribute.
                 late_s = clock.now() + self._max_lag_s
                 continue
             try:
-                # Training may have contributed since the wait timed out. While this thread holds the token, training
+                # Training may have contributed since the wait timed out. While this thread holds the lock, training
                 # cannot contribute.
                 return self._contributions.get_nowait() if not self._contributions.empty() else self._miss(interval)
             finally:
-                self._token.put(None)
+                self._lock.release()
 
     def _miss(self, interval: _Interval) -> Callable[[], None]:
         """Take part without a contribution, because the training thread did not finish a step in time."""
         fragment = self._in_turn
-        if fragment.exchange is not None:
-            # Training has not applied this fragment's previous result yet, so step the anchor with that result now.
-            self._step_anchor(fragment, fragment.exchange)
+        # If training has not applied this fragment's previous result yet, step the anchor with that result now.
+        self.apply(fragment, None)
         fragment.missed += 1
         _log.warning(
             "rank %d was more than %g s late for exchange %d: its latest %g samples do not count",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import unisono as un
-from unisono.errors import AbortedError, MismatchError
+from unisono.errors import AbortedError, MismatchError, PeerLostError
 from unisono.gradients import DivergenceGuard, Gossip, PeriodicAverager, every
 from unisono.gradients.local_sgd import DiLoCo, LocalSGD
 from unisono.testing import pool, run_ranks
@@ -152,6 +153,140 @@ def test_results_under_way_are_dropped_without_an_anchor() -> None:
         return values(model)
 
     assert run_ranks(program, 2) == [{10.0}] * 2
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("after_the_error", [False, True])
+def test_weights_loaded_during_an_exchange_that_fails_stay(after_the_error: bool, part: bool) -> None:
+    """A prediction is undone in what was trained only, and not in what has replaced it."""
+
+    def program(comm: un.Communicator) -> tuple[set[float], set[float]]:
+        model = model_of(0.0)
+        diloco = DiLoCo(model, comm, 4, 0.7, 0.9, True, overlap_steps=2)
+
+        def load() -> None:
+            for layer in [model[0]] if part else model:
+                layer.load_state_dict({name: torch.full_like(t, 100.0) for name, t in layer.state_dict().items()})
+
+        for _ in range(4):
+            learn(model, 1.0)
+            if comm.rank == 2 and diloco.steps == 3:
+                raise KeyError("this rank is gone")
+            diloco.step()
+        if not after_the_error:
+            load()
+        with pytest.raises(PeerLostError):
+            diloco.state_dict()
+        if after_the_error:
+            load()
+        diloco.move_to(comm.rebuild())
+        return values(model[0]), values(model[1])
+
+    ends = un.simulate(program, 3, on_failure="continue").results
+    assert ends[:2] == [({100.0}, {4.0} if part else {100.0})] * 2
+
+
+def test_samples_of_an_exchange_that_fails_do_not_count_for_loaded_weights() -> None:
+    """They are of training that the loaded weights have replaced, and ranks differ in their number."""
+
+    def program(comm: un.Communicator) -> set[float]:
+        model = model_of(0.0)
+        diloco = DiLoCo(model, comm, every(timedelta(seconds=10)), 1.0, 0.0, False, overlap_steps=50)
+        while diloco.steps < 12:
+            time.sleep(1.0)
+            if comm.rank == 2 and diloco.steps == 9:
+                # The others contribute at 11 s, and wait for this rank.
+                time.sleep(5.0)
+                raise KeyError("this rank is gone")
+            diloco.step(1 + 9 * comm.rank)
+        model.load_state_dict(tens(model))
+        with pytest.raises(PeerLostError):
+            diloco.finish()
+        diloco.move_to(comm.rebuild())
+        learn(model, 1.0 + 2 * comm.rank)
+        diloco.step(5)
+        diloco.finish()
+        return values(model)
+
+    ends = un.simulate(program, 3, on_failure="continue").results
+    assert ends[:2] == [{12.0}] * 2
+
+
+def test_a_part_that_is_loaded_during_an_exchange_leaves_the_rest_alone() -> None:
+    def program(comm: un.Communicator, loads: bool) -> tuple[set[float], set[float]]:
+        model = model_of(0.0)
+        diloco = DiLoCo(model, comm, 2, 0.7, 0.9, True, overlap_steps=1)
+        for step in range(5):
+            learn(model, 1.0 + comm.rank)
+            diloco.step()
+            if loads and step == 3:
+                model[0].load_state_dict(tens(model[0]))
+        return values(model[0]), values(model[1])
+
+    plain = run_ranks(program, 2, "thread", False)
+    loaded = run_ranks(program, 2, "thread", True)
+    assert [rest for _, rest in loaded] == [rest for _, rest in plain]
+    assert [first for first, _ in loaded] == [{11.0}, {12.0}]
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_what_was_loaded_during_an_exchange_is_known_to_a_resumed_averager(part: bool) -> None:
+    def program(comm: un.Communicator, resumes: bool) -> tuple[set[float], set[float], int]:
+        model = model_of(0.0)
+        diloco = DiLoCo(model, comm, 2, 0.7, 0.9, True, overlap_steps=1)
+        for _ in range(4):
+            learn(model, 1.0 + comm.rank)
+            diloco.step()
+        for layer in [model[0]] if part else model:
+            layer.load_state_dict(tens(layer))
+        if resumes:
+            state = copy.deepcopy(diloco.state_dict())
+            diloco = DiLoCo(model_of(0.0), comm, 2, 0.7, 0.9, True, overlap_steps=1)
+            diloco._model.load_state_dict(model.state_dict())
+            model = diloco._model
+            diloco.load_state_dict(state)
+        for _ in range(3):
+            learn(model, 1.0 + comm.rank)
+            diloco.step()
+        return values(model[0]), values(model[1]), diloco.rounds
+
+    assert run_ranks(program, 2, "thread", True) == run_ranks(program, 2, "thread", False)
+
+
+def test_weights_loaded_by_some_ranks_are_an_error_after_a_move_too() -> None:
+    def program(comm: un.Communicator) -> None:
+        model = model_of(0.0)
+        diloco = DiLoCo(model, comm, 4, overlap_steps=2)
+        for _ in range(4):
+            learn(model, 1.0)
+            if comm.rank == 2 and diloco.steps == 3:
+                raise KeyError("this rank is gone")
+            diloco.step()
+        if comm.rank == 1:
+            model.load_state_dict(tens(model))
+        with pytest.raises(PeerLostError):
+            diloco.state_dict()
+        diloco.move_to(comm.rebuild())
+        with pytest.raises(MismatchError, match="digests of what was loaded"):
+            diloco.outer_step()
+
+    assert un.simulate(program, 3, on_failure="continue").results[:2] == [None, None]
+
+
+def test_a_rank_that_joins_before_the_first_exchange_takes_the_others_anchor() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        alone = comm.rank == 1
+        model = model_of(50.0 if alone else 0.0)
+        diloco = DiLoCo(model, comm.split(comm.rank), 4, 1.0, 0.0, False)
+        for _ in range(0 if alone else 2):
+            learn(model, 1.0)
+            diloco.step()
+        diloco.move_to(comm)
+        learn(model, 1.0)
+        diloco.outer_step()
+        return sorted(values(model))
+
+    assert run_ranks(program, 2) == [[2.0]] * 2
 
 
 def test_ranks_of_different_speed_follow_too() -> None:

@@ -82,8 +82,8 @@ def formula(nesterov: bool = True) -> None:
 def goes_the_wrong_way(patch: Patch) -> None:
     right = flatten.flat_apply
 
-    def wrong(bucket: list[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:
-        right(bucket, action)
+    def wrong(bucket: list[torch.Tensor], action: Callable[[torch.Tensor], object], **how: bool) -> None:
+        right(bucket, action, **how)
         for change in bucket:
             change.neg_()
 
@@ -93,7 +93,7 @@ def goes_the_wrong_way(patch: Patch) -> None:
 
 def steps_apart(patch: Patch) -> None:
     """Each rank takes its own change for the mean one."""
-    patch.setattr(exchanges, "flat_apply", lambda bucket, action: None)
+    patch.setattr(exchanges, "flat_apply", lambda bucket, action, **how: None)
     formula()
 
 

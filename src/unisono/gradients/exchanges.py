@@ -251,7 +251,9 @@ class Exchanges(ABC):
         for index, message in enumerate(self._settings.messages(exchange.tensors)):
             codec = fragment.codecs[index] if fragment.codecs else None
             shapes = [t.shape for t in message]
-            flat_apply(message, partial(self._reduce_message, codec, shapes, fragment.rounds))
+            reduce = partial(self._reduce_message, codec, shapes, fragment.rounds)
+            # A collective that fails leaves partial sums behind, which must not end up in the parameters.
+            flat_apply(message, reduce, keep_on_error=exchange.in_place)
 
     def _reduce_message(self, codec: Codec | None, shapes: list[torch.Size], turn: int, memory: torch.Tensor) -> None:
         flat = memory.detach().view(-1)

@@ -171,4 +171,5 @@ class Gossip(PeriodicAverager):
         compare(self._comm, {"steps": self.steps, "rounds": self.rounds}, type(self).__name__)
         with torch.no_grad():
             for message in self._exchange_settings.messages(self._tensors(self._fragments[0])):
-                flat_apply(message, lambda flat: self._comm.all_reduce(flat, "avg"))
+                # If the collective fails, the parameters must not be left with partial sums.
+                flat_apply(message, lambda flat: self._comm.all_reduce(flat, "avg"), keep_on_error=True)

@@ -44,12 +44,19 @@ def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[to
         yield [members[i] for i in indices]
 
 
-def flat_apply(bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:
+def flat_apply(
+    bucket: Sequence[torch.Tensor], action: Callable[[torch.Tensor], object], *, keep_on_error: bool = False
+) -> None:
     """Apply `action` in place to a whole bucket as one flat tensor.
 
-    Cost: two copies of the bucket, or none if the bucket is a single contiguous tensor.
+    Args:
+        bucket: The tensors.
+        action: Function that changes a flat tensor in place.
+        keep_on_error: Whether the tensors must keep their values if the action raises.
+
+    Cost: two copies of the bucket, or none if the bucket is a single contiguous tensor and need not be kept.
     """
-    if len(bucket) == 1 and bucket[0].is_contiguous():
+    if len(bucket) == 1 and bucket[0].is_contiguous() and not keep_on_error:
         action(bucket[0])
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])

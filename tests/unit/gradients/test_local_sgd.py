@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 
 import unisono as un
-from unisono.errors import ClosedError, MismatchError
+from unisono.core.transport import Transport
+from unisono.core.types import Message, Work
+from unisono.errors import ClosedError, MismatchError, PeerLostError
+from unisono.gradients.gossip import Gossip
 from unisono.gradients.local_sgd import LocalSGD
 from unisono.gradients.periodic import every
 from unisono.testing import run_ranks
+from unisono.wrappers.base import Wrapper
 
 SIZES = [1, 2, 3]
 
@@ -265,3 +270,57 @@ def test_messages_are_separate_from_the_callers() -> None:
         return weight[0].item(), own[-1].item()
 
     assert run_ranks(program, 2) == [(0.5, 2.0)] * 2
+
+
+class Mortal(Wrapper):
+    """Ends this rank when it has sent some batches, of those that it still may send."""
+
+    left: int | None = None
+
+    def __init__(self, inner: Transport, whole: Mortal | None = None) -> None:
+        super().__init__(inner)
+        self.whole = whole or self
+
+    def wrap_child(self, inner: Transport) -> Mortal:
+        return Mortal(inner, self.whole)
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        if self.whole.left is not None:
+            if not self.whole.left:
+                raise KeyError("this rank is gone")
+            self.whole.left -= 1
+        return super().post(batch)
+
+
+@pytest.mark.parametrize("make", [LocalSGD, Gossip])
+def test_parameters_keep_their_values_in_an_average_that_fails(make: Callable[..., LocalSGD | Gossip]) -> None:
+    """A ring adds up the parts of a message on their way; of ranks that go on, none may keep such sums."""
+    transports: list[Mortal] = []
+
+    def mortal(inner: Transport) -> Transport:
+        transports.append(Mortal(inner))
+        return transports[-1]
+
+    def program(comm: un.Communicator, batches: int) -> set[float]:
+        # One tensor, so that the message needs no copy, of so many elements that it is sent in parts.
+        weight = torch.full((400_000,), comm.rank + 1.0)
+        averager = make([weight], comm)
+        comm.barrier()
+        mine = next(each for each in transports if each.rank == comm.rank)
+        mine.left = batches if comm.rank == 2 else None
+        try:
+            with suppress(PeerLostError):
+                averager.average()
+        finally:
+            # The rank has to close its communicators in any case.
+            mine.left = None
+        return set(weight.tolist())
+
+    seen = set()
+    for batches in range(8):
+        transports.clear()
+        first, second, third = run_ranks(program, 3, "thread", batches, wrap=mortal, on_failure="continue")
+        assert first in ({1.0}, {2.0})
+        assert second == {2.0}
+        seen.add(isinstance(third, KeyError))
+    assert seen == {False, True}

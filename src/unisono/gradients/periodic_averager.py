@@ -75,8 +75,8 @@ class PeriodicAverager(PeriodicAction):
     training. Names and shapes of parameters must not change. With `outer`, the parameter objects must not change
     either.
 
-    If Ctrl-C interrupts a call while it waits for a result, the next call waits again. If it interrupts an exchange or a
-    change to the parameters, all ranks raise a `CommError` from their next exchange on, until `move_to`.
+    If Ctrl-C interrupts a call while it waits for a result, the next call waits again. If it interrupts an exchange or
+    a change to the parameters, all ranks raise a `CommError` from their next exchange on, until `move_to`.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged. If you pass a list or a ScriptModule,

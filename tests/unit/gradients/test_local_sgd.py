@@ -314,10 +314,10 @@ def test_parameters_keep_their_values_in_an_average_that_fails(make: Callable[..
         finally:
             # The rank has to close its communicators in any case.
             mine.left = None
-        return set(weight.tolist())
+        return set(weight.unique().tolist())
 
     seen = set()
-    for batches in range(8):
+    for batches in range(4):
         transports.clear()
         first, second, third = run_ranks(program, 3, "thread", batches, wrap=mortal, on_failure="continue")
         assert first in ({1.0}, {2.0})

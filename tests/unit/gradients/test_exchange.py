@@ -40,8 +40,9 @@ class Exchanges(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False).double() for _ in range(2)))
-        for layer in self.model:
+        self.layers = [torch.nn.Linear(1, 1, bias=False).double() for _ in range(2)]
+        self.model = torch.nn.Sequential(*self.layers)
+        for layer in self.layers:
             torch.nn.init.zeros_(layer.weight)
         self.comm = un.init()
         self.fails = False
@@ -71,7 +72,7 @@ class Exchanges(RuleBasedStateMachine):
     @rule(learnt=st.integers(1, 4), fails=st.booleans())
     def step(self, learnt: int, fails: bool) -> None:
         with torch.no_grad():
-            for i, layer in enumerate(self.model):
+            for i, layer in enumerate(self.layers):
                 layer.weight += learnt
                 self.weights[i] += learnt
         sends = (self.averager.steps + 1) % EVERY == 0
@@ -105,7 +106,7 @@ class Exchanges(RuleBasedStateMachine):
         self.averager.load_state_dict(copy.deepcopy(self.averager.state_dict()))
         self.resumed = True
 
-    @precondition(lambda self: self.flight is not None)
+    @precondition(lambda self: self.flight is not None and not self.fails)
     @rule()
     def interrupt(self) -> None:
         """Interrupt a wait just before it notices that the exchange has ended."""
@@ -121,7 +122,7 @@ class Exchanges(RuleBasedStateMachine):
     @rule(value=st.integers(-9, 9), layers=st.sampled_from([[0], [1], [0, 1]]))
     def load(self, value: int, layers: list[int]) -> None:
         for i in layers:
-            self.model[i].load_state_dict({"weight": torch.full((1, 1), float(value))})
+            self.layers[i].load_state_dict({"weight": torch.full((1, 1), float(value))})
             self.weights[i] = float(value)
             if self.resumed:
                 continue
@@ -151,7 +152,7 @@ class Exchanges(RuleBasedStateMachine):
 
     @invariant()
     def weights_and_anchor_are_right(self) -> None:
-        assert [layer.weight.item() for layer in self.model] == self.weights
+        assert [layer.weight.item() for layer in self.layers] == self.weights
         assert [there.item() for there in self.averager.anchor] == self.anchor
 
     def teardown(self) -> None:

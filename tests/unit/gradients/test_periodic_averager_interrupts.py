@@ -133,12 +133,12 @@ class InterruptedSGD(torch.optim.SGD):
         self.interrupts = False
 
     def step(self, closure: Any = None) -> None:
-        if not self.interrupts:
-            return super().step(closure)
-        self.interrupts = False
-        first = self.param_groups[0]["params"][0]
-        first.sub_(first.grad)
-        raise KeyboardInterrupt
+        if self.interrupts:
+            self.interrupts = False
+            first = self.param_groups[0]["params"][0]
+            first.sub_(first.grad)
+            raise KeyboardInterrupt
+        super().step(closure)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -82,3 +85,23 @@ def test_finish_has_a_timeout() -> None:
     assert not line.finish(0.01)
     gate.set()
     assert line.finish(10)
+
+
+def test_exit_finishes_all_queues_although_another_thread_makes_more() -> None:
+    program = """
+    import sys, threading
+    from collections import deque
+    from unisono.interop.serial_queue import SerialQueue
+
+    def make():
+        made = deque(maxlen=20)
+        while True:
+            made.append(SerialQueue("passing"))
+
+    queues = [SerialQueue("test") for _ in range(10000)]
+    sys.setswitchinterval(1e-6)
+    threading.Thread(target=make, daemon=True).start()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr == ""

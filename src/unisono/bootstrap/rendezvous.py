@@ -205,13 +205,15 @@ def acquire(
 
 def hosts_at(address: tuple[str, int]) -> bool:
     """Return whether a server in this process listens on an address, or has recently done so."""
-    return any(process == os.getpid() and held.server.address == address for (process, _), held in _leases.items())
+    with _lock:
+        return any(process == os.getpid() and held.server.address == address for (process, _), held in _leases.items())
 
 
 def _close_servers() -> None:
     # Close this process's handles before its servers, regardless of the order of exit hooks.
     close_all()
-    mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
+    with _lock:
+        mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
     for held in mine:
         if held.users:
             held.withdraw()

@@ -20,7 +20,7 @@ Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
 # Global, because the jobs of all queues are completed at process exit; weak, so that a queue is freed with its group.
-_queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
+_queues: weakref.WeakValueDictionary[int, SerialQueue] = weakref.WeakValueDictionary()
 
 
 class _QueuedJob(Completion):
@@ -62,7 +62,7 @@ class SerialQueue:
         self._driver: int | None = None
         self._starting = threading.Lock()
         self._worker_started = False
-        _queues.add(self)
+        _queues[id(self)] = self
         when_process_ends(_finish_all, CLOSE_HANDLES + 10)
 
     def run(self, job: Job) -> None:
@@ -143,8 +143,10 @@ def _finish_all() -> None:
     aborts the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
-        for queue in list(_queues):
-            queue.finish(_AT_EXIT_S)
+        # `valuerefs` copies in one step: daemon threads may still create queues, and iterating would raise then.
+        for ref in _queues.valuerefs():
+            if (queue := ref()) is not None:
+                queue.finish(_AT_EXIT_S)
 
 
 _GRACE_S = 0.005

@@ -209,7 +209,8 @@ class RemoteHost:
         these = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         what = "was lost" if self._started else "has started none of them"
         how = f"was ended by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
-        words = "".join(f"  {line}\n" for line in self._last_words)
+        # Copy the lines, because a process that the shell has left behind may still be printing.
+        words = "".join(f"  {line}\n" for line in list(self._last_words))
         return (
             f"host {self._shell.name}, with {these} of {self._job.size}, {what}: {self._shell.words[0]} {how}\n{words}"
         )

@@ -118,7 +118,7 @@ context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
 """The call of another rank that this thread serves."""
 
-_open: weakref.WeakSet[Peers] = weakref.WeakSet()
+_open: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()
 """The agents of this process, for threads that do not belong to a rank."""
 
 
@@ -135,12 +135,12 @@ def leave_agent(agent: Peers) -> None:
 
 def register(agent: Peers) -> None:
     """Add an agent of this process. Threads that do not belong to a rank use it while it is the only agent."""
-    _open.add(agent)
+    _open[id(agent)] = agent
 
 
 def unregister(agent: Peers) -> None:
     """Remove an agent of this process."""
-    _open.discard(agent)
+    _open.pop(id(agent), None)
 
 
 def find_agent() -> Peers | None:
@@ -148,7 +148,8 @@ def find_agent() -> Peers | None:
     agents = _agents.get()
     if agents is not None:
         return agents[-1] if agents else None
-    there = list(_open)
+    # `valuerefs` copies in one step: iterating would raise if another rank's thread created an agent meanwhile.
+    there = [agent for ref in _open.valuerefs() if (agent := ref()) is not None]
     return there[0] if len(there) == 1 else None
 
 

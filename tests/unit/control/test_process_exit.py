@@ -181,6 +181,38 @@ def test_forked_client_is_closed(server: ControlServer, client: SocketControl, s
         client.exchange(Group.world(0, 2), "x", 1, SOON)
 
 
+def test_handles_are_closed_although_another_thread_makes_more(start: Start) -> None:
+    process = start(
+        """
+        import sys, threading
+        from collections import deque
+        from unisono.control.process_exit import close_all, close_at_exit
+
+        class Handle:
+            closed = 0
+
+            def on_process_exit(self, error):
+                self.closed += 1
+
+        def make():
+            made = deque(maxlen=20)
+            while True:
+                made.append(Handle())
+                close_at_exit(made[-1])
+
+        handles = [Handle() for _ in range(1000)]
+        for handle in handles:
+            close_at_exit(handle)
+        sys.setswitchinterval(1e-6)
+        threading.Thread(target=make, daemon=True).start()
+        for _ in range(300):
+            close_all()
+        print({handle.closed for handle in handles})
+        """
+    )
+    assert process.communicate(timeout=SOON) == ("{300}\n", "")
+
+
 def test_store_drives_gloo(server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 

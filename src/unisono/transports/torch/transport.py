@@ -237,7 +237,8 @@ class TorchTransport(Transport):
     def _land(self) -> None:
         """Wait until nccl has moved all data or the group has failed: the caller's streams may need the results."""
         deadline = clock.now() + self._options.timeout_s
-        while not all(work.is_finished() for work in self._flying):
+        # Copy the works, here and in `_end`: a launch that is still running in another thread adds its own.
+        while not all(work.is_finished() for work in list(self._flying)):
             if self._broken is not None or clock.now() > deadline:
                 return
             time.sleep(_LOOK_EVERY_S)
@@ -255,7 +256,7 @@ class TorchTransport(Transport):
         try:
             first = self._broken is None
             self._broken = self._broken or cause
-            stuck = [known for known in self._flying if not known.is_finished()]
+            stuck = [known for known in list(self._flying) if not known.is_finished()]
             for known in stuck if self._cuda else ():
                 # The stream will not produce the requested results any more.
                 known.fail(cause)

@@ -292,6 +292,8 @@ class SaveQueue:
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
 # The last save to each path without a communicator. The next save to the path waits for this save.
 _alone: dict[str, SaveHandle] = {}
+# Protects `_alone` while `begin` removes finished saves: any thread may begin one.
+_alone_lock = threading.Lock()
 
 
 def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
@@ -322,9 +324,10 @@ BACKGROUND_SAVES.append(raise_failed)
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
     """Start `work` in a thread, with a duplicate of `comm`. The first call for a communicator is collective."""
     if comm is None:
-        for done in [known for known, earlier in _alone.items() if earlier.done()]:
-            del _alone[done]
-        _alone[path] = saving = SaveHandle(path, lambda: work(None))
+        with _alone_lock:
+            for done in [known for known, earlier in _alone.items() if earlier.done()]:
+                del _alone[done]
+            _alone[path] = saving = SaveHandle(path, lambda: work(None))
         return saving
     if comm not in _queues:
         _queues[comm] = SaveQueue(comm)

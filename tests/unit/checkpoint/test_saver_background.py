@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import pytest
 import torch
 from pairwise import short
+from waiting import repeated
 
 import unisono as un
 from unisono.checkpoint import CheckpointError, PerRank
@@ -278,3 +279,17 @@ def test_failed_save_is_printed_at_exit(
     printed = "".join(capfd.readouterr())
     assert re.search(rf"(CheckpointError|StorageError).*({REFUSED})", printed), printed
     assert bool(code) == bool(launched or end == "comm.close()")
+
+
+def test_several_threads_save_without_a_communicator(tmp_path: Path) -> None:
+    numbers = count()
+    savings: list[un.checkpoint.SaveHandle] = []
+
+    def save() -> None:
+        savings.append(un.checkpoint.async_save(tmp_path / str(next(numbers)), {"x": 1}))
+
+    with repeated(save):
+        for _ in range(60):
+            save()
+    for saving in savings:
+        saving.wait()

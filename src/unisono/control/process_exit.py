@@ -102,8 +102,8 @@ def close_all() -> None:
 
 
 def _close_all(error: BaseException | None) -> None:
-    # Close the newest handle first, because a handle may depend on older ones. `valuerefs` copies in one step: daemon threads
-    # may still register handles, and iterating would raise then.
+    # Close the newest handle first, because a handle may depend on older ones. `valuerefs` copies in one step: daemon
+    # threads may still register handles, and iterating would raise then.
     alive = [(ref.key, handle) for ref in _handles.valuerefs() if (handle := ref()) is not None]
     own = [(number, handle) for (process, number), handle in alive if process == os.getpid()]
     for _, handle in sorted(own, reverse=True):

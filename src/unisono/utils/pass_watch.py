@@ -72,7 +72,9 @@ class PassWatch:
     def remove(self) -> None:
         """Stop watching permanently. Idempotent."""
         self.stop()
-        self.peers[:] = [peer for peer in self.peers if peer() is not self]
+        # One step, because another thread may append a watch, and a collection may remove one.
+        with suppress(ValueError):
+            self.peers.remove(weakref.ref(self))
 
     def announce(self, number: int) -> None:
         """Notify the other models of this rank that a graph task has reached this model first."""
@@ -98,7 +100,8 @@ class PassWatch:
             self.running = None
 
     def _live(self) -> list[PassWatch]:
-        return [peer for ref in self.peers if (peer := ref()) is not None]
+        # Copy the list: if a collection removed a watch meanwhile, the loop would skip the next one.
+        return [peer for ref in list(self.peers) if (peer := ref()) is not None]
 
     def _watch(self, done: Event) -> None:
         before = None

@@ -12,6 +12,7 @@ from torch import nn
 
 import unisono as un
 from unisono.testing import pool
+from unisono.utils.pass_watch import PassWatch
 
 SPREAD = [
     ("thread", 2),
@@ -245,3 +246,26 @@ def lost(comm: un.Communicator) -> float:
 
 def test_dropped_optimizers_are_forgotten() -> None:
     assert pool("thread", 2).run(lost) == [1.5, 1.5]
+
+
+def test_announcement_reaches_every_model_although_one_is_dropped_meanwhile() -> None:
+    class Comms:
+        def __init__(self, comm: un.Communicator) -> None:
+            self.comm = comm
+
+        def in_use(self) -> list[un.Communicator]:
+            return [self.comm]
+
+        every = in_use
+
+    def program(comm: un.Communicator) -> list[str]:
+        watches = {name: PassWatch(name, Comms(comm)) for name in "abcd"}
+        reached: list[str] = []
+        announces = watches.pop("d")
+        for name in "bc":
+            watches[name].on_pass = lambda number, name=name: reached.append(name)  # type: ignore[misc]
+        watches["a"].on_pass = lambda number: watches.pop("a") and None  # type: ignore[func-returns-value]
+        announces.announce(0)
+        return reached
+
+    assert un.launch(program, 1, "thread") == [["b", "c"]]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["is_refused", "run_concurrently", "wait_until"]
+__all__ = ["is_refused", "repeated", "run_concurrently", "wait_until"]
 
 _POLL_S = 0.005
 _POLL_AT_MOST_S = 0.05
@@ -55,3 +58,23 @@ def run_concurrently(*calls: Callable[[], Any], within_s: float = 40.0) -> list[
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(within_s) for future in [pool.submit(outcome, call) for call in calls]]
+
+
+@contextmanager
+def repeated(call: Callable[[], object]) -> Iterator[None]:
+    """In another thread, repeat a call during the context. Threads switch as often as they can."""
+    interval, over = sys.getswitchinterval(), threading.Event()
+
+    def repeat() -> None:
+        while not over.is_set():
+            call()
+
+    with ThreadPoolExecutor(1) as pool:
+        sys.setswitchinterval(1e-6)
+        repeating = pool.submit(repeat)
+        try:
+            yield
+        finally:
+            over.set()
+            sys.setswitchinterval(interval)
+            repeating.result()

@@ -40,7 +40,7 @@ class Hold:
     def __init__(self) -> None:
         self.held: bool = False
         self.on_go: list[Callable[[], None]] = []
-        self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
+        self._engines: weakref.WeakValueDictionary[int, _Holdable] = weakref.WeakValueDictionary()
         # This list also contains engines that are released for a single step.
         self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
@@ -51,15 +51,21 @@ class Hold:
 
     def add(self, engine: _Holdable) -> None:
         """Include an engine as long as the object exists."""
-        self._engines.add(engine)
+        self._engines[id(engine)] = engine
 
     def engines_of(self, thread: int) -> list[Any]:
         """Return the open engines that a thread owns, including held ones, largest group first."""
         # Skip closed engines: thread identifiers are reused, so an exited thread with this identifier may have left
         # engines behind.
-        usable = [engine for engine in list(self._engines) if not engine.activity.life.closed]
+        usable = [engine for engine in self._known() if not engine.activity.life.closed]
         found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
+
+    def _known(self) -> list[_Holdable]:
+        """Return all engines that exist, oldest first."""
+        # `valuerefs` copies in one step. Iterating would raise if another thread created a communicator meanwhile, and
+        # a lock would block a signal handler or a forked child that creates one.
+        return [engine for ref in self._engines.valuerefs() if (engine := ref()) is not None]
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
         """Hold the engines of these activities; with None, hold only threads that call `wait` (simulated ranks).
@@ -71,7 +77,7 @@ class Hold:
                 # Stop the clock first: a rank that waits for a held rank must not reach its deadline.
                 _set_core(clock.stop())
                 known = set(map(id, activities))
-                for engine in list(self._engines):
+                for engine in self._known():
                     # The phase does not change for an engine that is held already, so a second `stop` does not add it
                     # again.
                     if id(engine.activity) in known and engine.activity.life.change("hold"):

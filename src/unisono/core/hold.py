@@ -58,7 +58,7 @@ class Hold:
         # Skip closed engines: thread identifiers are reused, so an exited thread with this identifier may have left
         # engines behind.
         usable = [engine for engine in self._known() if not engine.activity.life.closed]
-        found = [engine for engine in usable if engine.owner == thread]
+        found = [engine for engine in usable if engine.activity.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def _known(self) -> list[_Holdable]:

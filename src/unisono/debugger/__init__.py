@@ -33,12 +33,12 @@ def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like 
     nothing, like Python's `breakpoint`.
 
     Args:
-        comm: A communicator of the job. If None, a communicator that this thread has used.
+        comm: A communicator of the job. If None, a communicator that this thread has created or used.
 
     Raises:
         UnavailableError: Deadlines cannot be suspended: the communicator's backend is not shm, tcp, thread or sim, or
         the platform is not Linux.
-        CommError: This thread has not used a communicator, or the debugger has ended the job.
+        CommError: This thread has neither created nor used a communicator, or the debugger has ended the job.
 
     Example:
         >>> def program(comm):

@@ -16,8 +16,9 @@ class OpenEngine:
     """Engine that is always open."""
 
     def __init__(self, owner: int) -> None:
-        self.owner: int | None = owner
+        self.owner: int | None = None
         self.activity = Activity(Group.world(0, 1))
+        self.activity.owner = owner
 
 
 def test_engines_may_be_added_during_a_look_at_them() -> None:

@@ -234,6 +234,47 @@ def test_prompt(tmp_path: Path) -> None:
     assert "Documented commands" in text
 
 
+def shared(comm: un.Communicator, folder: Path) -> None:
+    """Rank 1 comes to a breakpoint before collectives on communicators that do not belong to its thread alone."""
+    comm.allow_any_thread()
+    spare, released = comm.dup(), comm.dup()
+    spare.allow_any_thread()
+    released.release_thread()
+    passed = 0
+    with ThreadPoolExecutor(1) as pool:
+        comm.barrier()
+        if comm.rank == 1:
+            tell_process(folder)
+            un.breakpoint(comm)
+        comm.barrier()
+        passed = 1
+        if comm.rank == 1:
+            pool.submit(spare.barrier).result()
+        else:
+            spare.barrier()
+        passed = 2
+        released.barrier()
+        passed = 3
+        comm.barrier()
+    assert passed == 3
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_step_passes_a_collective_on_communicators_of_any_thread(backend: str, tmp_path: Path) -> None:
+    with held(backend, tmp_path, shared, ranks=2, timeout=20.0) as (session, job):
+
+        def stepped(to: int) -> bool:
+            """Step rank 1, and rank 0 if the collective waits for it, until rank 1 has come so far."""
+            for rank in (1, 0):
+                session.step(rank, 0.0)
+            return session.evaluate(1, "passed") == str(to)
+
+        for passed in (1, 2, 3):
+            assert wait_until(lambda passed=passed: stepped(passed))  # type: ignore[misc]  # a default binds it
+        session.go()
+        job.result(20)
+
+
 def inner(comm: un.Communicator, value: int) -> None:
     doubled = 2 * value
     un.breakpoint(comm)
@@ -281,6 +322,18 @@ def test_backends_whose_deadlines_go_on_are_refused() -> None:
 
     with pytest.raises(UnavailableError, match=r"ranks are held on shm, sim, tcp, thread, on Linux.* not on gloo"):
         un.launch(program, 1, "gloo")
+
+
+def test_breakpoint_finds_a_communicator_that_any_thread_may_use(tmp_path: Path) -> None:
+    def program(comm: un.Communicator, folder: Path) -> None:
+        comm.allow_any_thread()
+        tell_process(folder)
+        un.breakpoint()
+
+    with held("thread", tmp_path, program, ranks=1) as (session, job):
+        assert session.ranks()[0]["state"] == "held"
+        session.go()
+        job.result(20)
 
 
 def test_thread_without_a_communicator_is_refused() -> None:

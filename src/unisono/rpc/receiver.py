@@ -224,17 +224,22 @@ class Receiver:
         """Wait until a call has ended or timed out; poll for its reply if this is likely to be faster."""
         box = self._box
         spins = 0
+        awaited: Task | None = None
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
             box.mute_wakeups()
             self._dispatcher = threading.get_ident()
             until = clock.now() + min(call.timeout, _POLL_S)
             try:
-                while not call.done and (spins <= _SPINS or clock.now() <= until):
+                while not call.done and awaited is None and (spins <= _SPINS or clock.now() <= until):
                     messages = box.poll()
                     for message in messages:
                         task = self.dispatch(message)
-                        if task is not None:
-                            self._hand_over(task[0], call.reply is message)
+                        if task is None:
+                            continue
+                        if message is call.reply:
+                            awaited = task[0]
+                        else:
+                            self._workers.run(partial(_safely, task[0]))
                     if not messages:
                         spins += 1
                         if spins > _SPINS:
@@ -243,16 +248,12 @@ class Receiver:
                 self._dispatcher = 0
                 self._token.release()
                 box.unmute()
+            if awaited is not None:
+                # After polling: callbacks may wait for other calls, whose replies arrive only if some thread can poll.
+                _safely(awaited)
         if not call.done:
             with self._workers.not_counted():
                 call.sleep(call.timeout - (clock.now() - call.started))
-
-    def _hand_over(self, task: Task, awaited: bool) -> None:
-        """Run the task of the awaited reply in this thread, and give any other task to the workers."""
-        if awaited:
-            _safely(task)
-        else:
-            self._workers.run(partial(_safely, task))
 
 
 def _safely(task: Task) -> None:

@@ -156,6 +156,21 @@ def test_ten_thousand_calls_in_flight(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_callback_makes_a_call_while_its_future_is_awaited(backend: str) -> None:
+    def program() -> list[int]:
+        found = []
+        for number in range(50):
+            future = rpc.rpc_async(1, add, (number,))
+            chained = future.then(lambda ended: rpc.rpc_sync(1, add, (ended.value(),), timeout=20.0))
+            # The thread that waits may be the one that runs the callback.
+            future.wait()
+            found.append(chained.wait())
+        return found
+
+    assert pool(backend).run(on_rank_0(program), size=2)[0] == list(range(2, 52))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_long_functions_do_not_block_others(backend: str) -> None:
     def program() -> list[bool]:
         key = uuid.uuid4().hex

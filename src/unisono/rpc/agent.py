@@ -19,14 +19,17 @@ from unisono.core.work import positive_timeout, resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.autograd.engine import Contexts
+from unisono.rpc.call_future import CallFuture
 from unisono.rpc.channel import MessageChannel, control_message, words_of
 from unisono.rpc.client import Client
 from unisono.rpc.context import current_agent, find_agent, leave_agent, register, set_agent, unregister
+from unisono.rpc.dispatcher import Dispatcher, Handler
 from unisono.rpc.exported import ExportTable
 from unisono.rpc.protocol import CLOSE, CONFIRM, IDLE, WorkerInfo
-from unisono.rpc.receiver import CallFuture, Handler, Receiver, Task, Workers
+from unisono.rpc.receiver import Receiver
 from unisono.rpc.rref import RRef, RRefContext
 from unisono.rpc.server import CallServer
+from unisono.rpc.workers import Task, Workers
 
 __all__ = ["TIMEOUT_S", "Agent", "TerminationDetector", "get_worker_info", "init", "shutdown"]
 
@@ -80,12 +83,16 @@ class Agent:
         thread = f"unisono rpc {name}"
         self._adopt_thread = partial(set_agent, self)
         self.workers: Workers = Workers(thread, workers, self._adopt_thread)
-        self.receiver: Receiver = Receiver(self.box, self.workers, self._clock, self._adopt_thread, thread)
-        self.channel: MessageChannel = MessageChannel(self, self.box, exposed, self.receiver, self.workers.run)
-        wait = self.workers.not_counted
-        self.references: RRefContext = RRefContext(self, self.channel, timeout_s, wait, self.rref_class)
+        self.dispatcher: Dispatcher = Dispatcher(self.box, self.workers)
+        self.receiver: Receiver = Receiver(
+            self.box, self.dispatcher, self.workers, self._due, self._adopt_thread, thread
+        )
+        self.channel: MessageChannel = MessageChannel(self, self.box, exposed, self.dispatcher, self.workers)
+        self.references: RRefContext = RRefContext(self, self.channel, timeout_s, self.workers, self.rref_class)
         self.contexts: Contexts = Contexts(self.rank, self.channel.send_control)
-        self.client: Client = Client(self.channel, self.receiver, self.references, self.infos, timeout_s, wait)
+        self.client: Client = Client(
+            self.channel, self.dispatcher, self.workers, self.references, self.infos, timeout_s
+        )
         self.server: CallServer = CallServer(self.channel, self.references)
         self.termination: TerminationDetector = TerminationDetector(self.box, self.alive, self._counts)
         self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]
@@ -93,8 +100,9 @@ class Agent:
         close_at_exit(self)
         # The communicator may outlive a closed agent, and must not keep the agent's objects alive.
         comm.after_close(partial(_close, weakref.ref(self)))
+        self.dispatcher.handlers.update(self._handlers())
         # Start receiving last, because other ranks may already be calling.
-        self.receiver.start(self._handlers())
+        self.receiver.start()
 
     # -- messages ------------------------------------------------------------------------------
     def _handlers(self) -> dict[int, Handler]:
@@ -102,7 +110,7 @@ class Agent:
         ends = (protocol.IDLE, protocol.CONFIRM, protocol.CLOSE)
         return {
             **dict.fromkeys((protocol.REQUEST, protocol.REMOTE), self.server.accept),
-            **dict.fromkeys((protocol.REPLY, protocol.ERROR), self.client.answered),
+            **dict.fromkeys((protocol.REPLY, protocol.ERROR), self.client.replies.answered),
             **dict.fromkeys(counts, self._count_references),
             **dict.fromkeys(ends, self._advance_termination),
             protocol.CANCEL: lambda message: self.server.cancel(message.peer, words_of(message)[0]),
@@ -121,20 +129,19 @@ class Agent:
         error = PeerLostError(f"rank {message.peer} no longer serves calls: {words_of(message)[0]}", peer=message.peer)
         self.box.mark_lost(message.peer, error)
 
-    def _clock(self) -> tuple[float, list[Task]]:
-        """Return when to check the clock again, and the tasks that are due now."""
+    def _due(self) -> tuple[float, list[Task]]:
+        """Return when to call this again, and the tasks that are due now."""
         calls = self.client.calls
-        tasks: list[Task] = [partial(calls.give_up, call, call.late()) for call in calls.late()]
-        for peer in self.box.lost.keys() - self.receiver.ended:
-            self.receiver.ended.add(peer)
-            tasks.append(partial(self._lose, peer))
+        replies = self.client.replies
+        tasks: list[Task] = [partial(replies.give_up, call, call.timeout_error()) for call in calls.timed_out()]
+        tasks.extend(partial(self._lose, peer) for peer in self.dispatcher.newly_lost())
         if self.references.waiting:
             tasks.append(self.references.flush)
         return calls.next_due, tasks
 
     def _lose(self, peer: int) -> None:
         """Handle a lost rank."""
-        self.client.calls.fail(peer, lambda: self.box.lost[peer])
+        self.client.replies.lose(peer)
         self.server.lose(peer)
         self.references.lose(peer, PeerLostError(f"rank {peer} died before the object was created", peer=peer))
         for action in self.when_lost:
@@ -231,7 +238,7 @@ class Agent:
 
     def alive(self) -> list[int]:
         """Return the ranks that still serve calls, in ascending order; this rank is one of them."""
-        return [rank for rank in range(self.size) if rank not in self.receiver.ended and rank not in self.box.lost]
+        return [rank for rank in range(self.size) if rank not in self.dispatcher.ended and rank not in self.box.lost]
 
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None:
         """Shut this agent down; see `unisono.rpc.shutdown`.
@@ -249,7 +256,7 @@ class Agent:
                     "rpc.shutdown waits for all calls to end, so a function that another rank called cannot call "
                     "it: its own call would never end. Call it from another thread of this rank"
                 )
-            self.client.calls.leave_callback()
+            self.client.replies.leave_callback()
             with self.workers.not_counted():
                 self.termination.wait(timeout)
         self.close("it shut its agent down")

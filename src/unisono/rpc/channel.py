@@ -17,9 +17,10 @@ from unisono import serialization
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.context import GraphRecorder, Peers, ReferenceTable
+from unisono.rpc.dispatcher import Dispatcher
 from unisono.rpc.exported import ExportTable, NotExposedError, name_of
 from unisono.rpc.protocol import EXIT, HEADER, NO_CONTEXT
-from unisono.rpc.receiver import Receiver, Task
+from unisono.rpc.workers import Workers
 from unisono.serialization import tensors
 from unisono.serialization.builtins import put_items, take_items
 from unisono.serialization.format import (
@@ -69,20 +70,20 @@ class MessageChannel:
         agent: The agent that uses this channel.
         box: Mailbox that transports the messages.
         exposed: Functions exposed on this rank.
-        receiver: Receiver that dispatches messages that this rank sends to itself.
-        aside: Function that runs a task in another thread.
+        dispatcher: Dispatcher of the messages that this rank sends to itself.
+        workers: Threads that run the tasks of these messages.
     """
 
     def __init__(
-        self, agent: Peers, box: Mailbox, exposed: ExportTable, receiver: Receiver, aside: Callable[[Task], None]
+        self, agent: Peers, box: Mailbox, exposed: ExportTable, dispatcher: Dispatcher, workers: Workers
     ) -> None:
         _install()
         self._agent = agent
         self.box = box
         self.rank: int = box.group.rank
         self.exposed = exposed
-        self._receiver = receiver
-        self._aside = aside
+        self._dispatcher = dispatcher
+        self._workers = workers
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._posting = threading.Lock()
 
@@ -188,14 +189,15 @@ class MessageChannel:
         if peer != self.rank:
             self.box.send(peer, content, bodies, timeout)
             return
-        found = self._receiver.dispatch(Envelope(peer, content, [body.clone() for body in bodies]))
+        found = self._dispatcher.dispatch(Envelope(peer, content, [body.clone() for body in bodies]))
         if found is not None:
-            self._aside(found[0])
+            # In another thread, even if short: a function may wait for a lock that this thread's caller holds.
+            self._workers.run(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
-        """Send a few numbers, in order, unless the rank is gone. During a dispatch, the message is queued."""
+        """Send a few numbers, in order, unless the rank is gone. The polling thread only queues it."""
         self._outbox.append((peer, control_message(kind, words)))
-        if not self._receiver.dispatching:
+        if not self._dispatcher.polling:
             self.empty_outbox()
 
     def empty_outbox(self) -> None:

@@ -1,27 +1,30 @@
-"""Client side of an agent: sends requests, and handles the replies."""
+"""Client side of an agent: sends requests, and waits for the replies."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from unisono.core.transport import Envelope
+from unisono.core import clock
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
-from unisono.errors import ClosedError, CommError, PeerLostError
+from unisono.errors import ClosedError, CommError
 from unisono.rpc import protocol
+from unisono.rpc.call_future import CallFuture
 from unisono.rpc.channel import SEND_S, MessageChannel, rollback
 from unisono.rpc.context import context, current_agent, request
+from unisono.rpc.dispatcher import Dispatcher
 from unisono.rpc.exported import name_of
-from unisono.rpc.protocol import CALL, HEADER, WorkerInfo
-from unisono.rpc.receiver import CallFuture, PendingCall, PendingCalls, Receiver, Task
+from unisono.rpc.pending_call import PendingCall
+from unisono.rpc.pending_calls import PendingCalls
+from unisono.rpc.protocol import CALL, WorkerInfo
 from unisono.rpc.refcount import Key
-from unisono.rpc.remote_errors import rebuilt
+from unisono.rpc.replies import Replies
 from unisono.rpc.rref import RRef, RRefContext
+from unisono.rpc.workers import Workers, run_task
 
 __all__ = ["Client", "remote", "rpc_async", "rpc_sync"]
 
@@ -117,38 +120,40 @@ def remote(
 
 
 class Client:
-    """Makes calls.
+    """Makes calls, and waits for their replies.
 
     Args:
         channel: Channel that sends the requests.
-        receiver: Receiver of the replies.
+        dispatcher: Dispatcher of received messages, for a thread that polls while it waits.
+        workers: Threads that run functions; a function that waits for another rank does not count as running.
         references: Table that creates and counts references.
         infos: Addresses of all ranks.
         timeout_s: Default timeout, in seconds.
-        not_counted: Context manager to enter while a thread waits for another rank.
 
     Attributes:
         calls: The pending calls.
+        replies: Ends the calls.
         closed: Whether the client is closed, and rejects calls.
     """
 
     def __init__(
         self,
         channel: MessageChannel,
-        receiver: Receiver,
+        dispatcher: Dispatcher,
+        workers: Workers,
         references: RRefContext,
         infos: Sequence[WorkerInfo],
         timeout_s: float,
-        not_counted: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._channel = channel
-        self._receiver = receiver
+        self._dispatcher = dispatcher
+        self._workers = workers
         self._references = references
         self._infos = infos
         self._timeout_s = timeout_s
-        self._not_counted = not_counted
         self._ranks: dict[Any, int] = {key: info.id for info in infos for key in (info, info.id, info.name)}
-        self.calls: PendingCalls = PendingCalls(len(infos), channel.box.wake, self._result, self._cancel)
+        self.calls: PendingCalls = PendingCalls(len(infos))
+        self.replies: Replies = Replies(channel, self.calls)
         self.closed: bool = False
 
     def rank_of(self, to: Any) -> int:
@@ -185,31 +190,30 @@ class Client:
         self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
     ) -> Any:
         """Call a function, or a method of the object with this key, and wait for the result."""
-        call = PendingCall(
-            self.calls.number(), peer, target, self._timeout_s if timeout is None else positive_timeout(timeout)
-        )
+        call = self._new_call(peer, target, timeout)
         self._request(call, key, args, kwargs)
         if not call.done:
-            self._receiver.wait_for_reply(call)
-            if not call.done and not self.calls.give_up(call, call.late()):
+            self._wait(call)
+            if not call.done and not self.replies.give_up(call, call.timeout_error()):
                 # Another thread is about to complete the call.
                 call.sleep(SEND_S)
-        return self._result(call)
+        return self.replies.result(call)
 
     def start(
         self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
     ) -> CallFuture:
         """Start a call and return its future immediately."""
-        future = CallFuture()
-        self._request(self._with_future(peer, target, timeout, future), key, args, kwargs)
+        call = self._new_call(peer, target, timeout)
+        future = self._add_future(call)
+        self._request(call, key, args, kwargs)
         return future
 
     def make(
         self, peer: int, target: str, key: Key | None, args: _Args, kwargs: _Kwargs, timeout: Timeout | None
     ) -> RRef[Any]:
         """Start a call that leaves its result on the callee."""
-        future = CallFuture()
-        call = self._with_future(peer, target, timeout, future)
+        call = self._new_call(peer, target, timeout)
+        future = self._add_future(call)
         new = self._references.new_key(peer)
         try:
             self._request(call, key, args, kwargs, new.number)
@@ -222,12 +226,13 @@ class Client:
             raise
         return cast(RRef[Any], self._references.reference(peer, new, future))
 
-    def _with_future(self, peer: int, target: str, timeout: Timeout | None, future: CallFuture) -> PendingCall:
+    def _new_call(self, peer: int, target: str, timeout: Timeout | None) -> PendingCall:
         seconds = self._timeout_s if timeout is None else positive_timeout(timeout)
-        call = PendingCall(self.calls.number(), peer, target, seconds, future)
-        future._attend = lambda: self._receiver.wait_for_reply(call)
-        future._cancel = lambda: self.calls.give_up(call, call.cancelled())
-        return call
+        return PendingCall(self.calls.number(), peer, target, seconds)
+
+    def _add_future(self, call: PendingCall) -> CallFuture:
+        call.future = CallFuture(partial(self._wait, call), lambda: self.replies.give_up(call, call.cancelled_error()))
+        return call.future
 
     def _request(self, call: PendingCall, key: Key | None, args: _Args, kwargs: _Kwargs, result: int = 0) -> None:
         if self.closed:
@@ -241,12 +246,17 @@ class Client:
         values = (*args, kwargs) if kwargs else args
         content, bodies, undo = channel.pack(peer, head, values, call_head, len(args))
         call.nbytes = len(content) + sum(map(torch.numel, bodies))
-        nested = request.get() is not None
-        deadline = call.started + call.timeout
-        if not calls.windows[peer].enter(call.nbytes, deadline, self._not_counted, nested):
-            rollback(undo)
-            raise call.late()
-        calls.add(call)
+        window = calls.windows[peer]
+        if not window.enter(call.nbytes, nested=request.get() is not None):
+            with self._workers.not_counted():
+                entered = window.enter(call.nbytes, call.started + call.timeout)
+            if not entered:
+                rollback(undo)
+                raise call.timeout_error()
+        # Before sending, because the reply may arrive before `post` returns.
+        if calls.add(call):
+            # The receiving thread may be asleep until a later deadline.
+            channel.box.wake()
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
@@ -256,55 +266,32 @@ class Client:
                 rollback(undo)
                 raise
             # The peer may still receive the request, and then serves it or finds it cancelled.
-            calls.pop(call.number)
-            calls.forget(call)
-            self._cancel(call)
+            calls.abandon(call)
+            self.replies.cancel(call)
             raise
-        if (self.closed or peer in self._receiver.ended) and calls.pop(call.number) is not None:
+        if self.closed or peer in self._dispatcher.ended:
             # The peer left or this agent was closed while this call was being sent, perhaps after all pending calls had
             # already failed.
-            calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
+            self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
-    def _cancel(self, call: PendingCall) -> None:
-        self._channel.send_control(call.peer, protocol.CANCEL, call.number)
-
-    def answered(self, reply: Envelope) -> tuple[Task, bool] | None:
-        """Handle a reply; return the remaining work, and whether it is short."""
-        call = self.calls.pop(HEADER.unpack_from(reply.head)[1])
-        if call is None:
-            # No caller waits, but references in the reply must be counted and dropped.
-            return lambda: self._drop(reply), True
-        call.reply = reply
-        if call.future is None:
-            call.end()
-            return None
-        return lambda: self.calls.end(call), True
+    def _wait(self, call: PendingCall) -> None:
+        """Wait until a call has ended or timed out."""
+        task = self._dispatcher.poll_for(call)
+        if task is not None:
+            run_task(task)
+        if not call.done:
+            with self._workers.not_counted():
+                call.sleep(call.timeout - (clock.now() - call.started))
 
     def close(self) -> None:
-        """Reject new calls, and fail pending calls."""
+        """Reject new calls, and end open calls with an error."""
+        # First, because a call that is just being sent checks `closed` after it has been added to the table.
         self.closed = True
-        self.calls.fail(None, self.closed_error)
+        for call in self.calls.open():
+            self.replies.fail(call, self.closed_error())
 
     def closed_error(self) -> ClosedError:
         """Return the error for a call made after the agent has been closed."""
         rank = self._channel.rank
         size = len(self._infos)
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")
-
-    def _result(self, call: PendingCall) -> Any:
-        """Return the value of a call that has ended, or raise its error."""
-        if call.reply is None:
-            assert call.error is not None
-            if isinstance(call.error, PeerLostError):
-                # One error may fail many calls, and each call needs its own traceback.
-                raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
-            raise call.error
-        (value,) = self._channel.unpack(call.reply, HEADER.size)
-        if call.reply.head[0] == protocol.ERROR:
-            raise rebuilt(value, call.peer)
-        return value
-
-    def _drop(self, reply: Envelope) -> None:
-        # No caller waits, so errors are ignored; but references in the reply must be counted and dropped.
-        with contextlib.suppress(Exception):
-            self._channel.unpack(reply, HEADER.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -12,11 +11,12 @@ from unisono.core import clock
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
+from unisono.rpc.call_future import CallFuture
 from unisono.rpc.channel import MessageChannel
 from unisono.rpc.context import Peers, current_agent
 from unisono.rpc.protocol import WorkerInfo
-from unisono.rpc.receiver import CallFuture
 from unisono.rpc.refcount import Key, References
+from unisono.rpc.workers import Workers
 
 __all__ = ["OwnedValue", "RRef", "RRefContext"]
 
@@ -66,7 +66,7 @@ class RRefContext:
         agent: The agent; also an attribute, used by references.
         channel: Channel to notify other ranks.
         timeout_s: Default timeout for waiting for an object, in seconds.
-        not_counted: Context manager to enter while a thread waits.
+        workers: Threads that run functions; a function that waits for an object does not count as running.
         kind: Class of the references, such as `RRef`.
     """
 
@@ -75,14 +75,14 @@ class RRefContext:
         agent: Peers,
         channel: MessageChannel,
         timeout_s: float,
-        not_counted: Callable[[], AbstractContextManager[object]],
+        workers: Workers,
         kind: type[Any],
     ) -> None:
         self.rank: int = channel.rank
         self.agent = agent
         self.wake: Callable[[], None] = channel.box.wake
         self._timeout_s = timeout_s
-        self._not_counted = not_counted
+        self._workers = workers
         self._kind = kind
         self._protocol = References(self.rank, channel.send_control, OwnedValue)
         self.arrived: Callable[[int, int, tuple[int, ...]], None] = self._protocol.arrived
@@ -156,7 +156,7 @@ class RRefContext:
     def _wait_known(self, outcome: OwnedValue, seconds: float) -> None:
         known = threading.Event()
         outcome.when_known(known.set)
-        with self._not_counted():
+        with self._workers.not_counted():
             if not clock.wait(known, clock.now() + seconds):
                 raise CommTimeoutError(
                     f"waited {seconds:.1f} s for an object that is still being created", waited_s=seconds

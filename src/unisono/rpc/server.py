@@ -19,10 +19,10 @@ from unisono.rpc.channel import CallTypeError, MessageChannel
 from unisono.rpc.context import context, request
 from unisono.rpc.exported import changes, is_async
 from unisono.rpc.protocol import CALL, ERROR, HEADER, NO_CONTEXT, REMOTE, REPLY, REQUEST
-from unisono.rpc.receiver import Task
 from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import packed
 from unisono.rpc.rref import OwnedValue, RRefContext
+from unisono.rpc.workers import Task
 
 __all__ = ["CallServer", "cancelled"]
 

@@ -132,8 +132,8 @@ def test_an_answer_that_arrives_as_the_time_runs_out_is_returned(monkeypatch: py
     def program(comm: un.Communicator) -> Any:
         agent = rpc.init(comm, expose=[torch.add])
         # The time is up before the answer is here, and another thread has removed the call to end it.
-        monkeypatch.setattr(agent.receiver, "wait_for_reply", lambda call: None)
-        monkeypatch.setattr(agent.client.calls, "give_up", lambda call, error: False)
+        monkeypatch.setattr(agent.client, "_wait", lambda call: None)
+        monkeypatch.setattr(agent.client.replies, "give_up", lambda call, error: False)
         result = rpc.rpc_sync(0, torch.add, (torch.ones(1), 2))
         rpc.shutdown()
         return result.item()

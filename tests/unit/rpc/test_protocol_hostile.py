@@ -191,10 +191,10 @@ def test_invalid_bytes_in_shared_memory_mark_the_writer_lost() -> None:
 )
 def test_arbitrary_bytes_run_no_code(content: bytes) -> None:
     """Even one of the job's own processes can do no more than call what is exposed, or be taken for lost."""
-    receiver = _agent().receiver
-    receiver.ended.clear()
+    dispatcher = _agent().dispatcher
+    dispatcher.ended.clear()
     _agent().box.lost.clear()
-    found = receiver.dispatch(Envelope(0, content, ()))
+    found = dispatcher.dispatch(Envelope(0, content, ()))
     if found is not None and content[0] in (protocol.REQUEST, protocol.REMOTE):
         found[0]()
     assert not RAN

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import unisono as un
-from unisono.rpc.receiver import FlowControl, Workers
+from unisono.rpc.flow_control import FlowControl
+from unisono.rpc.workers import Workers
 from unisono.testing import pool
 
 rpc = un.rpc
@@ -21,22 +21,22 @@ LIMIT_S = 20.0
 def test_window_limits_calls_in_flight() -> None:
     window = FlowControl(2, 100)
     now = time.monotonic()
-    assert window.enter(60, now, nullcontext)
-    assert not window.enter(60, now, nullcontext), "more bytes than it may hold"
-    assert window.enter(40, now, nullcontext)
-    assert not window.enter(0, now, nullcontext), "more calls than it may hold"
-    assert window.enter(60, now, nullcontext, nested=True), "part of a call that is in already"
+    assert window.enter(60, now)
+    assert not window.enter(60, now), "more bytes than it may hold"
+    assert window.enter(40, now)
+    assert not window.enter(0, now), "more calls than it may hold"
+    assert window.enter(60, now, nested=True), "part of a call that is in already"
     for nbytes in (60, 60, 40):
         window.leave(nbytes)
-    assert window.enter(1000, now, nullcontext), "a single call may be longer"
+    assert window.enter(1000, now), "a single call may be longer"
 
 
 def test_caller_continues_when_the_window_has_room() -> None:
     window, entered = FlowControl(1, 100), threading.Event()
-    assert window.enter(1, 0.0, nullcontext)
+    assert window.enter(1, 0.0)
 
     def wait() -> None:
-        if window.enter(1, time.monotonic() + LIMIT_S, nullcontext):
+        if window.enter(1, time.monotonic() + LIMIT_S):
             entered.set()
 
     thread = threading.Thread(target=wait)
@@ -48,7 +48,7 @@ def test_caller_continues_when_the_window_has_room() -> None:
 
 def test_worker_limit_excludes_waiting_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     # No call is admitted because of missing progress: a slow machine may make none for a while, too.
-    monkeypatch.setattr("unisono.rpc.receiver._STUCK_S", LIMIT_S)
+    monkeypatch.setattr("unisono.rpc.workers._STUCK_S", LIMIT_S)
     workers = Workers("test", 2, lambda: None)
     lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
     running, most = 0, 0

@@ -1,0 +1,133 @@
+"""Polls the mailbox, and passes each message to the handler of its kind."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from unisono.core import clock
+from unisono.core.transport import Envelope, Mailbox
+from unisono.errors import CommError
+from unisono.rpc.pending_call import PendingCall
+from unisono.rpc.workers import Task, Workers
+
+__all__ = ["Dispatcher", "Handler"]
+
+Handler = Callable[[Envelope], tuple[Task, bool] | None]
+"""Function that handles a message quickly. It returns the remaining task and whether the task is short, or None."""
+
+_SPINS = 30
+_POLL_S = 1e-3
+"""Time for which a thread that waits for a reply polls, before it sleeps."""
+
+
+class Dispatcher:
+    """Polls the mailbox in one thread at a time, and passes messages to handlers.
+
+    The receiving thread polls, and so does a thread that waits for a reply, because otherwise one thread would have to
+    wake another. Only one thread may poll at a time, because messages from one rank must be handled in order. While it
+    polls, a thread must neither wait nor run users' functions, because no message of any rank would arrive. That is why
+    handlers return tasks instead of running them.
+
+    Args:
+        box: The mailbox.
+        workers: Threads for tasks of messages that arrive while a thread waits for a reply.
+
+    Attributes:
+        handlers: Handler of each kind of message; complete before the first message is received.
+        ended: Ranks whose loss has been handled or is being handled; their messages are dropped.
+    """
+
+    def __init__(self, box: Mailbox, workers: Workers) -> None:
+        self._box = box
+        self._workers = workers
+        self.handlers: dict[int, Handler] = {}
+        self.ended: set[int] = set()
+        self._lock = threading.Lock()
+        # The polling thread. Only the thread that holds the lock writes it; others compare it with themselves.
+        self._thread = 0
+
+    @property
+    def polling(self) -> bool:
+        """Return whether this thread is polling, so that it must not send: a send may wait for the receiver."""
+        return self._thread == threading.get_ident()
+
+    def poll(self, todo: deque[tuple[Task, bool]]) -> bool:
+        """Dispatch the messages that have arrived; return whether there were any.
+
+        Args:
+            todo: Queue to which the remaining tasks are added, each with whether it is short.
+        """
+        if not self._lock.acquire(blocking=False):
+            # A thread that waits for a reply is polling. It wakes the receiving thread if it leaves messages behind.
+            return False
+        self._thread = threading.get_ident()
+        try:
+            messages = self._box.poll()
+            todo.extend(task for message in messages if (task := self.dispatch(message)) is not None)
+        finally:
+            self._thread = 0
+            self._lock.release()
+        return bool(messages)
+
+    def poll_for(self, call: PendingCall) -> Task | None:
+        """Dispatch messages until a call has ended, or for so long that sleeping costs less.
+
+        Returns: The task that completes the call's future, if its reply has arrived. Run it after this function:
+            callbacks may take long, or wait for other calls, whose replies arrive only if some thread can poll.
+        """
+        box = self._box
+        if not box.eager or call.peer == box.group.rank or not self._lock.acquire(blocking=False):
+            return None
+        self._thread = threading.get_ident()
+        awaited: Task | None = None
+        spins = 0
+        try:
+            box.mute_wakeups()
+            until = clock.now() + min(call.timeout, _POLL_S)
+            while not call.done and awaited is None and (spins <= _SPINS or clock.now() <= until):
+                messages = box.poll()
+                for message in messages:
+                    task = self.dispatch(message)
+                    if task is None:
+                        continue
+                    if message is call.reply:
+                        awaited = task[0]
+                    else:
+                        # Even if it is short, because this thread should continue as soon as its own reply is here.
+                        self._workers.run(task[0])
+                if not messages:
+                    spins += 1
+                    if spins > _SPINS:
+                        os.sched_yield()
+        finally:
+            self._thread = 0
+            # In this order: `unmute` wakes the receiving thread if messages are left, which then finds the lock free.
+            self._lock.release()
+            box.unmute()
+        return awaited
+
+    def dispatch(self, message: Envelope) -> tuple[Task, bool] | None:
+        """Handle one message. Return the remaining task, and whether it is short.
+
+        Messages from other ranks come from the polling thread, and messages from this rank to itself from any thread.
+        """
+        if message.peer in self.ended:
+            return None
+        try:
+            return self.handlers[message.head[0]](message)
+        except (ValueError, TypeError, LookupError, struct.error) as error:
+            # Invalid message: receive nothing more from this rank.
+            invalid = CommError(f"rank {message.peer} sent an invalid message: {error}", peer=message.peer)
+            self._box.mark_lost(message.peer, invalid)
+            return None
+
+    def newly_lost(self) -> set[int]:
+        """Return the ranks lost since the last call. Their messages are dropped from now on."""
+        lost = self._box.lost.keys() - self.ended
+        # Before the loss is handled: a call that is being sent checks `ended` when all pending calls have failed.
+        self.ended |= lost
+        return lost

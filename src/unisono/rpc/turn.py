@@ -1,0 +1,96 @@
+"""One thread's turn at receiving messages, until its deputy takes over."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from enum import Enum
+
+from unisono.core.threads import AutoResetEvent
+from unisono.rpc.workers import Task, run_task
+
+__all__ = ["Turn", "TurnState"]
+
+_TICK_S = 2e-3
+"""The receiving thread is replaced if it runs one function for longer than this time."""
+_QUIET_TICKS = 50
+
+
+class TurnState(Enum):
+    """What the thread is doing whose turn it is."""
+
+    RECEIVING = "it polls, or waits for messages"
+    RUNNING = "it runs a function, and receives nothing"
+    REPLACED = "it still runs the function, after which it exits; the deputy receives"
+    ENDED = "it has stopped receiving, because the agent was closed"
+
+
+class Turn:
+    """One thread's turn as the receiving thread, observed by a second thread, the deputy.
+
+    The deputy looks every tick whether the same function is still running, because setting a timer for each function
+    would cost more than most functions. If no function has run for a while, it sleeps, and the next function wakes it.
+
+    | state | a function begins | it ends | it runs for a tick | `close` |
+    |---|---|---|---|---|
+    | receiving | running | | | ended |
+    | running | | receiving | replaced | |
+    | replaced | | | | |
+    | ended | | | | |
+    """
+
+    def __init__(self) -> None:
+        # Guards all fields. Both threads decide under it: whether a function ended in time, or its thread has been
+        # replaced; and whether a function began before the deputy fell asleep, or must wake it.
+        self._lock = threading.Lock()
+        self._state = TurnState.RECEIVING
+        self._runs = 0
+        self._asleep = True
+        self._alarm = AutoResetEvent()
+
+    # -- the receiving thread ------------------------------------------------------------------
+    def run(self, task: Task) -> bool:
+        """Run a function in this thread; return False if the deputy receives now, so that this thread must exit."""
+        with self._lock:
+            self._state = TurnState.RUNNING
+            self._runs += 1
+            wakes = self._asleep
+            self._asleep = False
+        if wakes:
+            self._alarm.set()
+        run_task(task)
+        with self._lock:
+            if self._state is TurnState.REPLACED:
+                return False
+            self._state = TurnState.RECEIVING
+            return True
+
+    def close(self) -> None:
+        """End the turn, and thereby the deputy."""
+        with self._lock:
+            if self._state is TurnState.RECEIVING:
+                self._state = TurnState.ENDED
+        self._alarm.set()
+
+    # -- the deputy ----------------------------------------------------------------------------
+    def overruns(self) -> bool:
+        """Wait until the deputy has to take over, and return True; return False if the turn has ended instead."""
+        while True:
+            self._alarm.wait(math.inf)
+            quiet = 0
+            while quiet <= _QUIET_TICKS:
+                seen = self._runs
+                time.sleep(_TICK_S)
+                with self._lock:
+                    if self._state is TurnState.ENDED:
+                        return False
+                    if self._runs != seen:
+                        quiet = 0
+                    elif self._state is TurnState.RUNNING:
+                        # No function began during the tick, so this one has been running since before the tick.
+                        self._state = TurnState.REPLACED
+                        return True
+                    else:
+                        quiet += 1
+                        self._asleep = quiet > _QUIET_TICKS

@@ -105,7 +105,7 @@ NOT_TORCHS = {
     # Python's own, and those of the packages that a file is about; `_inst` is of `random`, `_rand` of NumPy.
     "_Environ", "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",
     "_current_frames", "_exit", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings", "_inst",
-    "_member_type_", "_rand", "_showtraceback", "_value2member_map_", "_value_",
+    "_member_type_", "_rand", "_replace", "_showtraceback", "_value2member_map_", "_value_",
     "_write_to_self", "_xoptions",
 }  # fmt: skip
 

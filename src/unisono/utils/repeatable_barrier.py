@@ -79,7 +79,7 @@ class RepeatableBarrier:
     def abort(self, reason: str) -> None:
         """Make the call in which ranks wait raise `AbortedError` on every rank. Callable from any thread."""
         engine = engine_of(self._comm)
-        if engine.closed:
+        if engine.life.closed:
             return
         number = self._number
         while engine.control.first_cause(self._group(number)) is not None:
@@ -89,4 +89,4 @@ class RepeatableBarrier:
 
     def close(self) -> None:
         """Leave the barrier out of hang reports, once the communicator is closed. Idempotent."""
-        self._activity.closed = True
+        self._activity.life.change("close")

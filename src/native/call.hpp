@@ -15,9 +15,9 @@ namespace unisono {
 
 enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported, peer_lost };
 
-// How a call ended. After a failure, also the rank that the call waited for (-1 for none), and for how long. Each call
-// returns its outcome instead of storing it in the core, because a thread that moves messages may fail while another
-// thread runs a collective.
+// How a call ended. After a failure, `missing` is the rank that the call waited for (-1 for none), and `waited_s` is
+// how long it waited. Each call returns its outcome instead of storing it in the core, because a thread that moves
+// messages may fail while another thread runs a collective.
 struct Outcome {
     Status status = Status::ok;
     int missing = -1;
@@ -30,8 +30,8 @@ struct Outcome {
     bool operator==(Status other) const { return status == other; }
 };
 
-// Guard that exists during a call. The call's tensors and progress are fields of the core, so a second thread would
-// corrupt them. The GIL does not prevent that, because a waiting call releases the GIL.
+// Refuses a second thread while a core runs a call, because both threads would use the same fields for tensors and
+// progress. The GIL does not keep the second thread out, because a waiting call releases the GIL.
 class Exclusive {
   public:
     explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
@@ -45,7 +45,8 @@ class Exclusive {
     std::atomic<bool>& busy_;
 };
 
-// Ranks compare the first three words in the first round of a call. The last word is only published to the other ranks.
+// Ranks compare the first three words in the first round of a call. The last word is not compared, but each rank can
+// read the other ranks' words.
 struct Signature {
     uint64_t words[4];
 };
@@ -53,14 +54,14 @@ struct Signature {
 // Functions that a waiting thread calls.
 class WaitCallbacks {
   public:
-    // Called before a wait that may sleep.
+    // Called before the thread might sleep.
     virtual void before_sleep() {}
     // Whether the wait should end, for example because of a signal.
     virtual bool interrupted() { return false; }
     virtual ~WaitCallbacks() = default;
 
-    // Like `interrupted`, for a thread that is moving bytes. Checks at most every 50 ms, because each check acquires
-    // the GIL, and a thread that computes in Python releases the GIL only now and then.
+    // Like `interrupted`, for a thread that is moving bytes. Checks only once every 50 ms, because each check needs the
+    // GIL, and must wait for it while another thread computes in Python.
     bool interrupted_lately() {
         const double now = monotonic_s();
         if (now < next_look_s_) return false;
@@ -157,8 +158,8 @@ struct CollectiveCall {
         return std::all_of(parts.begin(), parts.end(), [&](const Buffer& part) { return part.count == count; });
     }
 
-    // Whether no output overlaps another tensor. In collectives with a list and a single tensor, this rank's entry in
-    // the list may be the single tensor.
+    // Whether no output overlaps another tensor. Exception: in all_gather, gather and scatter, this rank's entry in the
+    // list can have the single tensor's address.
     bool are_disjoint(size_t own) const {
         const bool may_alias = type != OpType::reduce_scatter && type != OpType::all_to_all;
         const auto end = [&](const Buffer& part) { return part.data + part.count * width; };

@@ -21,7 +21,7 @@ namespace unisono {
 
 namespace nb = nanobind;
 
-// Calls that move more bytes than this release the GIL throughout; shorter calls release it only while they wait.
+// Longer calls release the GIL throughout; other calls release it only while they wait.
 inline constexpr int64_t kLongBytes = 64 << 10;
 
 // Releases the GIL during long waits and copies, and ends a wait when a signal arrives.
@@ -34,7 +34,7 @@ class PythonWaitCallbacks : public WaitCallbacks {
         if (!saved_) saved_ = PyEval_SaveThread();
     }
     bool interrupted() override {
-        // Before its first sleep, this thread still holds the GIL.
+        // If `before_sleep` has not been called, this thread still holds the GIL.
         if (!saved_) return PyErr_CheckSignals() != 0;
         PyEval_RestoreThread(saved_);
         const bool raised = PyErr_CheckSignals() != 0;
@@ -137,8 +137,8 @@ class Calls {
         return start(op, dtype, true);
     }
 
-    // Runs a collective on lists of tensors: addresses and element counts of the tensors to write and to read. With
-    // `divides`, an average's sum is divided by the number of ranks.
+    // Runs a collective on two lists of tensors, those to write and those to read, given by address and element count.
+    // If `divides` is set, the sum for an average is divided by the number of ranks.
     Failure call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                        const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                        const std::vector<int64_t>& read, bool divides, double deadline, const Program& program) {
@@ -147,8 +147,8 @@ class Calls {
         return start(op, dtype, divides);
     }
 
-    // Runs a call from the general path with the steps of the caller's algorithm. If the ranks' parts differ in length,
-    // `lengths` contains the length of each rank's part.
+    // Runs a call of Python's general path, with the steps of an algorithm that the caller has chosen. If the ranks'
+    // parts differ in length, `lengths` contains the length of each rank's part.
     Failure call_program(const Program& program, int type, int op, int dtype, int root,
                          const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
                          const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
@@ -206,7 +206,7 @@ class Calls {
         });
     }
 
-    // Describes the current call to an executor.
+    // Describes the current call for an executor.
     StepsCall& steps_of(const CollectiveCall& call) {
         const bool moves = call.type != OpType::barrier;
         steps_.program = moves ? program_ : nullptr;
@@ -217,7 +217,7 @@ class Calls {
         steps_.reduction = call.reduction;
         steps_.divisor = call.divisor;
         steps_.width = static_cast<size_t>(call.width);
-        // Without a root, every rank's result depends on all contributions.
+        // If the call has no root, every rank's result depends on all contributions.
         steps_.hears_all = call.root < 0;
         steps_.signature = signature(call);
         steps_.deadline = call.deadline;
@@ -245,8 +245,8 @@ class Calls {
         for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
     }
 
-    // Returns `unsupported` if the core does not support the call or a tensor is invalid. The general path then raises
-    // the error.
+    // Returns `unsupported` if the core does not support the call or a tensor is invalid. Python then takes its general
+    // path, which raises the error.
     Failure start(int op, int dtype, bool divides) {
         const OpType type = call_.type;
         call_.divisor = divides && op == kAverage ? size_ : 1;
@@ -333,11 +333,11 @@ class Calls {
 
     std::vector<DType> dtypes_;
     CollectiveCall call_;
-    // Lengths of all ranks' parts if the general path has passed them; empty otherwise.
+    // Lengths of all ranks' parts if `call_program` has received them; empty otherwise.
     std::vector<int64_t> lengths_;
 };
 
-// Binds these methods in each core's class: methods of a bound base class take longer to call.
+// Binds these methods in each core's class, because a call from Python takes longer if a base class binds the method.
 template <class Bound>
 Bound& add_calls(Bound&& bound) {
     using Type = typename std::decay_t<Bound>::Type;

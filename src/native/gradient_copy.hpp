@@ -9,12 +9,12 @@
 namespace unisono {
 
 // Copies of at least this size use non-temporal stores, which bypass the caches. Ordinary stores to the bucket would be
-// slow: its cache lines were last accessed by other ranks, perhaps on cores that share no cache with this core. The
-// data would be evicted from this core's cache before its reduction anyway.
+// slow: its cache lines were last accessed by other ranks, perhaps on cores that share no cache with this core. Caching
+// the data on this core would not help either, because it would be evicted before it is reduced.
 inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
 inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {
-    // The gradient may already be a view of the bucket.
+    // A gradient that is a view of the bucket is already in place.
     if (destination == gradient || !nbytes) return;
     if (non_temporal)
         copy_non_temporal(destination, gradient, nbytes);

@@ -1,4 +1,4 @@
-// Header of a message between two ranks, both in shared memory and over TCP connections.
+// Header of a message between two ranks; the same in shared memory and over TCP connections.
 #pragma once
 
 #include <cstdint>

@@ -82,7 +82,7 @@ class Wakeup {
     Wakeup& operator=(const Wakeup&) = delete;
 
     int descriptor() const { return ends_[0]; }
-    // May be called from any thread. If the write fails, the descriptor is already readable.
+    // Any thread can call this safely. If the write fails, the descriptor is already readable.
     void wake() const {
         const uint64_t one = 1;
         [[maybe_unused]] const ssize_t written = write(ends_[1], &one, sizeof one);

@@ -31,13 +31,13 @@ class StageWriter {
         const double start = monotonic_s();
         (non_temporal ? copy_non_temporal : copy_temporal)(to, from, nbytes);
         const double measured = (monotonic_s() - start) / static_cast<double>(nbytes);
-        // Limit the increase to a factor of two, because the scheduler may have interrupted this copy.
+        // Let the recorded cost at most double, because the scheduler may have interrupted this copy.
         cost = cost > 0 && measured > 2 * cost ? 2 * cost : measured;
     }
 
-    // Reduces rows in a balanced binary tree, block by block, and writes the result to all `targets`, which may include
-    // some of the rows, and to `shared_target` (unless null), which other ranks read. Divides the result by `divisor`
-    // if that is not 1.
+    // Reduces rows in a balanced binary tree, block by block. Writes the result to all `targets`, which may include
+    // some of the rows. Unless `shared_target` is null, also writes the result there, where other ranks read it.
+    // Divides the result by `divisor` if that is not 1.
     void reduce(const Reduction& reduction, const std::vector<const char*>& rows, size_t count, int64_t divisor,
                 const std::vector<char*>& targets, char* shared_target) const {
         alignas(64) char blocks[kMaxDepth * kBlockBytes];
@@ -60,7 +60,7 @@ class StageWriter {
     static constexpr size_t kMinTimedBytes = 1 << 12;
     static constexpr double kSlowdown = 3;
     static constexpr unsigned kProbeInterval = 256;
-    // Number of blocks that suffices for a reduction tree over any number of ranks.
+    // Number of blocks: enough for a reduction tree over any number of ranks.
     static constexpr size_t kMaxDepth = 16;
 
     // Reduces a block of all rows into `to`, and returns `to`. If there is only one row, returns that row's block
@@ -76,8 +76,8 @@ class StageWriter {
         return to;
     }
 
-    // Whether the sum may accumulate in the first target. It must not if that target is also a row other than the first
-    // two, because the tree reads that row after it has written a partial sum.
+    // Whether partial sums can be written to the first target. They cannot if it is also the third row or a later one:
+    // they would overwrite that row before the tree reads it.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         if (targets.empty()) return false;
         return rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end();

@@ -28,15 +28,15 @@ class SharedBarrier {
     // Last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // Ends every current and future wait of this rank. May be called from any thread.
+    // Ends every current and future wait of this rank. Any thread can call this safely.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         wake(rank);
     }
 
     // Publishes that this rank's data for the next round is staged, and waits until the other ranks' data is staged.
-    // The counter is stored with release and loaded with acquire, so a rank that sees the new count also sees the
-    // staged data and the signature.
+    // The counter is stored in release order and loaded in acquire order, so a rank that sees the new count also sees
+    // the staged data and the signature.
     Outcome arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
         const uint64_t number = round() + 1;
         const int field = kSignatures + 8 * static_cast<int>(number & 1);
@@ -51,9 +51,8 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of the given rank's signature in this round, valid until this rank arrives in the next round. The
-    // given rank overwrites the word two rounds later, which it cannot reach before this rank has arrived in the next
-    // round.
+    // The last word of the given rank's signature in this round. The word remains valid until this rank arrives in the
+    // next round: the given rank overwrites it for the round after that, once all ranks have arrived in the next round.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }

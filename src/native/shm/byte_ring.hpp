@@ -34,14 +34,15 @@ struct ByteRing {
     uint64_t available() const {
         return written().load(std::memory_order_acquire) - read().load(std::memory_order_relaxed);
     }
-    // Number of bytes, at most `limit`, between the position of a count and the point at which the ring wraps.
+    // Number of bytes from the position of `count` to the end of the ring, but at most `limit`.
     uint64_t contiguous(uint64_t count, uint64_t limit) const {
         return std::min(limit, nbytes - (count & (nbytes - 1)));
     }
-    // Count at which the next part of a message begins if the previous part ends at `count`: the next cache line.
+    // Rounds `count`, where a part of a message ends, up to the cache line where the next part begins.
     static uint64_t padded(uint64_t count) { return (count + kCacheLine - 1) & ~(kCacheLine - 1); }
 
-    // Copy bytes into the ring (put) or out of it (get) at the position of a count, wrapping at the end of the ring.
+    // Copy bytes into the ring (put) or out of it (get) from the position of `count` on, wrapping at the end of the
+    // ring.
     void put(uint64_t count, const char* from, uint64_t length) const {
         if (!length) return;
         const uint64_t first = contiguous(count, length);
@@ -83,8 +84,8 @@ class ByteRings {
 
     ByteRing between(int from, int to) const { return memory_.between(from, to); }
 
-    // The store is a release: this rank's earlier writes to the ring, or reads from it, are complete before the peer
-    // sees the new count.
+    // Stores in release order, so this rank's earlier writes to the ring, or reads from it, are complete before the
+    // peer sees the new count.
     void publish(Word& counter, uint64_t value, int peer) const {
         counter.store(value, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -97,7 +98,7 @@ class ByteRings {
     const RingMemory memory_;
 };
 
-// Network for an executor that sends its frames through rings.
+// The `Network` of an executor whose frames travel through rings.
 class RingNetwork {
   public:
     // The two rings, one per direction, between this rank and one peer.

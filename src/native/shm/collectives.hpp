@@ -53,8 +53,8 @@ class Collectives {
         return Status::ok;
     }
 
-    // With `stages`, this rank stages its tensor piece by piece. A rank with outputs copies each staged piece into its
-    // outputs.
+    // If `stages` is set, this rank stages its tensor piece by piece. A rank that has outputs copies all ranks' pieces
+    // into them.
     Outcome gather_chunks(CollectiveCall& call, bool stages) {
         const Buffer& input = call.inputs[0];
         const int64_t step = static_cast<int64_t>(rounds.stage_bytes);
@@ -87,8 +87,8 @@ class Collectives {
         return Status::ok;
     }
 
-    // Rows may differ in length. If all rows of all ranks are equally long, the first round already moves their first
-    // pieces.
+    // Rows may differ in length. If all rows of all ranks are equally long, the round in which ranks compare their
+    // calls also moves the rows' first pieces.
     Outcome all_to_all(CollectiveCall& call) {
         const int64_t step = rounds.piece_bytes(call.width), count = call.inputs[0].count;
         bool even = true;
@@ -113,7 +113,7 @@ class Collectives {
         return exchange_pieces(call, 0, longest * call.width);
     }
 
-    // Exchanges the rows of all pairs of ranks from byte `at` on, a piece per round.
+    // Exchanges the rows of all pairs of ranks from byte `at` on, one piece of each row per round.
     Outcome exchange_pieces(CollectiveCall& call, int64_t at, int64_t nbytes) {
         const int64_t step = rounds.piece_bytes(call.width);
         for (; at < nbytes; at += step) {

@@ -59,8 +59,8 @@ class Core : public Calls {
         });
     }
 
-    // Runs a round without data, in which ranks compare a hash of their calls. If counts are passed, also compares what
-    // each rank sends with what its peer expects.
+    // Runs a round without data, in which ranks compare hashes of their calls. If counts are passed, also checks that
+    // each rank sends as much as its peer expects.
     Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         const Exclusive held(busy_);
         CollectiveCall& call = begin(0, 0, 0, -1, deadline);
@@ -88,7 +88,7 @@ class Core : public Calls {
   private:
     static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
 
-    // Offsets in the shared memory, which starts with the barrier's counters: two staging buffers per rank, the rings
+    // Offsets in the shared memory. After the barrier's counters, it contains two staging buffers per rank, the rings
     // for messages, and the rings for algorithms' steps.
     struct Places {
         uint64_t stages, rings, steps, end;
@@ -103,8 +103,8 @@ class Core : public Calls {
         }
     };
 
-    // Only all_reduce may divide its input before the sum, because it works in place. The other collectives must not
-    // write to their input.
+    // Only all_reduce, which works in place, can divide its input before the sum. The other collectives must not write
+    // to their input.
     bool divides_before(const CollectiveCall& call) const override {
         return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
     }
@@ -113,7 +113,7 @@ class Core : public Calls {
         return program_ ? carry_out_steps(call) : collectives_.run(call);
     }
 
-    // Ranks first compare their calls in a barrier round, so that even the first bytes may be written directly to the
+    // Ranks first compare their calls in a barrier round, so that even the first bytes can be written directly to the
     // caller's memory.
     Outcome carry_out_steps(CollectiveCall& call) {
         StepsCall& steps = steps_of(call);

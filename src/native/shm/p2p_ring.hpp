@@ -19,7 +19,8 @@ class MessageRings {
   public:
     MessageRings(SharedBarrier& barrier, char* memory) : barrier_(barrier), rings_(barrier, memory) {}
 
-    // Returns when the last bytes of the message are in the ring. No other message to this peer may be in flight.
+    // Returns when the last bytes of the message are in the ring. The caller must not send another message to this peer
+    // at the same time.
     Outcome send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
                 WaitCallbacks& callbacks) {
         const ByteRing ring = rings_.between(barrier_.rank, peer);
@@ -75,7 +76,8 @@ class MessageRings {
     // Number of calls to `wake`. Python code calls `wake` each time a thread of this rank has moved bytes.
     uint64_t progress() const { return progress_.load(std::memory_order_acquire); }
 
-    // Wakes the peer of a transfer and other threads of this rank: their messages may be complete now.
+    // Wakes the peer of a transfer, and other threads of this rank, because a message that they wait for may be
+    // complete.
     void wake(int peer) {
         progress_.fetch_add(1, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -83,8 +85,8 @@ class MessageRings {
         barrier_.wake(barrier_.rank);
     }
 
-    // Waits until a ring to one of the ranks `to` has room, bytes have arrived from one of the ranks `from`, another
-    // thread of this rank has moved bytes since `progress` was read, or the deadline has passed.
+    // Waits for the first of these events: a ring to one of the ranks `to` has room; bytes have arrived from one of the
+    // ranks `from`; another thread of this rank has moved bytes since `progress` was read; the deadline has passed.
     Outcome wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress, double deadline,
                 WaitCallbacks& callbacks) {
         const auto ready = [&] {

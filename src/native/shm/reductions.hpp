@@ -10,8 +10,8 @@
 
 namespace unisono {
 
-// Symmetric memory: mapped by every rank, with one row per rank. An all_reduce of tensors that have the same offset in
-// each row works in place, without staging.
+// A segment of symmetric memory: every rank maps it, and it has one row per rank. An all_reduce of tensors that have
+// the same offset in each row works in place, without staging.
 struct Segment {
     uint64_t number;
     char* rows;
@@ -30,7 +30,7 @@ class Reductions {
     // From now on, ranks compare the offsets of their tensors in symmetric memory. Must be called on every rank before
     // the first segment is allocated.
     void expect_symmetric_memory() { has_symmetric_memory_ = true; }
-    // May be called from any thread.
+    // Any thread can call these two safely.
     void add_segment(const Segment& segment) {
         const std::lock_guard held(lock_);
         segments_.push_back(segment);
@@ -68,7 +68,7 @@ class Reductions {
             all_divide = all_divide && (payload & kAverages);
         }
         if (!in_segment && is_short) return one_shot(call, part, {.first = false, .stages = true, .reads = true});
-        // The rank that reduces a share also divides it, for all ranks. If not all ranks have set kAverages, each rank
+        // The rank that reduces a share also divides it, for all ranks. If some rank has not set kAverages, each rank
         // divides its own result instead.
         const int64_t divisor = std::exchange(call.divisor, all_divide ? 1 : call.divisor);
         const int64_t shared_divisor = all_divide ? divisor : 1;
@@ -125,8 +125,8 @@ class Reductions {
         bool first, stages, reads;
     };
 
-    // Smallest tensor that is reduced in place. Once symmetric memory is allocated, reducing a tensor of at least this
-    // size costs one more round if the tensor is not in symmetric memory.
+    // Size of the smallest tensor that is reduced in place. Once symmetric memory is allocated, a tensor of at least
+    // this size needs one more round if it is not in symmetric memory.
     static constexpr size_t kInPlaceBytes = 64 << 10;
     // Flag in the payload: this rank calls for an average, so the rank that reduces the sum also divides it.
     static constexpr uint64_t kAverages = 1ull << 63;
@@ -145,8 +145,8 @@ class Reductions {
         return 0;
     }
 
-    // Ranks with `stages` stage their tensor. Ranks with `reads` read their own tensor in place, and reduce it together
-    // with the other ranks' staged tensors.
+    // Each rank with `role.stages` stages its tensor. Each rank with `role.reads` reads its own tensor in place, and
+    // reduces it together with the other ranks' staged tensors.
     Outcome one_shot(CollectiveCall& call, const Buffer& part, OneShotRole role) {
         const int index = rounds_.next_stage();
         const auto nbytes = static_cast<size_t>(part.count * call.width);
@@ -161,7 +161,7 @@ class Reductions {
         return Status::ok;
     }
 
-    // Number of elements of the first tile of `count` elements.
+    // Number of elements in the first tile of a tensor that has `count` elements.
     int64_t tile_count(const CollectiveCall& call, int64_t count) const {
         return std::min(count, static_cast<int64_t>(rounds_.stage_bytes) / call.width);
     }

@@ -1,4 +1,4 @@
-// Access to rings from Python, which copies the messages that the native core does not support.
+// Lets Python access the rings, to copy the messages that the native core does not support.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,7 +17,7 @@ namespace unisono {
 
 // One end of a ring through which Python sends or receives messages. Each part of a message (its header or its
 // contents) is padded to whole cache lines, so every part begins on a cache line. A long part moves in pieces of at
-// most a quarter of the ring, so that writer and reader copy at the same time.
+// most a quarter of the ring, so that writer and reader can copy at the same time.
 class RingEnd {
   public:
     RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
@@ -30,8 +30,8 @@ class RingEnd {
     // Number of bytes that can be written.
     uint64_t room() const { return static_cast<uint64_t>(std::max<int64_t>(0, ring_.room(written()))); }
 
-    // Copies as many bytes from the beginning of a part as fit, and returns their number. With `more`, the reader sees
-    // these bytes only after the next `write`.
+    // Copies as many bytes from the beginning of a part as fit, and returns their number. If `more` is set, the reader
+    // sees these bytes only after the next `write`.
     uint64_t write(nanobind::handle content, bool more) {
         const PythonMemory part(content, PyBUF_SIMPLE);
         const uint64_t count = written(), step = std::min({part.nbytes(), room(), ring_.nbytes / 4});
@@ -52,7 +52,8 @@ class RingEnd {
     // Removes a part of this length, and its padding, from the ring.
     void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
 
-    // Copies arrived bytes to `into`, the memory for the remainder of a part, and returns their number.
+    // Copies arrived bytes to `into`, and returns their number. `into` is the memory for the bytes of a part that are
+    // still to be read.
     uint64_t read(nanobind::handle into) {
         const PythonMemory part(into, PyBUF_WRITABLE);
         const uint64_t count = read_count(), step = std::min({part.nbytes(), available(), ring_.nbytes / 4});

@@ -13,8 +13,8 @@
 namespace unisono {
 
 // Words of shared memory that Python code uses for synchronization. Plain accesses from Python are not enough, because
-// processors may reorder them. A rank that reads a new value here also sees everything that its writer stored earlier,
-// and a rank's reads are complete before its next store here becomes visible.
+// processors may reorder them. A rank that loads a new value also sees everything that the writer of this value stored
+// earlier. A rank's reads are complete before its next `store` becomes visible.
 class SharedWords {
   public:
     explicit SharedWords(nanobind::handle memory) : memory_(memory, PyBUF_WRITABLE) {}

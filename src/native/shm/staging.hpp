@@ -48,7 +48,7 @@ class StagedRounds {
     }
 
     Outcome arrive_and_wait(CollectiveCall& call, bool first) {
-        // If ranks keep pace, no round of a long call sleeps, and only this check notices a signal.
+        // If all ranks keep pace, no wait in a long call sleeps, so only this check notices a signal.
         if (!first && call.callbacks->interrupted_lately()) return Status::interrupted;
         return shared_barrier.arrive_and_wait(first ? &call.signature : nullptr, call.deadline, *call.callbacks);
     }
@@ -71,8 +71,8 @@ class StagedRounds {
         }
     }
 
-    // Checks that each rank sends what its peer expects, and sets `longest` to the largest count. Each rank stages the
-    // counts that it sends to each rank, followed by the counts that it expects from each rank.
+    // Checks that each rank sends what its peer expects, and sets `longest` to the largest count. Each rank stages how
+    // much it sends to each rank, followed by how much it expects from each rank.
     Outcome compare_counts(CollectiveCall& call, const std::vector<int64_t>& counts, int64_t& longest) {
         const int index = next_stage();
         std::memcpy(staging_buffer(rank, index), counts.data(), counts.size() * sizeof counts[0]);

@@ -1,12 +1,12 @@
-// Collectives over links to other ranks: runs all of this rank's steps of an algorithm in one native call. No rank
-// writes the caller's memory, or returns, before it knows that every rank makes the same call; each frame contains the
-// call's signature. If every rank's result depends on all contributions, receiving the data proves that the calls
-// match. Short calls therefore receive into internal memory, and copy the result to the caller's memory at the end.
-// Before long calls, and during the short calls of a rooted collective, ranks confirm their calls with a dissemination
-// barrier: in round k, each rank sends a "heard" frame to the rank 2^k places further, once it has received the frames
-// of the earlier rounds. Ranks that can compare their calls in another way, such as with a barrier in shared memory, do
-// so before the call. Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1),
-// 1988.
+// Runs collectives over links to other ranks: all of this rank's steps of an algorithm in one native call. No rank
+// writes to its caller's memory or returns before it knows that every rank makes the same call. Each frame contains the
+// call's signature, for comparison. If every rank's result depends on all contributions, receiving the data proves that
+// the calls match. Short calls therefore receive into internal memory, and copy the result to the caller's memory at
+// the end. Before long calls, and during the short calls of a rooted collective, ranks confirm their calls with a
+// dissemination barrier. In its round k, each rank sends a "heard" frame to the rank 2^k places after it, as soon as it
+// has received its "heard" frames of the earlier rounds. Ranks that can compare their calls in another way, such as
+// with a barrier in shared memory, do so before the call. Source: Hensgen, Finkel and Manber, "Two algorithms for
+// barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -92,8 +92,8 @@ class Executor {
         heard_.assign(static_cast<size_t>(size_), false);
         frames_left_.assign(static_cast<size_t>(size_), 0);
         round_ = sent_ = 0;
-        // Drops unsent frames however the call ends, even with a failed allocation, because those frames refer to the
-        // call's memory.
+        // Unsent frames refer to the call's memory. Drop them when this call ends, even if it ends because an
+        // allocation failed.
         const Drop drop{links_};
         const double started = monotonic_s();
         Outcome outcome = carry_out(call);
@@ -102,11 +102,11 @@ class Executor {
         return outcome;
     }
 
-    // Sets the length of the slices of long calls; it must be the same on all ranks. Each slice adds one latency to
-    // each step.
+    // Sets the length of the slices of long calls; it must be the same on all ranks. Each slice goes through all steps,
+    // so it adds the latencies of all steps.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // Ends the current call and all later calls. May be called from any thread.
+    // Ends the current call and all later calls. Any thread can call this safely.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();
@@ -124,8 +124,8 @@ class Executor {
     // Number of loop passes between two checks of the clock while bytes are moving.
     static constexpr int kBusyPasses = 64;
 
-    // How ranks find out that all of them make the same call. Until then, no data may reach the caller's memory, so a
-    // short call keeps received data in the executor's own memory until it ends.
+    // How ranks find out that all of them make the same call. Until they have found out, data must not reach the
+    // caller's memory. A short call therefore keeps received data in the executor's own memory until the call ends.
     enum class Agreement {
         // Ranks compared their calls in shared memory before this call.
         known,
@@ -169,7 +169,7 @@ class Executor {
         bool begun = false;
         // Index of the part that is arriving, and how many of its bytes have been processed.
         size_t part = 0, done = 0;
-        // Memory for the whole message if it is only reduced at the end of its step.
+        // Memory for the whole message, if the message cannot be reduced before the end of its step.
         std::unique_ptr<char[]> aside;
         // The first bytes of an element whose remaining bytes have not arrived.
         char cut[16];
@@ -178,7 +178,7 @@ class Executor {
         bool complete() const { return begun && got == total; }
     };
 
-    // Whether a call has all chunks of its program and a length for each rank.
+    // Whether a call has all chunks of its program, and has message lengths either for every rank or for none.
     bool fits(const StepsCall& call) const {
         const size_t chunks = call.chunks.size(), lengths = call.sends.size();
         if (lengths != call.receives.size() || (lengths && lengths != links_.size())) return false;
@@ -235,8 +235,8 @@ class Executor {
         return outcome;
     }
 
-    // Returns `mismatch` unless every other rank sends the length that this rank expects. `run` then notifies the other
-    // ranks.
+    // Returns `mismatch` unless every other rank sends the length that this rank expects. After a mismatch, `run`
+    // notifies the other ranks.
     Outcome compare_lengths(const StepsCall& call) {
         std::vector<int64_t> theirs(call.sends.size());
         slice_.clear();
@@ -352,8 +352,8 @@ class Executor {
                 if (const Link& link = links_[static_cast<size_t>(peer)]; (link.left() || link.lost()) && awaits(peer))
                     return Outcome(link.left() ? Status::peer_left : Status::peer_lost, peer);
             if (aborted_.load(std::memory_order_acquire)) return Outcome(Status::aborted, first_awaited());
-            // Even while bytes are moving, check the deadline now and then: a peer that keeps sending a few bytes must
-            // not extend it.
+            // Check the deadline now and then even while bytes are moving, so that a peer that keeps sending a few
+            // bytes cannot delay the timeout.
             if (moved ? ++busy % kBusyPasses : ++idle < tries_) {
                 if (moved) idle = 0;
                 continue;
@@ -406,7 +406,7 @@ class Executor {
                 if (!link.aside_is_whole()) return Status::ok;
                 const bool aside = in && link.first_aside();
                 const FrameHeader* header = aside ? link.first_aside() : link.peek();
-                // A peer that has finished this call may have begun its next call, or have left.
+                // The peer may already have finished this call, and have begun its next call or left.
                 if (!header || header->call == number_ + 1) return Status::ok;
                 if (header->kind == FrameKind::farewell) {
                     link.mark_left();
@@ -416,8 +416,8 @@ class Executor {
                 if (header->call != number_ || header->signature != call_->signature ||
                     !(heard || header->kind == FrameKind::data))
                     return Status::mismatch;
-                // A mismatch frame may be queued behind a short message, so short messages are set aside to reach it.
-                // Long messages are sent only after all ranks have agreed.
+                // Set short messages aside, because a mismatch frame may be queued behind them. No mismatch frame can
+                // follow a long message, which is sent only after all ranks have agreed.
                 const bool waits = header->nbytes > kEagerBytes || agreement_ == Agreement::lengths;
                 if (!heard && !in && waits) return Status::ok;
                 moved = true;
@@ -485,7 +485,7 @@ class Executor {
         in.done = 0;
     }
 
-    // Reduces the piece that has arrived into a chunk. The first operand is the lower rank's.
+    // Reduces a chunk with the piece that has arrived. The first operand is the lower rank's data.
     void combine(const Chunk& chunk, size_t offset, int peer, size_t nbytes) {
         const char* mine = chunk.contents() + offset;
         char* to = chunk.at + offset;
@@ -526,8 +526,8 @@ class Executor {
             chunk.received = true;
         }
     }
-    // Reduces contributions `begin` to `end` in a balanced tree. Overwrites a received contribution, because this
-    // rank's own may be in the caller's memory.
+    // Reduces contributions `begin` to `end` in a balanced tree. Writes partial sums over received contributions, never
+    // over this rank's own, which may be in the caller's memory.
     Contribution tree(size_t begin, size_t end, const Chunk& chunk) {
         if (end - begin == 1) return contributions_[begin];
         const size_t middle = begin + (end - begin + 1) / 2;
@@ -552,8 +552,8 @@ class Executor {
         }
     }
 
-    // Tells every rank about a mismatch, whether or not it has entered the call. Gives up on a connection that remains
-    // full.
+    // Notifies every rank of a mismatch, even ranks that have not entered the call. Gives up on a connection that
+    // remains full.
     void spread_mismatch() {
         for (int peer = 0; peer < size_; peer++)
             if (peer != rank_) {
@@ -586,8 +586,8 @@ class Executor {
     std::vector<Incoming> incoming_;
     std::vector<bool> heard_;
     int round_ = 0, sent_ = 0;
-    // Limits on what this rank sets aside for a peer in a short call: the length of a frame, and the number of frames
-    // still to come from each peer.
+    // Limits on the frames that this rank sets aside in a short call: their length, and how many may still come from
+    // each peer.
     size_t call_bytes_ = 0;
     std::vector<int64_t> frames_left_;
     std::vector<Contribution> contributions_;

@@ -18,8 +18,8 @@ namespace unisono {
 // no more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
-// The beginning of each frame. It is sent in native byte order: ranks with different builds or architectures refuse to
-// connect.
+// The beginning of each frame. It is sent in native byte order, because ranks with different builds or architectures
+// refuse to connect.
 struct FrameHeader {
     uint64_t signature;
     uint32_t call;
@@ -86,7 +86,7 @@ class Link {
         aside_.push_back({header_, std::vector<char>(header_.nbytes), 0, 0});
         skip_header();
     }
-    // Reads what has arrived of the frames set aside; returns whether all of these frames are complete.
+    // Reads what has arrived of the frames that were set aside; returns whether all of these frames are complete.
     bool aside_is_whole() {
         if (aside_.empty()) return true;
         Aside& last = aside_.back();

@@ -12,8 +12,8 @@ namespace unisono {
 struct Move {
     int peer;
     std::vector<std::pair<int, int>> runs;
-    // For a received message: whether it may be reduced as it arrives. It may if none of its chunks is sent in the same
-    // step, and none belongs to another message received in that step.
+    // For a received message: whether it can be reduced as it arrives. It cannot if one of its chunks is also sent in
+    // the same step, or belongs to another message received in that step.
     bool streams = false;
 
     template <class Function>
@@ -30,10 +30,10 @@ struct Step {
 
 class Program {
   public:
-    // `numbers` describes the steps, one after another. A step is encoded as 1 if it reduces or 0 if not, its number of
-    // sends, its number of receives, and then its messages. A message is encoded as its peer, its number of runs and,
-    // for each run, the first chunk and the chunk after the last. Chunk numbers are less than `chunks`, and peers less
-    // than `size`. `label` identifies the algorithm when ranks compare their calls.
+    // `numbers` describes the steps, one after another. A step is encoded as a flag (1 if the step reduces, 0 if not),
+    // its number of sends, its number of receives, and its messages. A message is encoded as its peer, its number of
+    // runs and, for each run, the first chunk and the chunk after the last. Chunk numbers are less than `chunks`, and
+    // peers less than `size`. `label` identifies the algorithm when ranks compare their calls.
     Program(const std::vector<int64_t>& numbers, int chunks, int size, uint64_t label)
         : chunks(chunks), label(label), frames(static_cast<size_t>(size)) {
         size_t at = 0;

@@ -26,8 +26,8 @@ class TcpCore : public Calls {
         executor_.set_slice_bytes(slice_bytes);
     }
 
-    // Runs a round without data, in which ranks compare a hash of their calls. If counts are passed, also compares what
-    // each rank sends with what its peer expects.
+    // Runs a round without data, in which ranks compare hashes of their calls. If counts are passed, also checks that
+    // each rank sends as much as its peer expects.
     Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         const Exclusive held(busy_);
         steps_.program = nullptr;

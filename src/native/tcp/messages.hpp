@@ -1,5 +1,6 @@
 // Messages between two ranks over a dedicated connection, in the format of transports/tcp/messages.py: the same header
-// as in shared memory, and the contents. This code never reads ahead, because Python code may receive the next message.
+// as in shared memory, followed by the contents. This code never reads ahead, because Python code may receive the next
+// message.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +67,7 @@ class SocketMessages {
         return move_until([&] { return received == static_cast<size_t>(nbytes); }, move, wanted, deadline, callbacks);
     }
 
-    // Ends every current and future wait. May be called from any thread.
+    // Ends every current and future wait. Any thread can call this safely.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();

@@ -1,4 +1,4 @@
-// Network for an executor that sends its frames over one rank's connections to the other ranks.
+// The `Network` of an executor whose frames travel over one rank's connections to the other ranks.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +68,8 @@ class Sockets {
     Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
 
     // Sleeps until a connection can move bytes, for at most 50 ms; returns whether a signal has interrupted the wait. A
-    // signal ends a poll. A signal between two polls would go unnoticed as long as every poll finds bytes, hence
-    // `interrupted_lately`.
+    // signal during a poll ends the poll. If every poll finds bytes, `interrupted_lately` notices a signal between two
+    // polls.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         polled_.clear();
         polled_.push_back({wakeup_.descriptor(), POLLIN, 0});
@@ -85,7 +85,7 @@ class Sockets {
         return ready <= 0 ? callbacks.interrupted() : callbacks.interrupted_lately();
     }
 
-    // Ends the current sleep and all later sleeps. May be called from any thread.
+    // Ends the current sleep and all later sleeps. Any thread can call this safely.
     void wake() const { wakeup_.wake(); }
 
   private:

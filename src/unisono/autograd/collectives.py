@@ -494,7 +494,7 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
     """
     _check_floating(tensor, "recv")
     check_rank(src, "src", comm.size, other_than=comm.rank)
-    # The operator gets an empty slice of the tensor, only to connect it to the graph; no element is read.
+    # Pass an empty slice of the tensor, which only connects the result to the graph; no element is read.
     place = tensor.reshape(-1)[:0]
     n = tensor.numel()
     return apply(place, comm, "recv", [0], [n], root=src, tag=tag).view(tensor.shape)

@@ -176,7 +176,8 @@ REDUCTIONS = ("sum", "avg", "product", "min", "max")
 
 LINEAR = ("sum", "avg")
 
-# Every rank's result must require a gradient; otherwise, only some ranks would take part in the backward pass.
+# An input for ranks whose tensor requires no gradient. Every rank's result must require a gradient; otherwise, only
+# some ranks would take part in the backward pass.
 with torch.inference_mode(False):
     _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 

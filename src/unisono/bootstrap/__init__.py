@@ -113,7 +113,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # The variables were set by hand in a rank that torchrun started. They contain a new address, at which
-            # torchrun's agent serves no store.
+            # A rank that torchrun started has changed the variables for this process. Torchrun's agent serves no store
+            # at the new address.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

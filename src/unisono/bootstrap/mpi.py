@@ -265,12 +265,13 @@ class MpiAbortGuard:
     def _uncaught(self, status: object) -> None:
         if not self._over():
             sys.stderr.write(f"{self._who} ends the job by sys.exit({status!r})\n")
-            # As in Python, a status that is not an integer has already been printed, and means exit code 1.
+            # A status that is not an integer has already been printed; as after a plain `sys.exit`, it means exit code
+            # 1.
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:
-        # If a program catches the SystemExit and keeps it, the finalizer runs only during interpreter shutdown, which
-        # must not abort the job.
+        # If a program catches the SystemExit and keeps it, `__del__` runs only during interpreter shutdown, and must
+        # not abort the job.
         return os.getpid() != self._process or sys.is_finalizing() or self._mpi.Is_finalized()
 
     def _end(self, status: int) -> None:

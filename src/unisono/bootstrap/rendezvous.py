@@ -134,7 +134,8 @@ class Rendezvous:
 
 
 # -- servers of this process -----------------------------------------------------------------------
-# Seconds to wait for other ranks: enough if they exit at about the same time, and not too long if one never exits.
+# Seconds to wait for other ranks to exit: enough if all exit at about the same time, and not too long if one never
+# does.
 LINGER_S = 5.0
 
 
@@ -163,8 +164,8 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Global, like the address: each `init` of a job must find the server of the previous `init`. The key contains the
-# process ID, because a forked child inherits its parent's entries but does not run the servers.
+# Global, because each `init` of a job must find the server of the previous `init` at the same address. The key contains
+# the process ID, because a forked child inherits its parent's entries but does not run the servers.
 _leases: dict[tuple[int, str], Lease] = {}
 # Protects `_leases` and the leases in it.
 _lock = threading.Lock()
@@ -210,7 +211,7 @@ def hosts_at(address: tuple[str, int]) -> bool:
 
 
 def _close_servers() -> None:
-    # Close this process's handles before its servers, regardless of the order of exit hooks.
+    # Close this process's handles first and its servers afterwards, regardless of the order of exit hooks.
     close_all()
     with _lock:
         mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
@@ -301,7 +302,7 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
     except CommError:
         return
     try:
-        # Wait until the other process has joined, so that its claim precedes this one.
+        # Wait until the other process has joined, so that its claim precedes this process's claim.
         control.get(f"{claim.job}1/{_OPEN}", _CLAIM_WITHIN_S)
         control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
@@ -332,7 +333,7 @@ def confirm(
         name = _gather(claim, control, moved)
     except BaseException as error:
         ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
-        # Report the reason. Otherwise, the other ranks would assume that this rank was killed, and wait for its
+        # Report why this rank gives up. Otherwise, the other ranks would assume that it was killed, and wait for its
         # restart.
         control.on_process_exit(None if isinstance(error, MovedError) else error)
         if ended and isinstance(error, CommError):

@@ -73,7 +73,7 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     at = _StoreAt(host, port, f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}", agent)
     found = _follow(at, key, claim, known) if claim.rank else _lead(at, key, claim, known)
     try:
-        # This exchange is a barrier: after it, no rank keeps the store open.
+        # This exchange serves as a barrier: it ends when every rank has closed the store.
         found.control.exchange(Group.world(claim.rank, claim.size, found.name), "store closed", None, claim.left_s)
     except BaseException:
         found.close()
@@ -234,7 +234,7 @@ def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvo
             if published:
                 return _try(store, key, published, claim, secret, at)
         except MovedError as error:
-            # The next address may be published in another store.
+            # A restarted rank 0 may publish its address in a new store.
             store = None
             last = lost = error.message or last
         except CommTimeoutError:
@@ -284,7 +284,7 @@ def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: by
         refusal = error.__cause__
         refused = isinstance(refusal, AuthenticationError) and (refusal.other_secret or refusal.versions)
         settled = control is not None or refused or isinstance(refusal, UntrustedError)
-        # In an agent's store, the address may be from an earlier run, whose ranks continue to exist for a while.
+        # In an agent's store, the address may be from an earlier run, whose ranks may take a while to exit.
         if not settled or (at.agent and _moves(store, key, published, claim, at)):
             raise MovedError(error.message) from error
         raise

@@ -233,8 +233,8 @@ class Checkpointer:
             self.save(*self._unsaved)
         self.wait()
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
-            # The last `step` call has saved every training step. Step boundaries passed since then, for example before
-            # an evaluation, do not belong to a training step.
+            # Every training step is saved. Step boundaries that were passed after the last `step` call, for example
+            # before an evaluation, do not belong to a training step.
             boundaries.saved_at = boundaries.passed
         if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(

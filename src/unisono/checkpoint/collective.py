@@ -290,9 +290,9 @@ class SaveQueue:
 # The save queue of each communicator. It is not an attribute of `Communicator`, because that class must not depend on
 # checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# The last save to each path without a communicator. The next save to the path waits for this save.
+# For saves without a communicator: the last save to each path. The next save to the same path waits for it.
 _alone: dict[str, SaveHandle] = {}
-# Protects `_alone` while `begin` removes finished saves: any thread may begin one.
+# Protects `_alone` while `begin` removes finished saves, because several threads may call `begin` at once.
 _alone_lock = threading.Lock()
 
 

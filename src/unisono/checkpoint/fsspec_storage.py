@@ -42,8 +42,8 @@ class FsspecStorage:
         self._fs.pipe_file(self._path(name), data)
 
     def lock(self, name: str, data: bytes) -> bool:
-        # fsspec has no conditional put. Of two concurrent writers, the later one wins; the earlier one reads back
-        # different data.
+        # fsspec has no conditional put. Of two concurrent writers, the later one wins; the earlier one notices, because
+        # it reads back different data.
         path = self._path(name)
         if self._fs.exists(path):
             return False

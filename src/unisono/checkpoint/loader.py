@@ -215,7 +215,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
             def prepare() -> Any:
                 checked = [_check_files(files, one.shares, rank, one.alone, options) for one in passes]
                 loaders.extend(TensorLoader(files, restoration, one.wanted, host, options, on_bytes) for one in passes)
-                # The result depends on this host, and a replay may run on a different host.
+                # Record the result: it depends on this host, and a replay of this rank may run on a different host.
                 return scope.measured(lambda: checked)
 
             everyone = scope.all_or_none(prepare)
@@ -576,5 +576,6 @@ class Destination:
 
 
 def _blank(entry: TensorEntry, device: torch.device) -> torch.Tensor:
-    # Create a tensor of bytes and view it: torch warns when it creates a half-precision complex tensor directly.
+    # Create a tensor of bytes and view it, because torch warns when it creates a half-precision complex tensor
+    # directly.
     return torch.empty(entry.nbytes, dtype=torch.uint8, device=device).view(entry.dtype).view(entry.shape)

@@ -71,7 +71,8 @@ OF_MANIFEST = 24
 HELD = 4 << 20
 """Maximum number of bytes per rank that are kept in memory until all tensors are known to be intact."""
 
-# Largest measured memory per JSON delimiter, in bytes, for the parsed value and the object built from this value.
+# For each JSON delimiter, the most memory, in bytes, that was measured for the parsed value and the object built from
+# it.
 _MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
 # A number in a list costs a list slot and an object.
 _NUMBER = 40

@@ -86,12 +86,12 @@ class SaveLock:
             if _is_alive(other):
                 break
             if other:
-                # Replace the dead writer's files, and the files that it was about to remove.
+                # After publication, also remove the dead writer's files, and the files that it was about to remove.
                 self.replaced |= {other["id"], *other["replaced"]}
             if other or tries >= _WAITS:
                 self._storage.remove(_NAME)
             else:
-                # Either the lock has just been released, or another process has created the file but not yet written
+                # Either the lock has just been released, or another process has created its file and not yet written to
                 # it.
                 time.sleep(_WAIT_S)
         raise CheckpointError(_held_by(other))

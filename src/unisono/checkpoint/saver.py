@@ -394,7 +394,7 @@ def _publish(
     """Assemble the manifest from the entries of all ranks, and publish it."""
     files: list[FileEntry] = []
     tensors = dict(snapshot.entries)
-    # The pieces of each tensor, keyed by first byte.
+    # The pieces of each tensor, keyed by the offset of their first byte.
     found: dict[str, dict[int, FilePiece]] = {name: {} for name in tensors}
     for part in parts:
         for name, (dtype, shape, device) in part["own"].items():

@@ -383,7 +383,7 @@ class LocalSource:
     """
 
     def __init__(self, path: Path) -> None:
-        # Do not block on a pipe, or follow a link.
+        # Open the file without blocking on a pipe or following a link.
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._path = path
@@ -409,7 +409,7 @@ class LocalSource:
                 mapped = mmap.mmap(self._fd, stop - low, access=mmap.ACCESS_COPY, offset=low)
                 mapped.madvise(_POPULATE_READ)
                 return memoryview(mapped)[start - low :]
-        # The file cannot be mapped, or part of it is unreadable; a plain read reports the error.
+        # The file cannot be mapped, or part of it is unreadable. In the second case, a plain read reports the error.
         data = memoryview(bytearray(stop - start))
         self.read(start, data)
         return data
@@ -424,7 +424,7 @@ class LocalSource:
         if fd >= 0:
             os.close(fd)
 
-    # A caller that opens an archive for one tensor may never close it.
+    # A caller that reads only one tensor from an archive may never close the archive.
     __del__ = close
 
 

@@ -167,7 +167,7 @@ def per_rank_of(value: Any) -> PerRank | None:
     if isinstance(value, (RNG, torch.Generator)):
         return PerRank(value, "keep")
     if is_stateful(value) and not isinstance(value, torch.nn.Module):
-        # Samplers, averagers and codecs declare a policy as an attribute, because this package may not import their
+        # Samplers, averagers and codecs declare a policy as an attribute, because this package must not import their
         # classes.
         policy = getattr(type(value), "checkpoint_policy", None)
         if policy in _POLICIES:
@@ -689,7 +689,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return torch.empty(0, dtype=torch.uint8)
-    # Unlike view(-1), this has stride 1 even for a single element.
+    # Unlike the result of view(-1), this one has stride 1 even for a single element.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 

@@ -91,7 +91,7 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
         if names == before:
             break
         if not found:
-            # Another process may have completed a checkpoint and removed all others in the meantime.
+            # In the meantime, another process may have completed a checkpoint and removed all older ones.
             before = names
             names = set(directory.children())
     return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))

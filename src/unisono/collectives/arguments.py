@@ -383,7 +383,7 @@ class _Checks(NamedTuple):
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
         ):
-            # These inputs are copied before the collective starts, so overlaps do no harm.
+            # Inputs of such a collective are copied before it starts, so overlaps do no harm.
             return
         sources = _labelled(read.parts(), collective.input, collective.scatters, "the input")
         targets = _labelled(written.parts(), collective.output, collective.gathers, "the tensor")

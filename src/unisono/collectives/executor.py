@@ -176,9 +176,9 @@ class PartialSums(Pieces):
         return found
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        # Look up this rank's own contribution before marking the chunks as received. If a step has several
-        # contributions to a chunk, `_store` uses only the first target, because only that target refers to this rank's
-        # own contribution.
+        # Look up this rank's own contributions before marking the chunks as received. If a step receives several
+        # contributions to a chunk, only the chunk's first target refers to this rank's own, so `_store` uses only that
+        # target.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)
@@ -375,8 +375,8 @@ class _Execution:
 
     def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
         """Post a batch, after waiting for the earlier batches that it depends on."""
-        # Contributions to a reduction are received into separate memory, so earlier sends may still be reading the
-        # buffer.
+        # Contributions to a reduction are received into separate memory, so there is no need to wait for earlier sends
+        # that still read the buffer.
         hazards = [] if reduce else recvs
         while self.flight and (len(self.flight) >= IN_FLIGHT or self._conflicts(sends, hazards)):
             self.settle()
@@ -402,7 +402,7 @@ class _Execution:
         self.flight.append(_InFlight(work, step, sends, recvs, reduce, packed, landed, aside))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
-        # Plain loops, because this runs for each batch, and a generator would cost more than the test itself.
+        # Use plain loops: this runs for each batch, and a generator would cost more than the comparisons.
         for batch in self.flight:
             if _overlap(reads, batch.recvs) or _overlap(overwrites, batch.recvs) or _overlap(overwrites, batch.sends):
                 return True

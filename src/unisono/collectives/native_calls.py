@@ -282,7 +282,7 @@ class NativeCalls(ABC):
             return Status.UNSUPPORTED
         move = self.core.receive if receives else self.core.send
         with messages.lock:
-            # Check again: another thread may have begun a message since `takes`.
+            # Check again: another thread may have begun a message since `takes` was called.
             if not messages.idle or (receives and messages.has_read(peer, tag)):
                 return Status.UNSUPPORTED
             messages.held = True

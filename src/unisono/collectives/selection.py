@@ -69,7 +69,7 @@ class Selection:
             return NATIVE, None
         tensors = call.inputs or call.outputs
         dtype = tensors[0].dtype if tensors else None
-        # Choose by size class, so that all calls in a class use the same algorithm.
+        # Round the size up to a power of two, so that calls of similar size share one choice.
         bits = max(0, message_bytes(call, self._size) - 1).bit_length()
         machine = self._machine() if requested == AUTO and self._machine is not None else None
         uniform = requested is None or _is_uniform(call)
@@ -209,7 +209,7 @@ def serves(name: str, needs: Needs, *, uneven: bool) -> bool:
     """Return whether an algorithm can serve a call. `uneven` means that the ranks' parts may differ in length."""
     algorithm = find(needs.collective, name)
     served = algorithm.serves(needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
-    # The algorithm's rank numbers do not matter in a single round, because the root then reduces all contributions
+    # If the algorithm has a single round, its rank numbers do not matter, because the root reduces all contributions
     # itself, in the order of the call's ranks.
     return served and not (needs.balanced and needs.rotated and algorithm.cost(needs.size, 1).rounds > 1)
 

@@ -106,7 +106,7 @@ class Engine:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._sink = SINK
         self._limit_s = options.timeout_s
-        # Threads inside a collective, in which a signal handler must not start another one.
+        # Threads that are inside a collective: a signal handler in such a thread must not start another collective.
         self._inside: set[int] = set()
         self._helper = SerialWorker(f"unisono {self.group.name} rank {self.group.rank}")
         self._pending = 0
@@ -114,7 +114,8 @@ class Engine:
         self.parent: Engine | None = None
         self.ending: Teardown = Teardown(self.transport, self.control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
-        # Don't run it at process exit: the control plane's handle then closes communicators that are still open.
+        # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
+        # open.
         self._dropped.atexit = False
         HOLD.add(self)
 
@@ -166,7 +167,7 @@ class Engine:
         self.owner = None
         self.any_thread = any_thread
         if not any_thread:
-            # Reports show the owner's stack, but no stack of a thread that has handed over the communicator.
+            # Reports show the owner's stack, and a thread that has handed over the communicator is no longer the owner.
             self.activity.owner = 0
 
     # -- the fast path: 1 us per call ----------------------------------------------------------
@@ -208,7 +209,7 @@ class Engine:
                 call = self._make((activity.calls + 1, record[3]), what, output, input, op, root, algorithm, timeout)
                 fast.mismatch(call.fingerprint)
             if status is Status.OK:
-                # Transports write without torch's functions, so bump the version here.
+                # Transports write without torch's functions, so increment the tensor's version here.
                 if output is not None and (root is None or what.writes(self.group.rank, root)):
                     increment_version(output)  # type: ignore[arg-type]  # no fast path accepts other buffers
                 activity.calls += 1
@@ -381,7 +382,7 @@ class Engine:
         call = self._make(at, what, output, input, op, root, algorithm, timeout, splits, lengths, origin, scale)
         if self.is_inside:
             raise self._called_inside(what.name)
-        # Consume values only after all checks: a collective that is rejected must neither add nor take any.
+        # Add and take values to compare only after all checks, because a rejected collective must do neither.
         if scale is not None and self.checked:
             self.agreements.add(scale, "scale")
         fingerprint = call.fingerprint
@@ -403,7 +404,8 @@ class Engine:
                 self._perform(call, transport, then)
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
-            # Add one default timeout, because the hang report that names the missing ranks must finish first.
+            # Add one default timeout, so that the hang report that names the missing ranks is finished before this wait
+            # ends.
             done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:
@@ -456,7 +458,7 @@ class Engine:
                 work.wait(seconds_left(deadline))
                 call.staging.end()
 
-        # If the group has failed, a wait ends immediately, with the first cause.
+        # If the group has failed, a wait immediately raises the first cause.
         return Deferred(complete, call.timeout, lambda: work.is_completed() or self.life.cause is not None)
 
     @contextmanager
@@ -498,7 +500,8 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # From the program's point of view, only its waits count as time inside a collective.
+        # Count this time as time outside collectives: for a queued collective, only the program's waits are time
+        # inside.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
@@ -518,7 +521,7 @@ class Engine:
             self.activity.log_event("end", "closed")
         self._dropped.detach()
         self.ending.drain()
-        # From here on, a failure has no call to abort.
+        # No calls are in flight any more, so a failure from here on has none to abort.
         self.life.change("drain")
         self.ending.leave(0.0 if self.life.cause is not None else patience)
 

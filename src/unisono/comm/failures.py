@@ -95,7 +95,7 @@ class Failures:
         for its own error or `abort`, and the helper thread for an error in an asynchronous collective.
         """
         if HOLD.holds(self.activity):
-            # Release held ranks first, because they would not notice the failure.
+            # Release held ranks first, because ranks do not notice a failure while they are held.
             HOLD.go()
         if self._life.change("fail", cause):
             self.transport.abort(error_of(cause, self._group))
@@ -179,7 +179,8 @@ def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
         if "\n" in first.message:
             error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
         return error
-    # Prefer the first report of a lost rank, which has the original exception; later ones only say "left".
+    # Prefer the first report of a lost rank, which has the original exception; later reports only say that the rank
+    # left.
     if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
         return error
     reported = error_of(first, group)

@@ -84,8 +84,8 @@ class PointToPointMailbox(Mailbox):
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
-        # Some transports connect pairs of ranks at their first message, one after another: use the same order on all
-        # ranks.
+        # Some transports connect two ranks at their first message, and one pair at a time, so use the same order of
+        # pairs on all ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
             transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
@@ -170,7 +170,7 @@ class PointToPointMailbox(Mailbox):
                 return
 
     def wake(self) -> None:
-        # A SimpleQueue is safe to use in a finalizer.
+        # A SimpleQueue's `put` may be called in a finalizer.
         self._bell.put(-1)
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     pairs: list[Group] = []
     box: Mailbox | None = None
     try:
-        # Wait for all ranks before any allocation, so that no rank waits for the memory of a rank that is missing.
+        # Allocate only after all ranks have joined, so that no rank waits for a missing rank's memory.
         values = control.exchange(group, "cards", metadata, timeout)
         box = transport.mailbox(group)
         if box is None:

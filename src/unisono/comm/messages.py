@@ -41,7 +41,7 @@ class AnySource:
     """
 
     def __init__(self, engine: Engine) -> None:
-        # The lock is reentrant, because serving an item may run callbacks that call the communicator.
+        # The lock is reentrant, because serving a receive may run callbacks that call the communicator.
         self._engine = engine
         self._lock = threading.RLock()
         self._queues: dict[int, deque[Matching]] = {}
@@ -90,7 +90,8 @@ class AnySource:
         engine = self._engine
         lost = list[PeerLostError]()
         engine.failures.check("recv")
-        # Tags equal modulo 256 share a slot, which bounds the table even if a program uses a new tag for every message.
+        # Tags that are equal modulo 256 share a slot, so the table stays small even if a program uses a new tag for
+        # every message.
         last = self._found.get(tag % _TAGS, -1)
         for peer in [peer for peer in peers if peer > last] + [peer for peer in peers if peer <= last]:
             try:
@@ -380,7 +381,7 @@ class Messages:
         self._engine.enter(operation)
         self._check_source(src, tag)
         record = operation, None, f"tag {tag}", callers_place()
-        # A probed message needs no further action.
+        # A probe is complete once it has found a message.
         return self._returned(record, (), self._any_source.join(tag, src, lambda _: Completion.ended()), Staging())
 
     def _returned(

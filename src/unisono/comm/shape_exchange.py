@@ -188,7 +188,7 @@ def run_uneven(
     except MismatchError as error:
         raise engine.failures.report(error, what.name) from None
     except (TypeError, ValueError):
-        # The collective that no rank runs has a number.
+        # Count the second collective: it has a number, although no rank runs it.
         engine.activity.calls += 1
         raise
     engine.block(

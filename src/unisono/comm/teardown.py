@@ -78,7 +78,7 @@ class Teardown:
         if os.getpid() != self._process:
             # In a forked child, all resources belong to the parent process, which continues.
             return
-        # If the control plane has ended first, no rank can be notified.
+        # If the control plane has already ended, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
             # This notifies waiting ranks immediately, but returns only when all ranks have left or `patience` has

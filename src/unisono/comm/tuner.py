@@ -82,7 +82,7 @@ class Tuner:
         topic = f"cost table {self._agreements}"
         mine = "", ""
         if group.rank == 0:
-            # A replay neither reads nor replaces this host's table.
+            # A replay neither reads nor replaces this host's cost table.
             mine = self.control.measured(group, topic, lambda: self._offer(measured))
         refusal, text = self.control.exchange(group, topic, mine, self._options.timeout_s)[0]
         if refusal:

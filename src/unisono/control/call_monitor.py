@@ -86,8 +86,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         answer = process.stdout.readline()
     if not answer:
         raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
-    # Set the status by hand: nobody waits for this child, which outlives this process, and Python would warn that the
-    # child is still running.
+    # Set the status by hand: this child outlives this process, so nobody waits for it, and Python would warn that it is
+    # still running.
     process.returncode = 0
     where = json.loads(answer)
     return where[0], where[1]

@@ -362,7 +362,8 @@ class ControlClient(ControlPlane, ABC):
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
         def unreported(_number: int) -> tuple[Any, ...]:
-            # If only this rank gave up, it would pass a boundary that the verdict does not include.
+            # Fail the whole group: if only this rank gave up, it would pass a boundary that the verdict does not take
+            # into account.
             return "unreported", group.name, timeout, hang_report(self, group).report
 
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)

@@ -70,7 +70,8 @@ class _HeldRank:
         """Return the program's frames, innermost first, without those of launchers and installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
         found: list[FrameType] = []
-        # Stop at the launcher: its caller is multiprocessing, which runs code from a string.
+        # Stop at the launcher: multiprocessing calls it from code in a string, whose frame would pass for one of the
+        # program's.
         while (
             frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
         ):
@@ -234,7 +235,7 @@ class DebugConnection:
         except OSError as error:
             self._socket.close()
             raise CommError(f"process {pid} holds no ranks: {error}") from error
-        # Any process may bind a name in this namespace, but the kernel knows which process did.
+        # Any process can bind a name in this namespace, but the kernel knows which process has bound this one.
         if user_of(self._socket)[0] != pid or not is_this_user(self._socket):
             self._socket.close()
             raise CommError(f"the socket of process {pid} belongs to another process or user")

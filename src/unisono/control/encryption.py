@@ -188,7 +188,7 @@ class _Pipe:
         self._to_send = ssl.MemoryBIO()
         server = context.protocol is ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._arrived, self._to_send, server_side=server)
-        # Bytes to deliver to the rank, and to the peer.
+        # Bytes to deliver to the rank and to the peer, respectively.
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._peer_ended = False
@@ -267,7 +267,7 @@ class _Pipe:
 
     def close(self, error: OSError | None = None) -> None:
         """Close the connection and the relay's end; the rank's socket then ends by itself."""
-        # Set this before the ends are closed: readers check it when they see the end of the stream.
+        # Set this before closing the sockets: readers check it when they see the end of the stream.
         self.near.failure = error
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)

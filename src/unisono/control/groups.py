@@ -293,7 +293,7 @@ class Groups:
 def _results(exchange: dict[int, ExchangeEntry]) -> Outgoing:
     contents = [exchange[rank].content for rank in range(len(exchange))]
     same = all(content == contents[0] for content in contents)
-    # Answer rank 0 last: if its process also runs this server, it would take the GIL from this thread.
+    # Answer rank 0 last: if rank 0 runs in this server's process, its thread would take the GIL from this one.
     last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
     return [(entry.client, (entry.request, "ok", None if entry.agree and same else contents)) for entry in last_first]
 

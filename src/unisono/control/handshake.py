@@ -230,8 +230,8 @@ class Acceptor:
             tune(peer)
             peer = encrypted(peer, self._context)
         except OSError as error:
-            # Out of descriptors: expire pending clients to make room; otherwise, `select` would report this connection
-            # forever.
+            # No file descriptors are left: expire pending clients to free some; otherwise, `select` would report this
+            # connection forever.
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 for handshake in self._pending.values():
                     handshake.deadline = 0.0

@@ -66,7 +66,7 @@ class InspectSocket:
                 if is_this_user(peer):
                     peer.send(FrameChannel().encode(Kind.ADDRESS, self._content))
             except OSError:
-                # The process has already disconnected.
+                # The other process has already disconnected.
                 return
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
             connection.connect(path_of(_KIND, pid, number))
         except OSError:
             return None
-        # Any process may bind a name in this namespace, but the kernel knows which process did.
+        # Any process can bind a name in this namespace, but the kernel knows which process has bound this one.
         return _read(connection, pid) if user_of(connection)[0] == pid and is_this_user(connection) else None
 
 

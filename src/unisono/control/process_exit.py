@@ -28,7 +28,8 @@ __all__ = [
     "when_process_ends",
 ]
 
-# multiprocessing's finalizers also run in its child processes, which ignore atexit. Higher priorities run first.
+# multiprocessing's finalizers also run in its child processes, which ignore atexit. Finalizers of higher priority run
+# first.
 CLOSE_HANDLES = 20
 CLOSE_SERVERS = 10
 _GRACE_S = 2.0
@@ -102,8 +103,8 @@ def close_all() -> None:
 
 
 def _close_all(error: BaseException | None) -> None:
-    # Close the newest handle first, because a handle may depend on older ones. `valuerefs` copies in one step: daemon
-    # threads may still register handles, and iterating would raise then.
+    # Close the newest handle first, because a handle may depend on older ones. `valuerefs` copies in one step;
+    # iterating would raise if a daemon thread registered a handle meanwhile.
     alive = [(ref.key, handle) for ref in _handles.valuerefs() if (handle := ref()) is not None]
     own = [(number, handle) for (process, number), handle in alive if process == os.getpid()]
     for _, handle in sorted(own, reverse=True):

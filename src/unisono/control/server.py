@@ -84,7 +84,8 @@ class ControlServer:
         tls_context(server=True)
         self._listener = listen(host, port)
         bound = self._listener.getsockname()
-        # For a name, listen on all addresses, because each client may resolve it differently.
+        # If `host` is a name, clients get the name, because each may resolve it differently; the socket listens on all
+        # addresses.
         self.address: tuple[str, int] = (host if is_name(host) else host_in(bound), bound[1])
         self._state = state(on_left=on_left, restarts=restarts)
         self._known: dict[int, Connection] = {}
@@ -110,7 +111,7 @@ class ControlServer:
         """Shut down once no client is left, or after `patience_s` seconds. Returns immediately."""
         with self._lock:
             self._end_at = clock.now() + patience_s
-        # The thread, and with it the sockets, may have ended.
+        # The thread may already have ended and closed the sockets.
         with contextlib.suppress(OSError):
             self._wakeup_sender.send(b"!")
 

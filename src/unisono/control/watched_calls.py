@@ -158,7 +158,7 @@ class WatchedCalls(ControlState):
     def _on_signature(self, client: int, request: int, index: int, content: bytes) -> Outgoing:
         """Store a call's fingerprint, to which this client refers by its index. The client gets no reply."""
         known = self._present[client].signatures
-        # A client that restarts its numbering replaces old entries; otherwise this list would grow forever.
+        # If a client restarts its numbering, new entries replace the old ones, so that this list does not grow forever.
         del known[index:]
         known.append(content)
         return []

@@ -197,7 +197,7 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
             # A different operation explains all other differences.
             differing = ["operation"]
         elif differing != ["algorithm"]:
-            # The algorithm follows from the other values, so report the values that differ.
+            # The algorithm follows from the other values, so report only the other values that differ.
             differing = [name for name in differing if name != "algorithm"]
         quoted = _sides({rank: call_text(p, algorithm="algorithm" in differing) for rank, p in sides.items()})
         text = f"ranks differ in {', '.join(differing)}: {quoted}"
@@ -233,7 +233,7 @@ def disagreement(prints: Mapping[int, Fingerprint]) -> str:
         paths = sorted({path for table in tables.values() for path in table})
         path, *later = (path for path in paths if len({str(table.get(path)) for table in tables.values()}) > 1)
         for inner in later:
-            # Prefer a missing element, which is more informative than the length of its container.
+            # Prefer to report an element that is missing, which is more informative than the length of its container.
             kinds = {table[path][1].partition(" of ")[0] for table in tables.values() if path in table}
             if inner.startswith(path) and len(kinds) == 1:
                 path = inner

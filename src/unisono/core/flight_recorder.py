@@ -126,7 +126,7 @@ class Activity:
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Record | None = None
-        # In a common queue, messages displaced the collectives that `metrics` evaluates.
+        # In a common queue, messages would displace the collectives that `metrics` evaluates.
         self._collectives: deque[Record] = deque(maxlen=_KEPT)
         self._messages: deque[Record] = deque(maxlen=_FEW)
         self.keep: Callable[[Record], None] = self._collectives.append
@@ -213,13 +213,13 @@ class Activity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as built-in types."""
-        # A rank that has just timed out counts as waiting, because peers that query at the same time belong to the same
-        # deadlock. The timeout may also have been raised by a wait outside any call.
+        # A rank that has just timed out counts as waiting, because peers that query its activity at that time are in
+        # the same deadlock. The timeout may also have been raised by a wait outside any call.
         now = self.now
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
-        # `calls` does not include a fast-path call until it is done.
+        # `calls` counts a fast-path call only once the call is done.
         come = now[1] if inside and now is not None else None
         return {
             "group": self.group.name,
@@ -267,8 +267,8 @@ class ActivityRegistry:
     def open(self) -> list[Activity]:
         """Return the activities of open communicators, the most recently used last."""
         with self._lock:
-            # The lock is needed because a set that grows during its iteration raises, and other threads create
-            # communicators.
+            # Hold the lock, because other threads may create communicators, and iterating over a set that grows would
+            # raise.
             return sorted((a for a in self._known if not a.life.closed), key=lambda a: (a.since, a.group.name))
 
     def report(self) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class Hold:
         self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()
-        # The control plane's thread calls `stop` and `go`, and must not wait for a rank. So no thread waits at its gate
-        # while it holds this lock.
+        # The control plane's thread calls `stop` and `go`, and must not wait for a rank, so no thread holds this lock
+        # while it waits at its gate.
         self._lock = _thread.allocate_lock()
 
     def add(self, engine: _Holdable) -> None:
@@ -109,7 +109,7 @@ class Hold:
                 return False
             self._steps.add(thread)
             for engine in self._held:
-                # The next line may be the first one that uses a communicator without an owner.
+                # The program's next line may be the first one that uses a communicator without an owner.
                 if engine.owner in (thread, None):
                     engine.activity.life.change("go")
         gate.release()

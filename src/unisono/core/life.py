@@ -63,8 +63,8 @@ class Life:
         self.phase: Phase = Phase.OPEN
         self.cause: Cause | None = None
         # Three threads change the phase: the program's, the control plane's for failures, and the thread that holds the
-        # ranks. The bare lock also works in simulations; it is reentrant, because a signal handler may interrupt
-        # `change`.
+        # ranks. A lock of `_thread` also works in simulations; this one is reentrant, because a signal handler may
+        # interrupt `change`.
         self._lock = _thread.RLock()
 
     @property

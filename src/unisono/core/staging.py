@@ -93,7 +93,7 @@ class Staging:
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return uninitialised flat memory of a tensor's dtype that the transport can use."""
         if like.device.type in self._away:
-            # Pin the memory, because an accelerator then copies at full speed, without involving the host.
+            # Pin the memory, so that an accelerator copies at full speed, without involving the host.
             pinned = like.device.type in ACCELERATORS
             self._pinned.append(torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned))
             return self._pinned[-1]
@@ -113,8 +113,8 @@ class Staging:
     def begin(self) -> None:
         """Copy the inputs, and run the functions in `before`."""
         for target, tensor in self._copies:
-            # Resolve conjugation and negation first: torch does so in host memory, where an asynchronous copy may not
-            # have arrived yet.
+            # Resolve conjugation and negation first: otherwise, torch would do so in host memory, possibly before the
+            # asynchronous copy has arrived there.
             target.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         if self._copies:
             self._synchronize()

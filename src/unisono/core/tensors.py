@@ -392,7 +392,7 @@ def _of_memory(view: memoryview, name: str, *, written: bool) -> torch.Tensor:
     shape = view.shape or ()
     if not view.nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    # Pass the view, not its object: while a view exists, the memory cannot be resized.
+    # Pass the view, not the object that it views: while a view exists, the memory cannot be resized.
     memory = bytearray(view) if view.readonly else view
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 

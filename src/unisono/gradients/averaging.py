@@ -271,7 +271,8 @@ class Averaging(PassOwner):
         """Hook on the last parameter of a chunk; runs after its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Outside a backward pass (for example, after one that two threads ran), p.grad belongs to the caller.
+        # Outside a backward pass (such as in the rest of a pass that failed because two threads ran passes at the same
+        # time), p.grad belongs to the caller.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
@@ -300,8 +301,8 @@ class Averaging(PassOwner):
         """Set p.grad aside, and prepare for the pass's gradients. Collective after a failed pass."""
         failed = self.phase is not Phase.IDLE
         if failed:
-            # Do this before reusing the buckets: reductions of the failed pass may write to them until they are
-            # aborted.
+            # Do this before reusing the buckets: reductions of the failed pass may write to the buckets until the
+            # reductions are aborted.
             self.comms.settle()
             self._reduction.give_up()
         # After a failed pass, buckets in the aborted communicator's memory would be reduced more slowly. They are
@@ -311,15 +312,15 @@ class Averaging(PassOwner):
             self.buckets.recreate(list(self.buckets.where))
         if failed or stale:
             self._reduction = self._new_reduction()
-        # A hook that the caller has added must run before the averager's hooks, so register the latter again.
+        # A hook that the caller has added must run before the averager's hooks, so register the averager's hooks again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
         held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
-        # With several models, send nothing before the end of the pass, where all ranks use the same order of models. If
-        # a rank failed while a later model's bucket was in flight, other ranks would repeat the pass, or wait for its
-        # repetition, although an earlier model's pass had already finished.
+        # With several models, send nothing before the end of the pass, where all ranks use the same order of models.
+        # Otherwise, a rank could fail while a later model's bucket is in flight, and other ranks would repeat the pass,
+        # or wait for its repetition, although an earlier model's pass has already finished.
         early = len(self._watch.peers) == 1
         # Change the phase last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
@@ -332,7 +333,7 @@ class Averaging(PassOwner):
         self.check()
         arrived = saved.arrived()
         taken = self._reduction.taken()
-        # Torch adds nothing to a parameter that was frozen after its forward pass.
+        # Torch adds no gradient to a parameter that was frozen after its forward pass.
         unchanged = [i for i in self._tracker.arrived - arrived - taken if self._parameters[i].requires_grad]
         problem = None
         if unchanged or self._hooks.count:
@@ -435,7 +436,7 @@ class Averaging(PassOwner):
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
-        # An earlier failure has been reported already; after AVERAGED, the other ranks have everything they need.
+        # Don't report a failure twice; after AVERAGED, report none, because the other ranks have everything they need.
         spreads = self._reduction.sent and self.phase not in (Phase.AVERAGED, Phase.FAILED)
         self._change("fail" if self._reduction.sent else "fail unsent")
         if spreads:

@@ -84,8 +84,8 @@ class ErrorFeedback(Codec):
         if all(used):
             self.average(flat, comm, shapes)
             return
-        # Keep an unused parameter's residual until the parameter is used again: the caller ignores the parameter's
-        # mean, so a residual sent now would be lost.
+        # Keep an unused parameter's residual until the parameter is used again: the caller ignores the mean of an
+        # unused parameter, so a residual sent now would be lost.
         sizes = torch.tensor([math.prod(shape) for shape in shapes])
         idle = torch.tensor(used).logical_not_().repeat_interleave(sizes).to(flat.device)
         owed = (

@@ -81,8 +81,8 @@ class Powersgd(SteppedCodec):
         if kept is not None:
             self._write(kept, flat, shapes, left, right, comm.size)
         self._sum(right, comm)
-        # `share` already contains the means of the parameters that are sent uncompressed: `plain` consists of views of
-        # it.
+        # `share` already contains the means of the parameters that are sent uncompressed, because `plain` consists of
+        # views of `share`.
         self._write(flat, share, shapes, left, right)
         self._columns = right
         self._step = self._step + 1

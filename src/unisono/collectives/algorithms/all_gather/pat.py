@@ -27,12 +27,13 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     rounds = (size - 1).bit_length()
-    sent = [0] * size  # number of sends of a chunk, by distance from its owner
+    sent = [0] * size  # how often a rank sends a chunk, by the rank's distance from the chunk's owner
     for distance in (1 << bit for bit in range(rounds)):
         for way in range(0, size - distance, 2 * distance):
             sent[way] += 1
     least, longer = divmod(numel, size)
-    # The first `longer` chunks have one element more. The distance from chunk c's owner to a rank is rank - c.
+    # The first `longer` chunks have one more element than the others. A rank's distance from the owner of chunk c is
+    # rank - c.
     extra = sum(sent[-chunk] for chunk in range(longer))
     most = extra
     for rank in range(size):

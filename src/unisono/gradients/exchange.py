@@ -85,7 +85,7 @@ class Exchange:
     def wait(self) -> None:
         """Wait for the result; if the exchange has failed, raise its error. If interrupted, wait again."""
         self.done.wait()
-        # On an accelerator, `done` may be completed before the result has been computed on these streams.
+        # On accelerators, `done` may be completed before the result has been computed, so also wait for their streams.
         wait_for(self.streams)
 
 

@@ -97,7 +97,7 @@ class Exchanges(ABC):
         self._fragments = fragments
         self._anchor = anchor
         self._settings = settings
-        # An exchange may be queued behind the exchanges of all other fragments.
+        # Allow time for all fragments: an exchange may be queued behind the exchanges of all others.
         self._limit_s = (_CALLS * engine_of(comm).options.timeout_s + grace_s) * len(fragments)
         self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
 
@@ -136,8 +136,8 @@ class Exchanges(ABC):
         """Make all later calls raise, on all ranks."""
         if not isinstance(error, CommError):
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in {self._event}: {error!r}")
-        # Don't store an interrupt: it must be raised only once, or programs would take it for another one. Later calls
-        # raise what it did to the communicator.
+        # Don't store an interrupt: if later calls raised it again, programs would take it for a second interrupt. Later
+        # calls raise the communicator's failure instead.
         self.error = self.error or (error if isinstance(error, Exception) else self._comm.exception())
 
     # -- when fragments are exchanged -----------------------------------------------------------
@@ -163,10 +163,10 @@ class Exchanges(ABC):
     # -- an exchange ---------------------------------------------------------------------------
     def _contribution(self, fragment: Fragment, here: list[torch.Tensor], *, in_place: bool) -> list[torch.Tensor]:
         if not fragment.anchor:
-            # Reduce a copy if training continues meanwhile, or if the result is mixed with the parameters.
+            # Reduce a copy if training continues during the exchange, or if the result is mixed with the parameters.
             return here if in_place else [p.clone() for p in here]
-        # Subtract from the anchor after rounding it to the parameter's dtype: training started from those rounded
-        # values, so the rounding must not count as a change.
+        # Round the anchor to the parameter's dtype before subtracting: training started from the rounded values, so the
+        # rounding must not count as a change.
         return [a.to(p.dtype).to(a.dtype) - p.to(a.dtype) for a, p in zip(fragment.anchor, here, strict=True)]
 
     def _begin(
@@ -181,8 +181,8 @@ class Exchanges(ABC):
         is_last: bool = False,
     ) -> Exchange:
         """Return a new exchange of a fragment with these parameters; `_task` sends it."""
-        # Look for failures before the prediction replaces the parameters, because an exchange that never begins cannot
-        # be undone.
+        # Look for failures before the prediction replaces the parameters, because this replacement can be undone only
+        # if the exchange has begun.
         self.check()
         if (failure := self._comm.exception()) is not None:
             raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
@@ -210,11 +210,11 @@ class Exchanges(ABC):
             step: The current step, if all ranks are at the same step.
             aside: Whether another thread will run the task.
         """
-        # Another thread's reduction waits on streams of its own for the work queued so far. It neither reads a tensor
-        # too early nor delays the work that training queues later.
+        # Another thread reduces on streams of its own, which wait for the work queued so far. The reduction then
+        # neither reads a tensor too early nor delays the work that training queues later.
         streams = current_streams(t.device for t in exchange.tensors) if aside else []
         exchange.streams = [torch.Stream(device=stream.device) for stream in streams]
-        # Read the fragment here, because the thread that runs the task does not own it.
+        # Read the fragment's fields in this thread, because the thread that runs the task must not access them.
         state = {
             "rounds": fragment.rounds,
             "steps": step,
@@ -236,7 +236,8 @@ class Exchanges(ABC):
                 self._reduce(fragment, exchange)
         except BaseException as raised:
             error = raised
-            # Don't leave `_compare`'s values to this thread's next collective on another communicator of these ranks.
+            # Discard the values that `_compare` has passed: otherwise, this thread's next collective on another
+            # communicator of the same ranks would compare them.
             engine_of(self._comm).agreements.take(0)
             self._fail(raised)
         finally:
@@ -279,7 +280,8 @@ class Exchanges(ABC):
             self._step_anchor(fragment, exchange)
             if tensors is not None and not exchange.in_place:
                 self._update(fragment, exchange, tensors(fragment))
-            # Count the round last: if this rank fails before, `move_to` gives it the anchor of a rank that did not.
+            # Count the round last: if this rank fails before this line, its count stays lower, and so `move_to` gives
+            # it the anchor of a rank that did not fail.
             fragment.rounds += 1
         return True
 
@@ -292,8 +294,8 @@ class Exchanges(ABC):
         part = [fragment.anchor[i] for i in kept]
         changes = [exchange.tensors[i] for i in kept]
         # Don't take an outer step for the last exchange: the outer optimizer would move the anchor by its momentum,
-        # which is meant for a whole interval. An outer step at the end of training cost 6 % of the loss in three
-        # trainings of 1,000 steps.
+        # which is meant for a whole interval. In three trainings of 1,000 steps, an outer step at the end made the loss
+        # 6 % worse.
         if exchange.is_last:
             for there, change in zip(part, changes, strict=True):
                 there.sub_(change)
@@ -308,12 +310,12 @@ class Exchanges(ABC):
             if index in exchange.loaded:
                 continue
             if ahead is not None:
-                # In place, because `here + (there - expected)` would need two more copies of the fragment.
+                # Compute this in place, because `here + (there - expected)` would need two more copies of the fragment.
                 here.sub_(ahead.expected[index]).add_(there)
             else:
                 here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
         if ahead is None and not exchange.alpha and not exchange.loaded:
-            # The parameters equal the anchor now, so no samples belong to the next change yet.
+            # The parameters equal the anchor again, so count the samples of the next change from zero.
             fragment.samples = 0
 
     def _apply_due(self, step: int, tensors: Tensors) -> bool:
@@ -356,7 +358,7 @@ class StepExchanges(Exchanges):
         # Other ranks send these fragments in this step, so an interrupt must not make this rank skip one.
         with self.changing():
             for fragment in self._due(step):
-                # Apply the previous result first: the fragment may be sent again before that result is due.
+                # Apply the fragment's previous result first, even if it is not due yet.
                 applied |= self.apply(fragment, tensors)
                 self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
         return self._apply_due(step, tensors) or applied
@@ -380,7 +382,7 @@ class StepExchanges(Exchanges):
             self._worker.run(task)
         else:
             task()
-            # Raise an error, above all an interrupt, now: a later wait must not raise it again.
+            # Raise any error here: a later wait must not raise it, above all if it is an interrupt.
             exchange.wait()
         # Set this last, because `apply` must not wait for an exchange that was never started.
         fragment.exchange = exchange
@@ -396,7 +398,7 @@ class StepExchanges(Exchanges):
 
     def _exchange_now(self, step: int, tensors: Tensors, *, is_last: bool) -> None:
         # First finish the exchanges that the worker still runs: the exchanges below run in this thread, and would
-        # overtake them.
+        # otherwise overtake them.
         for fragment in self._fragments:
             self.apply(fragment, tensors)
         with self.changing():

@@ -32,7 +32,8 @@ class NeighbourMean:
         self.topology = topology
 
     def __repr__(self) -> str:
-        # Ranks compare this text. They compare topologies separately: by name, or by a function's first round.
+        # Ranks compare this text, which omits the topology. They compare topologies separately: named topologies by
+        # name, others by their first round.
         return "NeighbourMean"
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> None:
@@ -62,8 +63,8 @@ class _GossipExchanges(StepExchanges):
     """Exchanges in which each rank communicates with its neighbours only."""
 
     def _compare(self, state: Mapping[str, Any]) -> None:
-        # Ranks communicate only with neighbours, so no collective can compare these values. Mix them instead: a value
-        # changes only if it differs between neighbours.
+        # Ranks communicate only with neighbours, so no collective can compare these values. Average them with the
+        # neighbours' values instead: the average changes a value only if neighbours have other values.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._settings.reduce(mixed, self._comm, state["rounds"])

@@ -63,8 +63,8 @@ class NanGuard:
         named = named_tensors(model)
         agree_on_parameters(named, comm, of="NanGuard", frozen=False)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
-        # By parameter name, in order of arrival: the gradient's size, and the largest number of non-finite elements
-        # that the gradient had in any backward pass.
+        # For each parameter name, in the order in which gradients arrived: the gradient's size, and the largest number
+        # of non-finite elements that it had in any backward pass.
         self._seen: dict[str, tuple[int, torch.Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._follow()
@@ -80,7 +80,8 @@ class NanGuard:
             hook.remove()
         named = named_tensors(self._model)
         self._hooks = [hook_gradient(parameter, partial(self._look, name)) for name, parameter in named]
-        # Identify parameters by their C++ implementation, to which hooks belong, because a parameter may be swapped.
+        # Identify parameters by their C++ implementations, to which the hooks belong: a swap gives a parameter another
+        # implementation.
         self._hooked = {parameter._cdata for _, parameter in named}
         self._members = ModelMembers(self._model, named)
 
@@ -97,8 +98,8 @@ class NanGuard:
             NotFiniteError: On every rank; names the first affected rank (also the error's `peer`), and the parameter
                 whose gradient was affected.
         """
-        # A parameter has no hook if the model's own `forward` has not been called since the parameter was added.
-        # Inspect its p.grad instead.
+        # A parameter that was added after the last call of the whole model's `forward` has no hook yet. Inspect its
+        # p.grad instead.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
             if parameter.grad is not None:
@@ -269,7 +270,8 @@ def agree_step(
     def hook(*_: object) -> None:
         step = next(steps)
         if schedule(step):
-            # Compare the optimizer first: different options make parameters differ, but not vice versa.
+            # Compare the optimizer first, so that the error names the cause: different options make parameters differ,
+            # but different parameters do not change options.
             comm.agree(optimizer, f"the optimizer after step {step}")
             comm.agree(model, f"the model after step {step}")
         if step % _FLUSH_EVERY == 0:

@@ -146,7 +146,8 @@ class LogicalShards:
         # The step in progress, and its open shard.
         self._step: _Step | None = None
         self._open: _Shard | None = None
-        # Deterministic sums are a balanced tree over the ranks, which continues the tree over each rank's shards.
+        # Deterministic collectives sum in a balanced tree over the ranks, which continues each rank's tree over its
+        # shards.
         self._comm = comm.dup(deterministic=True)
         self._comm.allow_any_thread()
         # Claim and hook the parameters last: if anything above raises, they remain free for another averager.
@@ -191,7 +192,7 @@ class LogicalShards:
         shard = self._open = _Shard(number)
         try:
             yield
-            # Check inside this block, so that an error undoes the shard.
+            # Check inside this `try`, so that an error undoes the shard.
             self.check()
             lost = [name for i, (name, p) in enumerate(self._named) if i in shard.arrived and p.grad is None]
             if lost:
@@ -208,7 +209,7 @@ class LogicalShards:
             self._open = None
         self._clear()
         if len(step.done) == len(self.local):
-            # Drop the step first: if averaging raises, p.grad is as before the step, whose shards may be run again.
+            # Drop the step first, which restores p.grad: if averaging raises, the step's shards can be run again.
             self._drop()
             self._finish(step)
 
@@ -335,8 +336,8 @@ class LogicalShards:
         averages = self._averages([step.sums.pop(node) for node in self._covers[self.rank]])
         if self._sync_buffers and self._model is not None:
             share_buffers(self._model, self._comm)
-        # Change p.grad only after the last message. If a message fails, the shards are run again, and nothing may then
-        # be counted twice.
+        # Change p.grad only after the last message: if a message fails, the shards are run again, and their gradients
+        # must not be added twice.
         for i, average in averages.items():
             parameter = self._parameters[i]
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
@@ -344,8 +345,8 @@ class LogicalShards:
 
     def _averages(self, mine: list[_Gradients]) -> dict[int, torch.Tensor]:
         """Return the average of each parameter that any rank has used, from this rank's sums. Collective."""
-        # A rank may lack a gradient that another rank has, but all ranks must fill the same buckets. The sum of
-        # booleans is a logical or.
+        # A rank may lack a gradient that another rank has, but all ranks must fill the same buckets. Summing booleans
+        # gives their logical or.
         used = torch.tensor(
             [any(sums[i] is not None for sums in mine) for i in range(len(self._parameters))], device=self._comm.device
         )
@@ -356,13 +357,15 @@ class LogicalShards:
             members = [self._parameters[i] for i in bucket]
             partial = [torch.cat([_flat(sums[i], self._parameters[i]) for i in bucket]) for sums in mine]
             result = self._reduced(partial)
-            # `_add` has divided half-precision gradients; dividing the others here rounds only once.
+            # `_add` has already divided half-precision gradients. Divide the others only now, so that the division
+            # rounds only once.
             if not self._total and result.dtype not in HALVES:
                 result /= self._count
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):
                 # Like torch's own gradients, an average has the parameter's strides.
                 averages[i] = torch.empty_like(parameter).copy_(part.view(parameter.shape))
-                # The average replaces the sums, so that both together need no more memory than the sums alone.
+                # Drop a bucket's sums once their average exists, so that sums and averages together need no more memory
+                # than the sums alone.
                 for sums in mine:
                     sums[i] = None
         return averages

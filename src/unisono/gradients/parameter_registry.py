@@ -107,8 +107,8 @@ class ParameterRegistry:
         Frozen parameters are hooked as well, because they may be unfrozen later.
         """
         self.hooked = True
-        # Claim the parameters only with the hooks: an averager whose construction fails must leave them free. The claim
-        # ends when this reference is dropped.
+        # Claim the parameters only when they are hooked: an averager whose construction fails must leave them free. The
+        # claim ends when `_claim` is dropped.
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
@@ -162,7 +162,8 @@ class ParameterRegistry:
         def finish(*_: Any) -> None:
             now = zip(self.names, self.parameters, versions, strict=False)
             written = [name for name, p, version in now if p.requires_grad and p._version != version]
-            # Comparing the versions in each forward would slow down every step.
+            # Stop after the first forward in training mode, because comparing the versions in each forward would slow
+            # down every step.
             if written or model.training:
                 for handle in handles:
                     handle.remove()
@@ -193,7 +194,8 @@ class ParameterRegistry:
 
 def _check_grad_dtypes(named: Named) -> None:
     for name, parameter in named:
-        # Older versions of torch have no such attribute; None accepts any dtype, and gradients get the parameter's.
+        # Older versions of torch have no `grad_dtype`. If it is None, p.grad may have any dtype, including the
+        # parameter's.
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         if dtype != parameter.dtype:
             raise ValueError(
@@ -210,7 +212,7 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
         return RemovableHandle(OrderedDict())
     # Unfreeze the parameter temporarily, because torch rejects hooks on frozen parameters.
     parameter.requires_grad_(True)
-    # After a swap, torch no longer reads the tensor's hook tables until they are assigned again.
+    # After a swap, torch ignores the tensor's hook tables until they are assigned again.
     parameter._backward_hooks = parameter._backward_hooks
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     handle: RemovableHandle = parameter.register_hook(hook)
@@ -270,6 +272,7 @@ def _constant(check: Callable[[], None]) -> Callable[[], int]:
         check()
         return 0
 
-    # Set the attribute that torch.compiler.assume_constant_result sets, because importing Dynamo would take seconds.
+    # Don't call torch.compiler.assume_constant_result, which would import Dynamo and so take seconds. Set the same
+    # attribute as that function.
     constant.__dict__["_dynamo_marked_constant"] = True
     return constant

@@ -157,7 +157,7 @@ class PeriodicAverager(PeriodicAction):
     ) -> None:
         timed = TimedSchedule(every) if isinstance(every, timedelta) else every
         self._timed = timed if isinstance(timed, TimedSchedule) else None
-        # With a time, `Turns` decides when to exchange, and nothing evaluates the schedule.
+        # If `every` is a time, `Turns` decides when to exchange, and this schedule is never evaluated.
         schedule = schedule_of(1 if isinstance(timed, TimedSchedule) else timed)
         if reduce != "mean" and outer is not None and outer.compression is not None:
             raise ValueError("compression= needs reduce='mean': the codec computes the mean")
@@ -176,8 +176,8 @@ class PeriodicAverager(PeriodicAction):
         self._exchange_settings = ExchangeSettings(overlap_steps, alpha, _reduction(reduce), int(bucket_cap_mb * MIB))
         parts = _by_bytes(named, fragments) if isinstance(fragments, int) else _by_name(named, fragments)
         self._schedules = _staggered(schedule, len(parts))
-        # Create the anchor and the fragments before `super().__init__`, which calls `_connect`. Until then nothing is
-        # sent, as the class promises for a `ValueError`.
+        # Create the anchor and the fragments before `super().__init__`, which calls `_connect`. Nothing is sent before
+        # that call, so a `ValueError` is raised without communication, as the class promises.
         self._anchor = None if outer is None else Anchor([tensor for _, tensor in named], outer)
         self._fragments = [Fragment(members, [self.anchor[i] for i in members if self.anchor]) for members in parts]
         codec = None if outer is None else codec_for(outer.compression)
@@ -203,7 +203,7 @@ class PeriodicAverager(PeriodicAction):
         }
         super().__init__(model, comm, schedule, buffers=buffers, settings=settings)
         try:
-            # Compare values only now, because `super().__init__` has checked that names and shapes are equal.
+            # Compare values only now, after `super().__init__` has checked that names and shapes are equal.
             if self.anchor:
                 advice = "un.broadcast_parameters(model, comm) makes them equal"
                 assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
@@ -220,8 +220,8 @@ class PeriodicAverager(PeriodicAction):
     def _connect(self, comm: Communicator) -> None:
         super()._connect(comm)
         self._exchanges = self._new_exchanges()
-        # `close` waits for the worker, whose last exchange uses the communicator. If the averager is dropped without
-        # `close`, a finalizer stops the worker.
+        # Make the communicator's `close` wait for the worker, whose last exchange still uses the communicator. If the
+        # averager is dropped without `close`, a finalizer stops the worker.
         self._comm.before_close(self._exchanges.joiner())
         finalize(self, self._exchanges.ender())
 
@@ -275,7 +275,7 @@ class PeriodicAverager(PeriodicAction):
         """
         if samples is not None and self._timed is None:
             raise TypeError("samples weight the contributions of ranks of different speed: pass a timedelta in every=")
-        # Raise an earlier error before counting: exchanges compare the ranks' steps.
+        # Raise an earlier error before counting the step, because exchanges compare the ranks' step counts.
         self._exchanges.check()
         self.steps += 1
         self._resumed = False
@@ -304,7 +304,8 @@ class PeriodicAverager(PeriodicAction):
         named = floating(self.named)
         names = dict(self._known).keys() ^ dict(named).keys()
         odd = [name for name, _ in (*self._known, *named) if name in names]
-        # Without an anchor, the loop body never runs: plain averages follow a parameter that was replaced.
+        # Without an anchor, the loop body never runs, because plain averages simply use the parameter that replaced
+        # another.
         for (name, tensor), (_, known), there in zip(named, self._known, self.anchor, strict=False):
             # Only parameters must remain the same objects, because a forward pass may replace a buffer.
             is_new = tensor is not known and isinstance(tensor, torch.nn.Parameter)
@@ -312,7 +313,7 @@ class PeriodicAverager(PeriodicAction):
                 odd.append(name)
         if odd:
             problem = f"{odd[0]!r} was added, removed, resized, moved or replaced since its averager was created"
-            # Abort, because the other ranks would wait for this rank in the exchange.
+            # Abort the communicator: otherwise, the other ranks would wait for this rank in the exchange.
             self._comm.abort(problem)
             raise RuntimeError(f"{problem}. Create a new {type(self).__name__} for the changed model")
         return [named[i][1].detach() for i in fragment.members]
@@ -341,7 +342,7 @@ class PeriodicAverager(PeriodicAction):
                 fragment.samples = 0
                 if fragment.exchange is not None:
                     fragment.exchange.loaded.add(fragment.members.index(index))
-                # `_tensors` reports another shape in the next exchange, and aborts all ranks.
+                # If the shape has changed, `_tensors` reports that in the next exchange, and aborts all ranks.
                 if self._anchor is not None and self.anchor[index].shape == tensor.shape:
                     fragment.is_loaded |= self._anchor.load(index, tensor)
 
@@ -361,7 +362,7 @@ class PeriodicAverager(PeriodicAction):
         for fragment in self._fragments:
             exchange = fragment.exchange
             if exchange is not None:
-                # The thread that reduces writes the tensors until the exchange is done.
+                # Wait, because the thread that reduces writes to the tensors until the exchange is done.
                 exchange.wait()
             state["fragments"].append([named[i][0] for i in fragment.members])
             state["rounds"].append(fragment.rounds)
@@ -409,7 +410,7 @@ class PeriodicAverager(PeriodicAction):
         if state["fragments"] != names:
             raise ValueError(f"the state is of fragments {state['fragments']}, not {names}")
         if self.outer is not None:
-            # Load the optimizer first: it rejects a state that does not fit, before anything has changed.
+            # Load the optimizer first: if it rejects a state that does not fit, nothing has changed yet.
             self.outer.load_state_dict(state["outer"])
         super().load_state_dict(state)
         with torch.no_grad():
@@ -446,7 +447,7 @@ class PeriodicAverager(PeriodicAction):
         Raises:
             MismatchError: Ranks have different parameters or arguments.
         """
-        # This ends the exchanges in flight and joins the worker, so that only this thread changes them from here on.
+        # End the exchanges in flight and join the worker, so that from here on only this thread changes the fragments.
         self._disconnect()
         with torch.no_grad():
             for fragment in self._fragments:
@@ -460,11 +461,12 @@ class PeriodicAverager(PeriodicAction):
                 fragment.is_loaded = self.outer is not None
         self._connect(comm)
         progress = self._comm.all_gather_object((sum(fragment.rounds for fragment in self._fragments), self.steps))
-        # The first of the leading ranks is the same one on all ranks.
+        # If several ranks have equal progress, all ranks choose the first of them.
         leader = progress.index(max(progress))
         state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
         rounds, steps = progress[leader]
-        # A rank that has made no step may be new, with an anchor of its own; it has not trained, so it loses nothing.
+        # A rank that has made no step may be new and have another anchor, so it also loads the leader's state. It has
+        # not trained, so it loses nothing.
         if progress[comm.rank][0] < rounds or (steps and not self.steps):
             self.load_state_dict(state)
             with torch.no_grad():
@@ -473,7 +475,7 @@ class PeriodicAverager(PeriodicAction):
                     for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
                         here.copy_(there)
         self.steps: int = steps
-        # If the model is loaded next, as `un.elastic.Recovery` does, that must not replace the leader's anchor.
+        # Loading the model next, as `un.elastic.Recovery` does, must not replace the leader's anchor.
         self._resumed = True
 
     def _take_back(self, fragment: Fragment, exchange: Exchange) -> None:
@@ -485,9 +487,9 @@ class PeriodicAverager(PeriodicAction):
         if ahead is not None:
             parts = zip(self._tensors(fragment), fragment.anchor, ahead.own, ahead.expected, strict=False)
             for index, (here, there, own, expected) in enumerate(parts):
-                # Training continued from the prediction, but not where other values were loaded in its place.
+                # Training continued from the prediction, except in parameters for which other values were loaded since.
                 if index not in exchange.loaded:
-                    # Move back to where this rank was before the prediction: the anchor minus the contribution.
+                    # Replace the prediction by this rank's values before it: the anchor minus the contribution.
                     here.add_(there - own - expected)
 
 

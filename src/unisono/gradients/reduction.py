@@ -97,7 +97,7 @@ class Reduction:
         late = any(map(BucketContents.is_late, self.contents[: self.sent]))
         while self.sent < len(self.contents):
             self._start(saved, arrived, (late, *requests))
-        # Exchange the factors even if there are no buckets: in join(), other ranks wait for this rank's data.
+        # Exchange the weights even if there are no buckets: in join(), other ranks wait for this rank to do so.
         if self._factor is None:
             self._factor = self._weights.shared_factor()
         for contents in self.contents[first:]:
@@ -145,7 +145,8 @@ class Reduction:
             contents.follow_streams()
         flags = requests if last else ()
         contents.finalize(arrived, saved.aside, self._factor, self._weights.here, flags, self._keeps_copies)
-        # Count the bucket as sent first: a reduction that fails on this rank only may have reached other ranks.
+        # Count the bucket as sent before reducing it: a reduction that fails only on this rank may have reached other
+        # ranks.
         self.sent += 1
         with self._observed(contents) if observed_now() else nullcontext():
             self._reduce(contents)
@@ -162,8 +163,8 @@ class Reduction:
                 comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
                 contents.found = contents.read_header()
             else:
-                # Reduce the header first and uncompressed: a codec would distort the flags, and needs to know which
-                # gradients exist.
+                # Reduce the header first, because the codec needs to know which gradients exist. Don't compress the
+                # header, because a codec would distort its flags.
                 comm.all_reduce(bucket.header, "avg")
                 contents.found = contents.read_header()
                 used = [had for had, _ in contents.found]
@@ -198,13 +199,13 @@ class Reduction:
         for contents in self.contents:
             contents.rewind()
         self.sent = 0
-        # The failed rank may set a different weight for its next pass.
+        # Compute the factor again, because the failed rank may set a different weight for its next pass.
         self._factor = None
 
     def give_up(self) -> None:
         """Wait for pending reductions and ignore their results, so that the memory can be reused."""
         for contents in self.contents:
-            # Ignore these errors, because the caller already gets one for the failed pass.
+            # Ignore errors here, because the caller already gets the error of the failed pass.
             with suppress(CommError):
                 self._wait(contents)
 

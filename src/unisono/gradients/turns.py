@@ -111,7 +111,8 @@ class Turns(Exchanges):
 
     # -- the training thread -------------------------------------------------------------------
     def held(self) -> AbstractContextManager[object]:
-        # Return the lock itself: an interrupt could end a generator after it has acquired the lock, and before `try`.
+        # Don't write this as a generator: an interrupt could end it after it has acquired the lock, but before its
+        # `try`.
         return self._lock
 
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
@@ -187,7 +188,7 @@ class Turns(Exchanges):
 
     def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
         """Assign an exchange to the fragment, and return its task."""
-        # Don't compare steps (None): ranks that run at different speeds are at different steps.
+        # Pass None, so that steps are not compared: ranks that run at different speeds are at different steps.
         task = self._task(fragment, exchange, None, aside=True)
         fragment.exchange = exchange
         interval.last = exchange
@@ -205,8 +206,8 @@ class Turns(Exchanges):
                 # Drop the task, so that its tensors do not stay alive until the next turn.
                 del task
         except BaseException as raised:
-            # For example, the outer optimizer raised in a turn that training missed. The next training step raises this
-            # error.
+            # The error may come from the outer optimizer, for example, in a turn that training missed. The next
+            # training step raises it.
             self._fail(raised)
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
@@ -259,7 +260,8 @@ class Turns(Exchanges):
         began_s = clock.now() - behind_s
         if share.of_all:
             super()._reduce(fragment, exchange)
-        # Update the turn before the exchange completes, because after that training may contribute to the next turn.
+        # Update the turn before the exchange completes, because training may contribute to the next turn as soon as it
+        # has completed.
         self._number += 1
         interval.due_s = max(began_s + self._interval_s, clock.now())
         # If every fragment has had a turn in which all ranks were leaving, there is nothing left to contribute.

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 
-# For each launcher, the names of the variables for rank and size, globally and on this host. More specific launchers
-# come first, because several launchers, including Slurm, set the PMI variables.
+# For each launcher, the names of the environment variables for the rank and size in the job, and for those on this
+# host. More specific launchers come first, because several launchers, including Slurm, set the PMI variables.
 _OMPI = "OMPI_COMM_WORLD_"
 _MV2 = "MV2_COMM_WORLD_"
 _VARIABLES = (

@@ -57,7 +57,8 @@ def core_wait_s() -> float | None:
 def visible() -> int:
     """Return the number of processors in this process's affinity mask, or in the machine if a launcher binds ranks."""
     of_the_machine = os.cpu_count() or 1
-    # The script that sbatch runs is not a Slurm step. It may use all of the job's processors on this host.
+    # The script that sbatch runs is not a Slurm step, so it is not bound: it may use all of the job's processors on
+    # this host.
     binds = (
         mpi_library.launched() is not None
         or BOUND in os.environ

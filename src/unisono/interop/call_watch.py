@@ -250,7 +250,7 @@ class Watch:
     def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
         """Send a signature to the monitor; later reports refer to the signature by index."""
         if len(self._signatures) == _MOST_SIGNATURES:
-            # The monitor drops signatures whose indices are reused.
+            # Start again at index 0: when an index is reused, the monitor drops the index's previous signature.
             self._signatures.clear()
         _, places, op, size = key
         found = len(self._signatures), signature_of(form, args, op, _line(places), size)
@@ -273,8 +273,8 @@ class Watch:
 
     def _explain(self, error: RuntimeError, form: Form, where: _WatchedGroup, number: int) -> None:
         """If another rank's failure caused the error in a call, raise that failure."""
-        # A failed monitored barrier closes connections between ranks that are alive, so its error does not mean a lost
-        # peer.
+        # A failed monitored barrier closes connections between ranks that are alive, so its error does not mean that a
+        # peer was lost.
         if follows(error) and form.operation != "monitored_barrier":
             self._await_cause(error, form.operation)
         if self._cause is not None:

@@ -217,8 +217,8 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             through = self.others.through
             with CALLS.kept() as works:
                 ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
-            # With hooks, C++ returns a work that can only wait for our work, so return our work. Fake tensors have no
-            # work.
+            # With hooks, C++ returns a work that can only wait for our work, so return our work. Calls with fake
+            # tensors create no work.
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:

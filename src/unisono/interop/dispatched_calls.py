@@ -228,7 +228,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
             return passed_on() if _seen is None else _seen(operator, called, passed_on, args)
         first = first_tensor(args)
         if first is not None and first.is_meta:
-            # Meta tensors have no elements, so let torch's kernels handle them: they do nothing. FakeTensorMode
+            # Meta tensors have no elements, so pass the call to torch's kernels, which do nothing. FakeTensorMode
             # converts its tensors to meta tensors.
             return passed_on()
         if called is group:
@@ -241,7 +241,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
 def _noting_kind(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def noted(*args: Any, **keywords: Any) -> Any:
-        # Torch's own functions pass the options object last.
+        # Search from the end, because torch's own functions pass the options object last.
         given = (*args, *keywords.values())[::-1]
         options = next((each for each in given if hasattr(each, "reduceOp") or isinstance(each, _OPS)), None)
         op = getattr(options, "reduceOp", options)

@@ -46,8 +46,8 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# The methods override torch's methods. Torch's annotations have other parameter names and optional arguments, so hide
-# the base class from type checkers.
+# The methods below override torch's methods, whose annotations have other parameter names and optional arguments. So
+# hide the base class from type checkers.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -85,13 +85,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         # Torch's documented constructor does not work for Python subclasses, but this undocumented one does.
         super().__init__(rank, size)
         self._timeout_s = timeout.total_seconds()
-        # Keep the store's Python object alive: the group refers only to the C++ object, which fails without it.
+        # Keep the store's Python object alive: the group refers only to the C++ object, which fails without the Python
+        # object.
         self._store = store
         self._name = self._desc = "undefined"
         self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = self._sequence = 0
-        # At debug level DETAIL, raise differences between ranks before the call returns, as torch's wrapper around gloo
-        # does.
+        # At debug level DETAIL, report differences between ranks before the call returns, as torch's wrapper around
+        # gloo does.
         self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.others: DeviceBackends = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
@@ -263,7 +264,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         return self._reduce_scatter_singles(outputs, inputs, opts)
 
-    # Don't delegate to another method here: hooks must run exactly once.
+    # Don't delegate to another of torch's methods here, because hooks would then run twice.
     def _reduce_scatter_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
         op = operation(opts)
         pairs = zip(outputs, inputs, strict=True)

@@ -114,7 +114,8 @@ def unversioned(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-# Global and bounded, because there is no way to know which works torch's C++ code still refers to.
+# Works that are kept alive. The deque is global and bounded, because there is no way to know which works torch's C++
+# code still refers to.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 
@@ -140,7 +141,7 @@ class UnisonoWork(dist.Work):
         self._tensors = list(tensors)
 
     def __del__(self) -> None:
-        # Sparse tensors have no `nbytes`.
+        # Don't use `nbytes`, which sparse tensors do not have.
         if sum(tensor.numel() * tensor.element_size() for tensor in self._tensors) > _KEPT_BYTES:
             self._tensors = []
         _dropped.append(self)
@@ -152,7 +153,7 @@ class UnisonoWork(dist.Work):
         limit = timeout.total_seconds() if timeout > _ALWAYS else None
         try:
             if modes():
-                # This wait may run the queued call. Its tensors are real even under FakeTensorMode, so disable all
+                # This wait may run the queued call, whose tensors are real even under FakeTensorMode. So disable all
                 # modes.
                 with _disable_current_modes():
                     self._work.wait(limit)
@@ -190,7 +191,7 @@ class UnisonoWork(dist.Work):
         """Return a future of the tensors. Torch keeps an error's text but changes its class to one that C++ handles."""
         if self._waits and self._work is not None:
             with suppress(Exception):
-                # The future will raise the error.
+                # Ignore the error here, because the future will raise it.
                 self._work.wait()
         if self._work is None:
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()

@@ -87,7 +87,8 @@ class SerialQueue:
             task.perform()
             return task
         self._waiting.append(task)
-        # If a thread holds `_turn`, it checks for waiting jobs after releasing the lock.
+        # A worker is not needed if a thread holds `_turn`: that thread checks for waiting jobs after releasing the
+        # lock.
         if not self._turn.locked():
             self._start_worker()
         return task
@@ -143,7 +144,8 @@ def _finish_all() -> None:
     aborts the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
-        # `valuerefs` copies in one step: daemon threads may still create queues, and iterating would raise then.
+        # Use `valuerefs`, which copies in one step: iterating over the dictionary would raise if a daemon thread
+        # created a queue meanwhile.
         for ref in _queues.valuerefs():
             if (queue := ref()) is not None:
                 queue.finish(_AT_EXIT_S)

@@ -587,8 +587,8 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
     gpus = all(count >= names.count(name) for name, count in zip(names, counts, strict=True))
     if not gpus and all(counts) and all(selections):
-        # Engines and Slurm may make only one GPU visible to each rank, which is then number 0 on every rank. Compare
-        # the GPUs' UUIDs to see whether they differ; this initializes CUDA.
+        # Engines and Slurm may make only one GPU visible to each rank, and this GPU is then number 0 on every rank.
+        # Compare the GPUs' UUIDs to see whether they differ; this initializes CUDA.
         number = names[: place.rank].count(names[place.rank]) if place.local_rank is None else place.local_rank
         seen = torch.cuda.get_device_properties(number % torch.cuda.device_count()).uuid
         gpus = len(set(place.control.exchange(group, "GPUs", str(seen), timeout))) == place.size

@@ -100,8 +100,7 @@ def run_rank(
             with _only_rank_here(rank), _borrowed_process():
                 here = _address_here(address)
                 orphaned = exit_with_children if owned else None
-                # Use a separate handle: the program may close the communicator's handle long before the program itself
-                # ends.
+                # Use a handle separate from the communicator's, which the program may close long before it ends.
                 watch = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
                 leaving.callback(_leave, watch, rank, attempt)
                 _check_in(watch, rank, attempt, size)

@@ -196,8 +196,8 @@ class _LentRanks(Closing):
         why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
         if not why:
             return None
-        # This rank has finished its program, so mark the outcome as reported (the default). An unreported loss would
-        # start the rank again.
+        # This rank has finished its program, so keep the default, `reported=True`: if the loss were unreported, the
+        # rank would be started again.
         text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
         return Outcome(rank, error=PeerLostError(text, peer=rank))
 

@@ -94,7 +94,7 @@ def sets_environment(command: Sequence[str]) -> bool:
     """Return whether a script's source sets an environment variable; True if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            # The ranks compile the script again, and print its warnings.
+            # Ignore warnings here, because the ranks compile the script again and print them.
             warnings.simplefilter("ignore")
             nodes = [*ast.walk(ast.parse(_text(command)))]
     except (SyntaxError, ValueError):

@@ -46,8 +46,8 @@ class _Frames:
             self.send(Kind(stream), data, -1 if rank is None else rank)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        # Ignore a failed write: if the launcher is gone, standard input is closed, and the main thread exits for that
-        # reason.
+        # Ignore a failed write: if the launcher is gone, the main thread exits anyway, because standard input is
+        # closed.
         with suppress(OSError):
             self.send(Kind.ENDED, json.dumps([status, report]).encode(), rank)
 

@@ -166,7 +166,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
         error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
     witness = next((outcome for outcome in failures if outcome.reported), None)
     if not first.reported and witness is not None and witness.error is not None:
-        # A rank that died without reporting has no traceback; show one from a rank that noticed.
+        # A rank that died without reporting has no traceback; show one from a rank that noticed the loss.
         error.__traceback__ = witness.error.__traceback__
         error.add_note(f"noticed by rank {witness.rank} of {size}")
     elif not isinstance(error, CommError) or error.rank is None:

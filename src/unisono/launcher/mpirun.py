@@ -114,8 +114,8 @@ class MpirunRanks(LinkedRanks):
         return "ended before it could report; see its output and mpirun's"
 
     def close(self) -> None:
-        # Close the links last: closing `_opened` waits for mpirun, which ends after its ranks, and ranks may still be
-        # sending reports.
+        # Close the links last, because ranks may still be sending reports: closing `_opened` waits for mpirun, and thus
+        # for its ranks.
         self._opened.close()
         for link in self.links.values():
             link.close()

@@ -266,8 +266,8 @@ def _unsendable(job: Any) -> str:
 def importable(fn: Any) -> bool:
     """Return whether newly started ranks can import the function."""
     main = sys.modules.get("__main__")
-    # If ranks cannot import the main module, nothing is importable, because objects that `fn` uses or receives may come
-    # from it.
+    # If ranks cannot import the main module, treat no function as importable, because objects that `fn` uses or
+    # receives may come from it.
     if main is None or not _is_file(main):
         return False
     module = sys.modules.get(getattr(fn, "__module__", "") or "")

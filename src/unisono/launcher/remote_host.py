@@ -93,7 +93,7 @@ class RemoteHost:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # With its own session, ssh does not receive Ctrl-C from the terminal; the launcher forwards it to the
+            # In a session of its own, ssh does not receive Ctrl-C from the terminal; the launcher forwards it to the
             # ranks.
             start_new_session=True,
         )

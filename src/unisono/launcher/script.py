@@ -96,7 +96,7 @@ class _Attempt:
         self._failures: list[tuple[int, int]] = []
         self._reports: dict[int, Report | None] = {}
         self._writing = threading.Lock()
-        # For each of this process's outputs, the rank's stream whose last line is unfinished.
+        # For each of this process's outputs, the rank and stream that wrote its last line, if that line is unfinished.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
         # Whether this launcher is terminating the ranks, in which case their exit statuses are not failures.
         self._ending = False

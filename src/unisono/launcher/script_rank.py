@@ -72,7 +72,7 @@ def run_as_main(command: list[str]) -> None:
 
 
 def _absolute(path: str) -> str:
-    # Like Python, do not resolve symbolic links or dots.
+    # Like Python, resolve neither symbolic links nor `.` and `..`.
     return path if Path(path).is_absolute() else f"{Path.cwd()}/{path}"
 
 
@@ -81,7 +81,7 @@ def _is_package(path: str) -> bool:
 
 
 def _search_first(folder: str) -> None:
-    # With -P or -I, `sys.path` has no entry for the script's folder that could be replaced.
+    # With -P or -I, `sys.path` has no entry for the script's folder, so there is nothing to replace.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

@@ -288,7 +288,7 @@ class Pool(Executor):
                 agent.rpc_async(rank, self._rank.stop)
             agent.shutdown()
         except CommError:
-            # A worker was lost during the shutdown, which is collective, so only close this rank's agent.
+            # A worker was lost during the shutdown. Because a shutdown is collective, only close this rank's agent.
             agent.close()
         if self._own is not None:
             self._own.close()
@@ -370,8 +370,8 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # The constructor raises this error. After the constructor has returned, nobody reads the queue: if a worker
-            # is lost, its tasks fail.
+            # If the constructor is still waiting, it raises this error. Later, nobody reads the queue; instead, the
+            # tasks of a lost worker fail.
             self._begun.put(error)
 
     def _be(self, comm: Communicator, initialize: _Initialize) -> None:

@@ -67,7 +67,7 @@ class PickleCodec(ChunkCodec):
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, Any], bool] = {}
-        # Cloudpickle's registry of modules to send by value is global to the process.
+        # Needed because cloudpickle's registry of modules to send by value is global to the process.
         self._lock = threading.Lock()
 
     def pack(self, chunk: Chunk) -> bytes:

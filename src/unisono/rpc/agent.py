@@ -216,7 +216,7 @@ class Agent:
 
         Returns: The started thread.
         """
-        # Copy the context, because a thread started by a remote function belongs to the call that this function serves.
+        # Copy the context, because a thread that a remote function starts belongs to the same call as that function.
         context = copy_context()
         context.run(self._adopt_thread)
         thread = threading.Thread(

@@ -191,7 +191,8 @@ class MessageChannel:
             return
         found = self._dispatcher.dispatch(Envelope(peer, content, [body.clone() for body in bodies]))
         if found is not None:
-            # In another thread, even if short: a function may wait for a lock that this thread's caller holds.
+            # Run the task in another thread, even if it is short: it may wait for a lock that this thread already
+            # holds.
             self._workers.run(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
@@ -212,7 +213,7 @@ class MessageChannel:
     def _empty(self) -> None:
         while self._outbox:
             peer, content = self._outbox.popleft()
-            # Nothing is sent to a rank that is gone.
+            # Ignore errors, because a rank that is gone needs no message.
             with contextlib.suppress(CommError):
                 self.post(peer, content, (), SEND_S)
 
@@ -374,7 +375,7 @@ def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
         raise ValueError(f"a tensor of {name!r} was sent")
     body = view.bodies[view.tensors]
     view.tensors += 1
-    # Torch's operations disagree about a bool that is neither 0 nor 1.
+    # Torch's operations disagree about a bool whose byte is neither 0 nor 1.
     return (body.ne(0) if dtype == torch.bool else body.view(dtype)).reshape(shape), at
 
 

@@ -253,9 +253,9 @@ class Client:
             if not entered:
                 rollback(undo)
                 raise call.timeout_error()
-        # Before sending, because the reply may arrive before `post` returns.
+        # Add the call before sending it, because the reply may arrive before `post` returns.
         if calls.add(call):
-            # The receiving thread may be asleep until a later deadline.
+            # The receiving thread may be asleep until a deadline later than this call's.
             channel.box.wake()
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
@@ -270,8 +270,8 @@ class Client:
             self.replies.cancel(call)
             raise
         if self.closed or peer in self._dispatcher.ended:
-            # The peer left or this agent was closed while this call was being sent, perhaps after all pending calls had
-            # already failed.
+            # While this call was being sent, the peer left or this agent was closed. All pending calls then failed,
+            # perhaps before this call was one of them.
             self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _wait(self, call: PendingCall) -> None:
@@ -285,7 +285,7 @@ class Client:
 
     def close(self) -> None:
         """Reject new calls, and end open calls with an error."""
-        # First, because a call that is just being sent checks `closed` after it has been added to the table.
+        # Set this first, because a call that is being sent checks `closed` after it has been added to the table.
         self.closed = True
         for call in self.calls.open():
             self.replies.fail(call, self.closed_error())

@@ -148,7 +148,8 @@ def find_agent() -> Peers | None:
     agents = _agents.get()
     if agents is not None:
         return agents[-1] if agents else None
-    # `valuerefs` copies in one step: iterating would raise if another rank's thread created an agent meanwhile.
+    # Use `valuerefs`, which copies in one step: iterating over the dictionary would raise if another rank's thread
+    # created an agent meanwhile.
     there = [agent for ref in _open.valuerefs() if (agent := ref()) is not None]
     return there[0] if len(there) == 1 else None
 

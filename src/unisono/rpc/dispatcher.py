@@ -47,7 +47,8 @@ class Dispatcher:
         self.handlers: dict[int, Handler] = {}
         self.ended: set[int] = set()
         self._lock = threading.Lock()
-        # The polling thread. Only the thread that holds the lock writes it; others compare it with themselves.
+        # Identifier of the polling thread. Only the thread that holds the lock writes this field; others compare it
+        # with their own identifier.
         self._thread = 0
 
     @property
@@ -62,7 +63,8 @@ class Dispatcher:
             todo: Queue to which the remaining tasks are added, each with whether it is short.
         """
         if not self._lock.acquire(blocking=False):
-            # A thread that waits for a reply is polling. It wakes the receiving thread if it leaves messages behind.
+            # A thread that waits for a reply is already polling. It wakes the receiving thread if it leaves messages
+            # behind.
             return False
         self._thread = threading.get_ident()
         try:
@@ -97,7 +99,8 @@ class Dispatcher:
                     if message is call.reply:
                         awaited = task[0]
                     else:
-                        # Even if it is short, because this thread should continue as soon as its own reply is here.
+                        # Run even a short task in another thread, because this thread should continue as soon as its
+                        # own reply is here.
                         self._workers.run(task[0])
                 if not messages:
                     spins += 1
@@ -105,7 +108,8 @@ class Dispatcher:
                         os.sched_yield()
         finally:
             self._thread = 0
-            # In this order: `unmute` wakes the receiving thread if messages are left, which then finds the lock free.
+            # Release the lock before `unmute`: if messages are left, `unmute` wakes the receiving thread, which must
+            # find the lock free.
             self._lock.release()
             box.unmute()
         return awaited
@@ -128,6 +132,7 @@ class Dispatcher:
     def newly_lost(self) -> set[int]:
         """Return the ranks lost since the last call. Their messages are dropped from now on."""
         lost = self._box.lost.keys() - self.ended
-        # Before the loss is handled: a call that is being sent checks `ended` when all pending calls have failed.
+        # Update `ended` before the loss is handled: a call that is being sent checks it, because the call may be added
+        # after all pending calls have failed.
         self.ended |= lost
         return lost

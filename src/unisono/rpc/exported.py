@@ -16,7 +16,7 @@ __all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expo
 
 T = TypeVar("T")
 
-# Names of a script's module, in the script itself and in processes that multiprocessing starts from it.
+# Names of a script's module: in the script itself, and in processes that multiprocessing starts from the script.
 _MAIN = ("__main__", "__mp_main__")
 _MARK = "__unisono_exposed__"
 _ASYNC = "__unisono_async__"

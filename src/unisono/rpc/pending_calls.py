@@ -45,15 +45,16 @@ class PendingCalls:
     def __init__(self, size: int) -> None:
         self.windows: list[FlowControl] = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
         self.number: Callable[[], int] = itertools.count(1).__next__
-        # Without a lock: each change of state is one operation on these two, and only one thread's `dict.pop` finds a
-        # call. `_unfinished` therefore changes first when a call begins, and last when it ends.
+        # The next two fields need no lock: each change of state is a single operation on one of them, and only one
+        # thread's `dict.pop` finds a call. So that `_unfinished` contains every open call, it changes first when a call
+        # begins, and last when the call ends.
         self._open: dict[int, PendingCall] = {}
         self._unfinished: set[int] = set()
         # Guards the fields below.
         self._lock = threading.Lock()
         self.sent: Counter[int] = Counter()
         self.next_due: float = math.inf
-        # Deadlines of calls with a future. An entry remains when its call ends, until `timed_out` reaches it.
+        # Deadlines of calls with a future. After a call has ended, its entry remains until `timed_out` reaches it.
         self._due: list[tuple[float, int]] = []
 
     def __len__(self) -> int:

@@ -56,7 +56,8 @@ class Receiver:
         self._due = due
         self._initializer = initializer
         self._name = name
-        # Used only by the thread whose turn it is, so a deputy finds the tasks that the replaced thread left.
+        # Used only by the thread whose turn it is. A deputy that takes over finds the tasks that the replaced thread
+        # left.
         self._todo: deque[tuple[Task, bool]] = deque()
         self._closed = False
 
@@ -88,7 +89,7 @@ class Receiver:
         try:
             self._receive_during(turn)
         finally:
-            # Also after an error, because the deputy would otherwise wait forever.
+            # Do this after an error as well, because the deputy would otherwise wait forever.
             turn.close()
 
     def _receive_during(self, turn: Turn) -> None:
@@ -103,8 +104,8 @@ class Receiver:
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
-                # After handling messages, because messages already received from a rank count, even if the rank has
-                # since been lost.
+                # Look for lost ranks only after handling messages: messages received from a rank count, even if the
+                # rank has since been lost.
                 due, tasks = self._due()
                 look_at = now + _LOOK_S
                 if tasks:

@@ -251,7 +251,8 @@ class References:
             if is_made:
                 self._drop(key, self.rank)
             else:
-                # A request of this rank to itself may be in flight, and the `DROP` must arrive after it.
+                # Send the `DROP` even if this rank is the owner: its request to itself may be in flight, and the `DROP`
+                # must arrive after that request.
                 self._send(owner, DROP, *key)
 
     @property

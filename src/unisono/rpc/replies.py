@@ -34,7 +34,7 @@ class Replies:
     def __init__(self, channel: MessageChannel, calls: PendingCalls) -> None:
         self._channel = channel
         self._calls = calls
-        # The call whose callbacks each thread is running.
+        # For each thread, the call whose callbacks it is running.
         self._completing = threading.local()
 
     def answered(self, reply: Envelope) -> tuple[Task, bool] | None:
@@ -53,7 +53,7 @@ class Replies:
         """End a call without a reply, and notify its peer; return False if the reply arrived in the meantime."""
         if self._calls.take(call.number) is None:
             return False
-        # Before the callbacks of the future, which may take long.
+        # Notify the peer before running the future's callbacks, which may take long.
         self.cancel(call)
         self._end(call, error)
         return True
@@ -104,7 +104,7 @@ class Replies:
 
     def _complete(self, call: PendingCall, future: CallFuture) -> None:
         """Complete a future and run its callbacks in this thread. A future that is complete remains unchanged."""
-        # A callback may wait for another call and complete that one too, so restore what was there before.
+        # A callback may wait for another call and complete that one too, so restore the previous call afterwards.
         before = getattr(self._completing, "call", None)
         self._completing.call = call
         within = context.set(call.within[0])
@@ -123,6 +123,7 @@ class Replies:
             self._completing.call = before
 
     def _drop(self, reply: Envelope) -> None:
-        # No caller waits, so errors are ignored; but references in the reply must be counted and dropped.
+        # No caller waits, so ignore errors. Still decode the reply, because references in it must be counted and
+        # dropped.
         with contextlib.suppress(Exception):
             self._channel.unpack(reply, HEADER.size)

@@ -109,7 +109,7 @@ class CallServer:
         """Accept a call. Return its task, and whether the task is likely to be short."""
         call = _ServedCall(message)
         if call.kind == REMOTE:
-            # Register the object now, because later messages of the caller may refer to it.
+            # Register the object now, because later messages from the caller may refer to it.
             call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
         if call.key is not None:
             # Resolve the key before handling the caller's next message, which may drop the reference. An unknown key is
@@ -118,7 +118,8 @@ class CallServer:
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
         short = call.target in self._quick if long else call.target not in self._slow
-        # Register the call only now, because malformed calls, which are rejected above, would never end.
+        # Register the call only now: malformed calls are rejected above, and would never be removed if they were
+        # registered.
         self._open[message.peer, call.number] = call
         return lambda: self._serve(call, message), short
 

@@ -27,8 +27,8 @@ def run_task(task: Task) -> None:
     try:
         task()
     except BaseException:
-        # Also `SystemExit`, which would end the thread silently: no more messages would be received, or a worker would
-        # be counted as idle forever.
+        # Catch even `SystemExit`, which would end the thread silently: no more messages would be received, or a worker
+        # would be counted as idle forever.
         _log.exception("handling a message failed")
 
 
@@ -56,7 +56,8 @@ class Workers:
         # The limit that applies now: `most`, and one more for each time that all running tasks seemed stuck.
         self._limit = most
         self._running = 0
-        # Threads without a task, including threads that are being started. Each takes a task or leaves the count.
+        # Threads without a task, including threads that are being started. Each of them later takes a task, or ends and
+        # is no longer counted.
         self._idle = 0
         self._ended = 0
         self._watched = False
@@ -72,7 +73,8 @@ class Workers:
 
     def not_counted(self) -> AbstractContextManager[object]:
         """Return a context in which this thread waits for another rank, and is not counted."""
-        # A thread that is not a worker was never counted, and a wait inside a wait must not be subtracted twice.
+        # Don't subtract a thread that was never counted, because it is not a worker, or that has been subtracted by an
+        # outer wait.
         return self._aside() if threading.get_ident() in self._counted else _NOT_HERE
 
     @contextmanager
@@ -154,6 +156,7 @@ class Workers:
             self._idle -= 1
             self._running += 1
             task = self._tasks.popleft()
-            # `_start_threads` wakes only one thread, so each thread that takes a task looks after the next task.
+            # `_start_threads` wakes only one thread, so each thread that takes a task provides a thread for the next
+            # task.
             self._start_threads()
             return task

@@ -148,8 +148,8 @@ class Network:
             if source == target:
                 return Path(level.alpha, 1 / level.bandwidth, tuple(out), tuple(reversed(into)))
             if level.uplink is not None:
-                # Number the links so that each unit of each level has an even number for its outgoing link and an odd
-                # number for its incoming link.
+                # Number the links so that each unit of a level (a host, for example) has an even number for its
+                # outgoing link and an odd number for its incoming link.
                 out.append((2 * (source * len(self.levels) + number), 1 / level.uplink))
                 into.append((2 * (target * len(self.levels) + number) + 1, 1 / level.uplink))
         return Path(self.alpha, 1 / self.bandwidth, tuple(out), tuple(reversed(into)))

@@ -140,7 +140,8 @@ def run_calls(
         try:
             return _in_rounds(calls, size, network, times, itemsize)
         except TypeError as error:
-            # The error may also be a bug in the algorithm's file. If so, the other engine raises the same error.
+            # Either this engine does not support the algorithm, or the algorithm's file has a bug, for which the other
+            # engine raises the same error.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
     # The queue creates no reference cycles, but the garbage collector would scan all ranks' state again and again.

@@ -72,7 +72,8 @@ class Leaves:
             until = clock.now() + _PATIENCE_S
             while any(self._adding.get(number, here) != here for number in numbers):
                 if clock.now() > until:
-                    # A local backward pass failed in a user's hook, between `_begin` and `_end`.
+                    # Don't wait any longer: a local backward pass has probably failed in a user's hook, between
+                    # `_begin` and `_end`.
                     self._adding.clear()
                 # Let other threads continue.
                 time.sleep(1e-5)

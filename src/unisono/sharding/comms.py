@@ -127,11 +127,11 @@ class ShardComms:
             return call(*args, **kwargs)
         except CommError as error:
             live = self.live
-            # Without a mesh, all ranks are in the failed group, so they know of the failure.
+            # On a mesh, ranks outside the failed group do not know of the failure.
             if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
-            # Read the cause after the abort: if `data` had no failure yet, the abort has made the group's failure its
-            # cause.
+            # Read the cause after the abort: if `data` had not failed yet, the abort has given it the failed group's
+            # error.
             cause = live.data.exception()
             live.reported = cause is not None
             if live.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:
@@ -142,7 +142,8 @@ class ShardComms:
         """Replace the failed communicators in use. Collective."""
         for pair in self._pairs:
             pair.replace()
-        # Assign this last: if a replacement fails, the failed communicators remain, and the next step tries again.
+        # Assign this last: if a replacement fails, `live` keeps the failed communicators, and the next step tries
+        # again.
         self.live = LiveComms(self._pairs)
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
@@ -162,7 +163,7 @@ _Place = tuple[str, int, int]
 
 def _check_mesh(comm: Communicator, mesh: object) -> None:
     """Raise on every rank unless the mesh's groups are the rows and columns of a grid of all ranks. Collective."""
-    # Gather even an invalid mesh, as text: a rank that raised by itself would leave the other ranks waiting.
+    # In place of an invalid mesh, gather a text: a rank that raised alone would leave the other ranks waiting.
     gathered: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_places_of(mesh))
     if all(each is None for each in gathered):
         return

@@ -86,8 +86,8 @@ def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
 
 def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: ShardComms, part: torch.Tensor) -> None:
     """Point the pieces to slices of this rank's part."""
-    # A parameter outside this rank's part gets an empty piece, so that piece n is the unsharded optimizer's parameter n
-    # on every rank.
+    # A parameter outside this rank's part gets an empty piece, so that on every rank, piece n corresponds to parameter
+    # n of the unsharded optimizer.
     slices = {place.index: place for place in layout.slices(comms.rank)}
     for index, piece in enumerate(pieces):
         place = slices.get(index, ParameterSlice(index, 0, 0, 0))
@@ -131,11 +131,12 @@ class FlatParameters:
         self.gathered: bool = False
         self._comms = comms
         self._work: Work | None = None
-        # Value of the version counters at which autograd accepts its saved parameters. While parameters are freed,
-        # their counters are higher.
+        # Version counter of gathered parameters. Autograd rejects a parameter that it saved at another version, and the
+        # counters of freed parameters are higher.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
-        # `empty_like` leaves no gaps: `restore` gives dense memory to a parameter that was a slice of a larger tensor.
+        # Take the strides from `empty_like`, because they have no gaps: `restore` gives dense memory even to a
+        # parameter that was a slice of a larger tensor.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         first = self.parameters[0]
         self._part_dtype = first.dtype
@@ -149,7 +150,7 @@ class FlatParameters:
         if first.requires_grad:
             self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype, self.part.device)
         for name, parameter in named:
-            # Only the tensor is known where the use of a freed parameter is refused, so the tensor carries its name.
+            # The code that refuses the use of a freed parameter gets only the tensor, so the tensor carries its name.
             parameter.__dict__["_sharded_name"] = name
         self._make_whole()
 
@@ -169,7 +170,7 @@ class FlatParameters:
         self._places = self.layout.views(self._whole, self.parameters)
         self._point_to(self._places)
         # Change the version before `free` uses it, because autograd must reject references to the parameters' earlier
-        # memory. `free` only marks parameters that are gathered.
+        # memory. Set `gathered`, without which `free` would not mark the parameters as freed.
         self.changed()
         self.gathered = True
         self.free()
@@ -178,13 +179,13 @@ class FlatParameters:
         """Re-partition for the current communicator. Gradients are dropped, and elements are undefined."""
         self.free()
         self._cut(padding)
-        # Until a state is loaded, a loss must be NaN, not the plausible loss of a model of zeros.
+        # Until a state is loaded, a loss must be NaN, not the plausible loss of a model whose parameters are zero.
         if self.part.is_floating_point():
             self.part.fill_(torch.nan)
         if self.gradient is not None:
             self.gradient.move_to(self.layout)
         self.changed()
-        # A freed parameter refuses the assignment of `.data` in `_make_whole`.
+        # Freed parameters would refuse the assignment of `.data` in `_make_whole`.
         self._show(gathered=True)
         self._make_whole()
 
@@ -202,7 +203,7 @@ class FlatParameters:
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
         self._work = self._comms.run(self._comms.live.shard.all_gather_single, self._whole, part, async_op=async_op)
-        # Until a gather in the background has ended, the parameters must remain refused.
+        # Until a gather in the background has ended, any use of the parameters must still raise an error.
         if not async_op:
             self._show(gathered=True)
 
@@ -221,8 +222,8 @@ class FlatParameters:
         # Change the class and keep the object, because modules, hooks and the user's code refer to it.
         for parameter, cls in zip(self.parameters, classes, strict=False):
             parameter.__class__ = cls
-        # Autograd's saved tensors bypass the class, but not the version. Without the higher version, a backward pass
-        # that bypassed the hooks read freed memory, and the process crashed.
+        # Autograd does not check the class of its saved tensors, but checks their version. Without the higher version,
+        # a backward pass that had bypassed the hooks would read freed memory and crash the process.
         version = self._version if gathered else self._version + 1
         torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), (version,) * len(self.parameters))
 
@@ -247,7 +248,7 @@ class FlatParameters:
 
     def written(self) -> str | None:
         """Return the name of a gathered parameter that was modified in place, or None."""
-        # `_show` has raised the counters of freed parameters, so they differ without any write.
+        # Skip freed parameters, whose counters `_show` has raised: they differ without any write.
         if self.gathered:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter._version != self._version:
@@ -264,7 +265,8 @@ class FlatParameters:
     # -- outside training -----------------------------------------------------------------------
     def gather_whole(self) -> torch.Tensor:
         """Return a new tensor with all elements; the parameters remain as they are. Collective."""
-        # Gather into a new tensor: `_whole` has the dtype of training, which may be narrower than that of the parts.
+        # Gather into a new tensor: `_whole` has the dtype used in training, which may be narrower than that of the
+        # parts.
         flat = self.part.new_empty(self.layout.total)
         self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
         return flat
@@ -281,7 +283,7 @@ class FlatParameters:
         """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
         if writeback:
             self.part.copy_(self.layout.part_of(flat, self._comms.rank))
-        # Point back before `free`, after which the parameters refuse the assignment.
+        # Point the parameters back before `free`, because freed parameters refuse the assignment.
         self._point_to(self._places)
         self.changed()
         self.free()
@@ -499,8 +501,8 @@ class FlatGradient:
         """
         self._finish_average()
         begin = self._comms.rank * self._layout.part
-        # `.grad` of the other parameters remains None: an optimizer with momentum or weight decay changes a parameter
-        # whose gradient is zero.
+        # `.grad` of the other parameters remains None: if it were zero, an optimizer with momentum or weight decay
+        # would change these parameters.
         for index in sorted(self.reduced):
             assert self._sum is not None
             tensor = pieces[index].tensor
@@ -601,8 +603,8 @@ class ParameterBucket:
     def follow_parameters(self) -> None:
         """Update the master copy where this rank's part was written since the last step, such as by a checkpoint."""
         if self.has_master:
-            # Where the master still rounds to the part, keep it: its low bits hold updates that the parameters' dtype
-            # cannot represent.
+            # Keep the elements of the master that still round to the part's elements: their low bits hold updates that
+            # the parameters' dtype cannot represent.
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
@@ -610,8 +612,8 @@ class ParameterBucket:
         """Start gathering the updated parts of all ranks in the shard group. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
-        # A rank that fails in its next pass aborts `live`, while another rank may still be waiting for parts of this
-        # step.
+        # Don't use `live`: a rank that fails in its next pass aborts it, while another rank may still be waiting for
+        # parts of this step.
         return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
 
 

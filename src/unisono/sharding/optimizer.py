@@ -558,9 +558,9 @@ class GradientSharder(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
-        # An error of another model counts too: if ranks wait for each other in two models, both are aborted, and each
-        # rank raises in the model in which it waits. All ranks then repeat the step, and must agree that this pass is
-        # the repetition: if one rank raised again here, the others would wait for it in `renew`.
+        # An error raised in another model counts too: if ranks wait for each other in two models, both models are
+        # aborted, and each rank raises in the model in which it waits. All ranks then repeat the step, and must agree
+        # that this pass is the repetition: if one rank raised again here, the others would wait for it in `renew`.
         repeats = self._comms.live.reported or self._errors != self._watch.errors
         self._errors = self._watch.errors
         if error is not None and not repeats:
@@ -600,8 +600,8 @@ class GradientSharder(PassOwner):
                 raise
             # The rank whose backward pass failed is lost, so it does not repeat its forward pass.
             raise error from lost
-        # `end` raises this error after all models have new communicators, because other ranks take part in creating
-        # them.
+        # Don't raise this error yet: `end` raises it after all models have new communicators, whose creation is
+        # collective.
         self._lost = error if self._held else None
 
     @torch.no_grad()

@@ -161,10 +161,10 @@ class _GatherOrder:
     """
 
     def __init__(self) -> None:
-        # Maps (whether in backward, unit) to the unit that was gathered after it.
+        # For each unit, in forward (False) and in backward (True), the unit that was gathered after it.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
-        # The last unit gathered in this forward pass, and in the previous forward pass.
+        # The last unit gathered in this forward pass, and the last unit gathered in the previous forward pass.
         self._latest: Unit | None = None
         self.last: Unit | None = None
 
@@ -293,8 +293,8 @@ class Runtime(PassOwner):
         """Register all hooks."""
         for unit in self._units:
             for module in unit.modules:
-                # Prepend, because a user's hook may read the parameters. Always call, because a forward that raises
-                # must also free its unit.
+                # `prepend`: a user's hook may read the parameters. `always_call`: a forward that raises must also free
+                # its unit.
                 self._handles += [
                     module.register_forward_pre_hook(partial(self._enter, unit), prepend=True, with_kwargs=True),
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
@@ -322,8 +322,8 @@ class Runtime(PassOwner):
         self._need(unit, backward=backward)
         if outermost:
             unit.call = ForwardCall()
-            # A frozen parameter gets no gradient, so the gradients of the parameters do not show when the backward pass
-            # has left the unit. The gradients of the inputs do.
+            # A frozen parameter gets no gradient, so only the gradients of the unit's inputs show that the backward
+            # pass has left the unit.
             if torch.is_grad_enabled() and not unit.frees_after_gradients:
                 unit.call.inputs = watch_outputs((args, kwargs), partial(self._leave_backward, unit, unit.call))
 
@@ -340,16 +340,17 @@ class Runtime(PassOwner):
         watched = 0
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
-        # If a backward pass repeats this forward (checkpointing), the gradients that follow need the unit.
+        # If a backward pass repeats this forward (checkpointing), it next computes gradients that need the unit.
         if not self._in_backward():
             if self._depth == 0:
                 self._watch.stop()
-            # The model's own unit is used throughout, and the backward pass begins with the last unit of the forward.
-            # If no output is watched, the unit would stay gathered until the next forward.
+            # Two units stay gathered for the backward pass: the model's own unit, which is used throughout, and the
+            # last unit of the forward, with which the backward pass begins. If no output is watched, they would stay
+            # gathered until the next forward.
             stays = watched and (unit.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
                 unit.free()
-            # Wait for the outermost module, because a module may catch an error of its submodule.
+            # Abort only when the outermost module ends, because a module may catch an error of its submodule.
             if self._depth == 0 and (error := raised or written) is not None:
                 self.free()
                 self._watch.raised()
@@ -416,7 +417,7 @@ class Runtime(PassOwner):
         try:
             self._recover()
         except BaseException:
-            # Stop watching here, because `_leave` ignores a forward pass that has not begun.
+            # Stop watching here, because `_leave`, which normally does so, ignores a forward pass that has not begun.
             self._watch.stop()
             self._watch.raised()
             raise
@@ -433,7 +434,8 @@ class Runtime(PassOwner):
         error = self._comms.live.data.exception()
         if error is None:
             return
-        # Ranks were at different units, and some ranks may lack gradients of a pass that ended on other ranks.
+        # At the failure, ranks were at different units, and some ranks may lack gradients of a pass that ended on other
+        # ranks.
         self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
@@ -479,7 +481,8 @@ class Runtime(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         self._change("begin")
-        # Read `sync` now, because the outermost pass decides, whatever contexts its hooks enter.
+        # Read `sync` now, because contexts that hooks enter during the outermost pass must not change its value for
+        # this pass.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
         for _, gradient in self._trained:
@@ -508,7 +511,7 @@ class Runtime(PassOwner):
 
     def fail(self) -> None:
         """Drop all uncommitted gradients, and abort the step on all ranks."""
-        # `running` is None if this rank's pass has reached other models only. On other ranks, the pass may have reached
+        # `running` is None if this rank's pass has reached only other models. On other ranks, the pass may have reached
         # this model.
         running = self._running
         self._running = None
@@ -615,7 +618,7 @@ class Runtime(PassOwner):
         self._recover()
         self.free()
         # Show nothing until everything is gathered. If a gather failed in between, the parameters already shown would
-        # stay in this tensor, and all later steps would compute with its old values.
+        # remain views of their temporary tensor, and all later steps would compute with its old values.
         wholes = [flat.gather_whole() for flat in self._flats]
         try:
             for flat, whole in zip(self._flats, wholes, strict=True):
@@ -647,7 +650,8 @@ class Runtime(PassOwner):
         self._handles.clear()
         self._watch.remove()
         for flat in self._flats:
-            # Keep no reference, because `restore` allocates the parameters a second time.
+            # Keep no reference to the gathered tensor, because `restore` allocates memory for the parameters a second
+            # time.
             flat.restore(wholes.pop(0))
 
     def recut(self) -> None:

@@ -233,8 +233,8 @@ def check_elementwise(
     failed: Exception | None = None
     for missing, at_least in ((True, 2), (False, 2), (False, 1)):
         try:
-            # Hold the compile lock: the stance applies to all threads, and so does torch's flag for whether anything is
-            # being compiled, which torch's optimizers read.
+            # Hold the compile lock, because `set_stance` affects all threads. Torch's optimizers also read a flag,
+            # shared by all threads, that tells whether anything is being compiled.
             with torch._dynamo.convert_frame.compile_lock, torch.compiler.set_stance("force_eager"):
                 return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
         except _RefusedError as refused:
@@ -297,7 +297,7 @@ class _Trial:
         self._missing = missing
         generator = torch.Generator().manual_seed(0)
         self._noise = torch.randn(2**15, dtype=torch.float64, generator=generator, device="cpu")
-        # The trial's groups, with initial values of whole parameters.
+        # The trial's parameter groups, with the initial values of the whole parameters.
         self._groups: list[_Options] = []
         known = set()
         for group in groups:

@@ -139,8 +139,8 @@ def _threads() -> list[Replacement]:
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
         with unpatched():
-            # `_started` was created in a task, so it waits in virtual time. Replace it, because a new thread notifies
-            # its parent in real time.
+            # `_started` was created in a task, so it waits in virtual time. Replace it with a real event, because a new
+            # thread notifies its parent in real time.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
         parent.scheduler.admit(task)

@@ -158,8 +158,8 @@ _numbers = itertools.count()
 """Numbers of this process's networks, used to make the names of namespaces unique on the machine."""
 _INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
-# Shell script that removes the hosts named in its arguments once it reads a line or standard input closes. Input also
-# closes if the caller is killed.
+# Shell script that waits for a line or the end of standard input, and then removes the hosts named in its arguments.
+# Standard input also ends if the caller is killed.
 _REMOVE = """read _
 for name; do
     for process in $(ip netns pids "$name"); do kill -9 "$process"; done

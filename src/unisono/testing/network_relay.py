@@ -29,7 +29,7 @@ _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _PR_SET_TIMERSLACK = 29
 _LARGEST = 1 << 16
-# Number of reads from one device before due packets are delivered.
+# Maximum number of reads from one device before due packets are delivered.
 _BATCH = 32
 # Maximum number of delayed packets: more than a 1 Gbit/s link transfers in 100 ms.
 _ROOM = 10_000

@@ -142,7 +142,7 @@ def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPa
         pytest.fail("each rank would draw its own examples: decorate with `torch_ranks` below `given`", pytrace=False)
     cls = item.cls
     own = vars(cls(item.name))
-    # Attributes that class fixtures have set on pytest's instance.
+    # Attributes that class fixtures have set on the instance that pytest created.
     given = {name: value for name, value in vars(item.instance).items() if name not in own}
     debugged = item.config.getoption("usepdb")
 

@@ -54,8 +54,8 @@ def run_limited(
             ended.put(([], error))
 
     try:
-        # Start inside the `try` block: ranks may already run, and the caller may be interrupted, before `start`
-        # returns.
+        # Start the thread inside the `try` block: before `Thread.start` returns, ranks may already be running, and the
+        # caller may be interrupted.
         threading.Thread(target=start, name="unisono launch", daemon=True).start()
         results, error = ended.get(timeout=limit_s)
     except Empty:

@@ -85,6 +85,7 @@ def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
     except CommError:
         usable = False
     else:
-        # Do not reuse a communicator that counted steps: a stop request is permanent, and the ranks' counts may differ.
+        # Do not reuse a communicator that has counted training steps: a stop request is permanent, and the ranks'
+        # counts may differ.
         usable = comm.exception() is None and boundaries_of(comm).unused
     return outcome, usable

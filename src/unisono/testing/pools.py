@@ -231,7 +231,7 @@ class PoolProcesses:
         Unusable ranks have been closed. Ranks remain usable after an error raised by the program itself.
         """
         key = size, self._failures
-        # Creating the communicator of the first `size` ranks is collective over all ranks. This happens once, and again
+        # All ranks take part in creating the communicator of the first `size` ranks. It is created once, and again
         # after a failure.
         called = size if key in self._connected else self._size
         self._connected.add(key)
@@ -268,7 +268,8 @@ class PoolProcesses:
             try:
                 usable = self._ranks.links[outcome.rank].recv()
             except (EOFError, OSError):
-                # Without a second message, the first message reported that the rank exited, not its program's outcome.
+                # If there is no second message, the first one reported that the rank had exited, not the outcome of its
+                # program.
                 outcome.reported = usable = False
             self._usable = self._usable and usable
         return ended

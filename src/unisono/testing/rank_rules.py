@@ -44,7 +44,7 @@ class _Errors(TestResult):
 
     def __init__(self) -> None:
         super().__init__()
-        # Stop at the first failure, because other ranks would wait for this rank, as in `_Subtests`.
+        # As in `_Subtests`, stop at the first failure, because other ranks would wait for this rank.
         self.failfast = True
         self.raised: list[BaseException] = []
 

@@ -48,8 +48,8 @@ _Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "_
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    # Python's C code and other modules read these names as attributes of the module, and so use the properties of its
-    # new class. The module's own functions read the names from its dictionary, so replace them there as well.
+    # C code and other modules read these names as attributes of `warnings`, and so get the properties of its new class.
+    # The module's own functions read the names from its dictionary, so replace them there as well.
     module: Any = warnings
     _process.update((name, vars(module)[name]) for name in _NAMES)
     try:

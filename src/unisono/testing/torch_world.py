@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # whose functions capture the default group when they are imported
+import torch.distributed.nn  # imported early, because its functions capture the default group of that moment
 
 # This function is missing from torch's type annotations.
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ _runs = itertools.count()
 
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-# In torch, these attributes are properties that return the process's maps.
+# Torch's class defines these attributes as properties that return the process's maps, so override them.
 _Maps: Any = type("_Maps", (type(distributed_c10d._world),), {**dict.fromkeys(_MAPS), "group_count": 0})
 
 
@@ -178,7 +178,7 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     run = 0 if in_process else next(_runs)
 
-    # `wraps` copies the test's module, which determines how the function is pickled.
+    # `wraps` copies the name of the test's module, which determines how the function is pickled.
     @functools.wraps(program)
     def on_rank(comm: Communicator) -> Any:
         return _on_rank(_TorchRank(comm, meeting, timeout_s, run), program)
@@ -240,7 +240,7 @@ def _torch_replaced() -> Iterator[None]:
         with replaced(_of_torch()):
             yield
     finally:
-        # Each default group has wrapped the exception hook. Restore the original one.
+        # The creation of each default group has wrapped the exception hook, so restore the original hook.
         sys.excepthook = hook
 
 
@@ -275,7 +275,7 @@ def _of_torch() -> list[Replacement]:
 
     def device_backends(config: Any) -> dict[str, str]:
         found: dict[str, str] = real_map(config)
-        # Leave other backends of the tested code unchanged.
+        # Replace only these two backends; keep any other backend that the tested code chooses.
         served = found.get("cpu") in ("gloo", "unisono")
         return {"cpu": _BACKEND} if served and _thread.rank is not None else found
 

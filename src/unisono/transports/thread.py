@@ -34,8 +34,8 @@ class MessageQueue:
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
-        # For each rank of a group, the keys of its messages in `waiting`, in order, so that a rank that leaves finds
-        # its messages without a search.
+        # For each rank of a group, the keys of its messages in `waiting`, in order, so that no search is needed to find
+        # the messages of a rank that leaves.
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}
         self.left: defaultdict[str, set[int]] = defaultdict(set)
@@ -140,12 +140,13 @@ class InFlightMessage:
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
                 work.complete(size_error(self.source, sent, self.target, expected, self.sent.tag, peer))
             return
-        # The sender's or the receiver's thread may run this, so take the inference mode from the receiver's tensor.
+        # This may run in the sender's or the receiver's thread, so take the inference mode from the receiver's tensor.
         try:
             with torch.inference_mode(taken.is_inference()), torch.no_grad():
                 taken.copy_(given)
         except Exception as error:
-            # For example, out of memory. Fail both works, because the message will never arrive.
+            # The copy has failed, for example for lack of memory. Fail both works, because the message will never
+            # arrive.
             self.send.complete(error)
             self.recv.complete(error)
             return

@@ -238,7 +238,8 @@ class BackwardTracker:
 
     def failed(self, error: Exception) -> Exception:
         """Note the error with which the owner fails the backward pass, to quote it on other ranks; return the error."""
-        # Only the text: the error's traceback refers to frames, which could keep the graph task's token alive.
+        # Keep only the text, because the error's traceback refers to frames, which could keep the graph task's token
+        # alive.
         self.cause = f"{type(error).__name__}: {text_of(error)}"
         return error
 
@@ -284,7 +285,8 @@ def _is_nested() -> bool:
         if frame.f_code is _RUN:
             runs += 1
         elif frame.f_code is _APPLY and runs:
-            # On a GPU, the outer call runs in another thread, so only the Function's backward is on this stack.
+            # With a GPU, the outer autograd call runs in another thread, so this stack shows only the Function's
+            # backward.
             return True
         frame = frame.f_back
     return runs > 1
@@ -305,8 +307,8 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
     """
     parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
-        # Skip leaves, which have their own hooks and live for many training steps, and tensors wrapped by torch.func,
-        # which are not part of a training step.
+        # Skip leaves, because they have their own hooks and live for many training steps. Also skip tensors wrapped by
+        # torch.func, because they are not part of a training step.
         if returned.grad_fn is not None and not is_transformed(returned):
             returned.register_hook(arrived)
             return 1

@@ -72,7 +72,8 @@ class PassWatch:
     def remove(self) -> None:
         """Stop watching permanently. Idempotent."""
         self.stop()
-        # One step, because another thread may append a watch, and a collection may remove one.
+        # Find and remove in one step, because meanwhile another thread may append a watch, and a garbage collection may
+        # remove one.
         with suppress(ValueError):
             self.peers.remove(weakref.ref(self))
 
@@ -100,7 +101,7 @@ class PassWatch:
             self.running = None
 
     def _live(self) -> list[PassWatch]:
-        # Copy the list: if a collection removed a watch meanwhile, the loop would skip the next one.
+        # Copy the list: if a garbage collection removed a watch during the loop, the loop would skip the next one.
         return [peer for ref in list(self.peers) if (peer := ref()) is not None]
 
     def _watch(self, done: Event) -> None:

@@ -58,13 +58,13 @@ class RepeatableBarrier:
         while given_up:
             group = self._group(self._number)
             with self._activity.exchanging("split"):
-                # Ask before joining. If the call fails only after this, the error is this rank's too: the other ranks
-                # raise it in the same call, and come to the next one together with this rank.
+                # Ask for a cause before joining. If the call fails only afterwards, this rank raises the error like the
+                # other ranks, and all of them come to the next call together.
                 given_up = control.first_cause(group) is not None
                 control.join(group)
                 try:
-                    # Look after joining. A rank that breaks the communicator aborts the barrier next, but if no rank
-                    # had joined the group by then, only the communicator shows the failure.
+                    # Check the communicator after joining. A rank that breaks it also aborts the barrier, but if no
+                    # rank had joined the barrier's group by then, only the communicator shows the failure.
                     if (error := self._comm.exception()) is not None:
                         raise error
                     if not given_up:

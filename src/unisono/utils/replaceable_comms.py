@@ -76,8 +76,9 @@ class ReplaceableComms:
 
     def replace(self) -> None:
         """Replace the failed communicator in use. Collective. After an `AbortedError`, all ranks may call it again."""
-        # A rank can be blocked in another model, waiting for ranks that wait for it here. So wait in a barrier, which
-        # can be aborted and repeated, and touch `base` only once all ranks are here: nothing could replace `base`.
+        # A rank can be blocked in another model, waiting for ranks that wait for it here. So wait in a barrier first,
+        # because a barrier can be aborted and repeated. An aborted `base` could not be replaced, so use it only after
+        # all ranks have arrived.
         self._barrier.wait()
         self.data.close()
         self.data = self.dup(**self._options)

@@ -115,7 +115,7 @@ class Checked(Wrapper):
             self._comparer.compare(call.fingerprint, deadline, shapes=self.full)
         else:
             self._compare_by_control_plane(call.fingerprint, deadline)
-            # All ranks are now known to be in this call, so they can connect, which is collective.
+            # Connecting is collective, and is possible now, because all ranks are known to be in this call.
             self._comparer = self._connected()
             self._connect = None
             if self._comparer is not None and self._report is not None:
@@ -163,8 +163,8 @@ class Checked(Wrapper):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         work = super().run(call, over)
         collective = FAMILIES[call.name]
-        # The hash of a sum is not known in advance, so results of a reduction are compared only if all ranks have the
-        # sum.
+        # The hash of a sum is not known in advance, so results of a reduction are compared only if all ranks receive
+        # the sum.
         if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
             return work
         return ChainedWork(work, lambda: self._compare_results(call, collective))

@@ -134,8 +134,8 @@ class Faulty(Wrapper):
         self._late = DelayQueue(inner)
         self._slowness = LinkModel(0.0, self._rank_faults.slow_bytes_per_s)
         self._thawed = threading.Event()
-        # Name of the group in which this rank froze; empty until then. Subgroups share the list, so that the rank
-        # freezes only once.
+        # A list with the name of the group in which this rank froze; empty until then. Subgroups share this list, so
+        # that the rank freezes only once.
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:

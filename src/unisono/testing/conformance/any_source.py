@@ -83,7 +83,7 @@ def receive_any_starves_no_sender(world: World) -> None:
         else:
             for turn in range(3 * _EACH + 2 * (comm.size - 2)):
                 for rank in range(1, comm.size) if turn in (0, comm.size - 1) else ():
-                    # Wait until every sender has a message pending, also after the first round.
+                    # Before each of the first two rounds, wait until every sender has a message pending.
                     comm.probe(rank)
                 got.append(comm.recv(numbers(comm, 0), comm.probe() if probes else None))
         return got

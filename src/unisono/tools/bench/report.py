@@ -70,7 +70,7 @@ def plot(results: list[Result], path: Path) -> None:
     bandwidth, ratio = figure.subplots(1, 2)
     bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
     for name in peers:
-        # All candidates move the same number of bytes, so bandwidths differ only because of the times.
+        # Unisono and its peers move the same number of bytes, so their bandwidths differ only because their times do.
         theirs = [result.busbw_gb_s * result.time_us / result.against[name].time_us for result in results]
         bandwidth.plot(sizes, theirs, marker="o", label=name)
         spreads = [result.against[name].ratio for result in results]

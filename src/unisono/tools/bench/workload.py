@@ -155,7 +155,7 @@ class Workload:
         return reduced(self._given, self.op)
 
 
-# -- data: differs by rank and by index, so that every element of a result can be checked ----------
+# -- data, which differs by rank and by index, so that every element of a result can be checked ----
 PERIOD = 65521
 """Period of the data in elements. It is prime, so that a shift by any tile or share of a message is detected."""
 

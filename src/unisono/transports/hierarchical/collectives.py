@@ -96,7 +96,7 @@ class HierarchicalCollectives:
                 self._finish(*ahead.popleft(), deadline)
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
-        # The exchange itself enforces the deadline, and reports a timeout shortly afterwards.
+        # The exchange enforces the deadline itself, so wait a little longer, until it has reported a timeout.
         exchanged.wait(seconds_left(deadline) + _REPORT_S)
         self._gathered(tile, share, deadline)
 

@@ -69,7 +69,7 @@ class HostAgreement:
         self._timeout_s = timeout_s
         self._calls = 0
         self.short_bytes: int = short_bytes // (hosts - 1)
-        # A host's first rank needs memory for each host's packet, including the partial result of its own host.
+        # A host's first rank needs memory for the other hosts' packets, and for its own host's partial result.
         self._host_rounds = [_HostRound(self.short_bytes) for _ in range(hosts if links is not None else 1)]
         self._own = here if links is not None else 0
 

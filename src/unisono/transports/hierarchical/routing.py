@@ -54,7 +54,7 @@ class RankMappedTransport(Wrapper):
             raise self.translate(error) from error
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # A call with steps consists of messages, whose errors `post` has already translated.
+        # A call that has `steps` consists of messages, and `post` has already translated their errors.
         work = super().run(call, over)
         return ChainedWork(work, translate=self.translate) if call.steps is None else work
 

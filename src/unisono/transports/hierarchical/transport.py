@@ -246,7 +246,7 @@ def over(
     """
     if len(hosts) in (1, group.size):
         single = inner(group) if len(hosts) == 1 else outer(group)
-        # A rank that joins later may be on another host.
+        # If a rank on another host joins later, the group needs a different transport.
         single.reconnect = reconnect
         return single
     return Hierarchical(group, control, options, _in_order(hosts), inner, outer, reconnect)

@@ -67,7 +67,7 @@ class MpiMessages:
         self.numbers: itertools.count[int] = itertools.count()
 
     def __del__(self) -> None:
-        # MPI may still access the memory of messages in flight, so it must outlive this object.
+        # Keep the memory of messages in flight alive longer than this object, because MPI may still access it.
         for work in self.__dict__.get("_open", ()):
             work.keep()
 
@@ -211,8 +211,8 @@ def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object
     """Keep MPI's requests, and the memory that each request accesses, alive until the requests are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # This may run in any thread, and even recursively, in destructors that the sweep triggers. Hence skip the sweep if
-    # one is in progress.
+    # This function may run in any thread, and even inside its own sweep, which may trigger destructors that call it. So
+    # skip the sweep if one is already in progress.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:

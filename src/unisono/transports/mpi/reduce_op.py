@@ -68,7 +68,7 @@ def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
     if dtype not in _TYPES:
         return False
     if dtype.is_complex:
-        # MPI chooses the order of the factors, on which the rounding of a complex product may depend.
+        # The rounding of a complex product may depend on the order of the factors, which MPI chooses.
         return op is ReduceOp.SUM
     return op in _OPS
 

@@ -163,7 +163,8 @@ class MpiTransport(Transport):
         if call.name != "all_to_all" or not self._agreement.counted:
             self._native.carry(call, deadline)
             return
-        # Some rank moves more bytes than one MPI call can. Use point-to-point messages, which are split if long.
+        # At least one rank has more bytes to move than one MPI call can carry. Use point-to-point messages, which are
+        # split if they are too long.
         others = [rank for rank in range(self.size) if rank != self.rank]
         call.outputs[self.rank].copy_(call.inputs[self.rank])
         batch: list[Message] = [Recv(call.outputs[rank], rank, COLLECTIVE_TAG) for rank in others]

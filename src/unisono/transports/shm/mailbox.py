@@ -140,7 +140,8 @@ class ShmMailbox(Mailbox):
 
     def _make_room(self, out: Ring, peer: int, deadline: float) -> None:
         """Wait until the reader has read something."""
-        # Check for room instead of waiting for another read: the reader may already have read everything.
+        # Check for room instead of waiting for the next read: the reader may already have read everything, so that no
+        # read follows.
         self._wake_rank(peer)
         for _ in range(_YIELDS):
             os.sched_yield()
@@ -177,7 +178,8 @@ class ShmMailbox(Mailbox):
         own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
-            # `wake` was called before `seen` was read, so the futex would miss this call. It catches later calls.
+            # `wake` was called before `seen` was read, so the futex would not notice that call. It notices all later
+            # calls.
             self._woken = False
             return
         self._is_waiting = True

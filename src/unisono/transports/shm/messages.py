@@ -37,7 +37,7 @@ class ShmMessages(TaggedMessages):
         self._core.wake(peer)
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        # Another thread may move the messages that this thread waits for, which increments `progress`. Therefore read
+        # Another thread may move the messages that this thread waits for, and increment `progress`. Therefore read
         # `progress` before checking `done`.
         progress = self._core.progress
         started = clock.now()

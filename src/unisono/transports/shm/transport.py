@@ -60,8 +60,8 @@ class ShmTransport(NativeTransport):
         # `map_shared` uses the first page to prove that the ranks share a host.
         nbytes = PAGE_BYTES + module.Core.nbytes(size)
         memory = map_shared(group, control, "memory", nbytes, options.timeout_s, mmap.mmap)
-        # With more ranks than processors, a waiting rank yields immediately instead of spinning. No reference cycle may
-        # contain the core or this object, because the memory remains mapped as long as the core exists.
+        # With more ranks than processors, a waiting rank yields immediately instead of spinning. Keep the core and this
+        # object out of reference cycles, because the memory remains mapped as long as the core exists.
         core = module.Core(memoryview(memory)[PAGE_BYTES:], rank, size, size > cores(), known_dtypes())
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         self.calls = ShmFastPath(core, rank, size, programs, _weak_method(self._raise_mismatch))
@@ -71,7 +71,8 @@ class ShmTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
-        # Join the group only so that ranks can exchange values here; the communicator reports failures.
+        # Join the group without a callback: here it serves only to exchange values, and the communicator reports
+        # failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         mine = why_no_shm(), core_build(), spare

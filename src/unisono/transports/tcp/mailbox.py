@@ -117,8 +117,7 @@ class TcpMailbox(Mailbox):
             self.check(peer)
             frame = channel.encode(Kind.MAIL, message)
             try:
-                # Send everything in one system call, so that the receiver wakes up only once, and finds more than a
-                # header.
+                # Send everything in one system call, so that the receiver does not wake up for the header alone.
                 self._send_all(
                     connection, peer, [memoryview(frame), *(view_of(b) for b in bodies if b.numel())], timeout
                 )

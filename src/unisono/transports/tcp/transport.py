@@ -47,12 +47,13 @@ class TcpTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
-        # Join the group only so that ranks can exchange values here; the communicator reports failures.
+        # Join the group without a callback: here it serves only to exchange values, and the communicator reports
+        # failures.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
-        # A background thread for communication between hosts mostly waits. On one host, it would compete with the ranks
-        # for processors.
+        # Between hosts, a background thread mostly waits for the network. On a single host, it would compete with the
+        # ranks for processors, unless some are spare.
         hosts = {host for host, _ in values}
         return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in values))
 

@@ -48,7 +48,7 @@ class Sockets:
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:
-                # Shutting down fails if the peer has reset the connection, which is then already closed.
+                # This fails if the peer has reset the connection, but such a connection is already closed.
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             else:
@@ -58,8 +58,8 @@ class Sockets:
 
     def abandon(self, _references: object, works: Sequence[Any]) -> None:
         """Keep a gloo group alive until its collectives have ended. Releasing it earlier would abort the process."""
-        # A connection that is new in one scan has been established by the next scan. Lazily made connections may appear
-        # only now.
+        # Wait between scans: a connection that is new in one scan has been established by the next. Scan repeatedly,
+        # because gloo may still make connections lazily.
         time.sleep(_LOOK_EVERY_S)
         while self.shut() or not all(work.is_completed() for work in works):
             time.sleep(_LOOK_EVERY_S)
@@ -104,7 +104,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    # Pass the type, with SOCK_NONBLOCK. If Python detected the type, it would apply the program's default socket
-    # timeout, if any, and so make the connection non-blocking for all its descriptors.
+    # Pass SOCK_NONBLOCK in the type. Without this flag, Python would apply the program's default socket timeout, if
+    # there is one, and so make the connection non-blocking for all its descriptors.
     with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

@@ -87,8 +87,9 @@ class TorchTransport(Transport):
         self.host_staged: frozenset[str] = declared.host_staged
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
-        # Comparing during the call requires an abort if calls differ. A group that the caller owns must not be aborted,
-        # and on gloo, mismatched calls abort the process, so in both cases, ranks compare before the call.
+        # If ranks compare a call while it runs, a difference requires an abort. But a group that the caller owns must
+        # not be aborted, and gloo aborts the process if calls differ. In these two cases, ranks therefore compare
+        # before the call.
         self.compares_later: bool = self._cuda and owned
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags: bool = not self._cuda
@@ -115,7 +116,8 @@ class TorchTransport(Transport):
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         refuse_unencrypted(options.backend)
-        # Join the group only so that ranks can exchange values here; the communicator reports failures.
+        # Join the group without a callback: here it serves only to exchange values, and the communicator reports
+        # failures.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)
         made._sockets.look()
@@ -237,7 +239,7 @@ class TorchTransport(Transport):
     def _land(self) -> None:
         """Wait until nccl has moved all data or the group has failed: the caller's streams may need the results."""
         deadline = clock.now() + self._options.timeout_s
-        # Copy the works, here and in `_end`: a launch that is still running in another thread adds its own.
+        # Iterate over a copy, here and in `_end`, because a launch in another thread may still append its work.
         while not all(work.is_finished() for work in list(self._flying)):
             if self._broken is not None or clock.now() > deadline:
                 return
@@ -260,7 +262,7 @@ class TorchTransport(Transport):
             for known in stuck if self._cuda else ():
                 # The stream will not produce the requested results any more.
                 known.fail(cause)
-            # Callers still hold references to their works.
+            # The works can be dropped here, because callers hold their own references.
             self._flying = deque()
             backend = self._backend
             if not self._owned:
@@ -378,8 +380,8 @@ class _PolledWork(_BackendWork):
                 # Torch treats a timeout of zero as no timeout.
                 self.work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
             except CommError:
-                # Lazily made connections use the control store, which raised this error. Don't wait again: torch cannot
-                # raise it twice.
+                # The control store raised this error while gloo was making a connection lazily. Don't wait again,
+                # because torch cannot raise the same error twice.
                 raise
             except RuntimeError:
                 if last:

@@ -1,6 +1,6 @@
 """Algorithms of collectives: find, verify, simulate and write them.
 
-Each algorithm is a file of integers in `unisono.collectives.algorithms`.
+Each algorithm is a file in `unisono.collectives.algorithms` that computes only with integers.
 
 Example:
     >>> un.algorithms.verify("all_reduce", "ring", size=8).cost

@@ -48,7 +48,7 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
         New tensors, one for each rank.
 
     Raises:
-        ValueError: The dtype has no gradient.
+        ValueError: The dtype cannot have a gradient.
         MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
     Cost: that of `Communicator.all_gather`; in the backward pass, that of `reduce_scatter`.
@@ -175,7 +175,7 @@ def all_to_all_single(
         A new tensor, with the rows from rank 0 first.
 
     Raises:
-        ValueError: The dtype has no gradient, or the split sizes do not fit the tensor.
+        ValueError: The dtype cannot have a gradient, or the split sizes do not fit the tensor.
         MismatchError: Two ranks disagree about the number of rows that one sends to the other.
 
     Example:
@@ -237,11 +237,11 @@ def all_reduce(
         A new tensor of the same shape.
 
     Raises:
-        ValueError: The dtype or `op` has no gradient, or the dtype cannot be scaled.
+        ValueError: The dtype cannot have a gradient or cannot be scaled, or `op` has no gradient.
         MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
-    Cost: that of `Communicator.all_reduce`, in forward and again in backward. The backward pass sends twice the bytes
-    for "min" and "max", and p times the bytes for "product" on p ranks.
+    Cost: that of `Communicator.all_reduce`, in the forward pass and again in the backward pass. The backward pass sends
+    twice the bytes for "min" and "max", and p times the bytes for "product" on p ranks.
 
     Example:
         >>> def program(comm):
@@ -353,7 +353,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
         A new tensor of this rank's shape.
 
     Raises:
-        ValueError: The dtype has no gradient.
+        ValueError: The dtype cannot have a gradient.
         MismatchError: Ranks call different collectives, in the forward or a backward pass.
 
     Cost: that of `Communicator.broadcast`; in the backward pass, that of `reduce`.
@@ -452,7 +452,7 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
         The token: a tensor of the same dtype without elements.
 
     Raises:
-        ValueError: The dtype has no gradient.
+        ValueError: The dtype cannot have a gradient.
         MismatchError: The receiver's backward pass sends the gradients of several messages in a different order than
             this rank's backward pass expects.
 
@@ -479,7 +479,8 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
 
     Args:
         tensor: Tensor of the shape, dtype and device to receive. Its elements are not used, and its gradient is zero.
-            If the tensor requires a gradient, that gradient is the message's token in a second backward pass.
+            If it requires a gradient, that gradient is the token (see `send`) of the message that the backward pass
+            sends; a second backward pass needs it.
         comm: The communicator.
         src: The sending rank, not this rank.
         tag: As for `Communicator.recv`.

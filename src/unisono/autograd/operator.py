@@ -1,4 +1,4 @@
-"""A collective on flat tensors as a custom operator for autograd and compilers, and its adjoint."""
+"""Custom operator that runs a collective on flat tensors, for autograd and compilers; and the collective's adjoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _call(
 
     Args:
         x: One-dimensional tensor; for a collective that scatters, the chunks for all ranks in rank order.
-        order: Tensor that compilers consider to be written to, so that they keep the order of calls.
+        order: Tensor that this operator claims to write to, so that compilers keep the order of calls.
         receipt: In a backward pass, the receipt of the forward call; ranks compare their receipts.
         name: Name of the collective, or "send" or "recv".
         handle: Handle of the communicator.
@@ -53,8 +53,8 @@ def _call(
         receives: Number of elements in each chunk of the result.
 
     Returns:
-        A new one-dimensional tensor, of zeros if the collective has no result for this rank; and the receipt, with the
-            number and source line of this call.
+        A new one-dimensional tensor (zeros if the collective has no result for this rank), and the receipt, which
+            contains the number and source line of this call.
 
     Raises:
         ClosedError: The communicator no longer exists.
@@ -120,7 +120,7 @@ def _message(
     tag: int,
     receives: list[int],
 ) -> tuple[torch.Tensor, int]:
-    """Send or receive a message. In a backward pass, its number is sent first, for the receiver to check."""
+    """Send or receive a message. In a backward pass, the message's number is sent first, for the receiver to check."""
     move = getattr(comm, name)
     y = x.new_empty(sum(receives))
     if origin is not None:
@@ -204,7 +204,7 @@ def apply(
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
     """Return the result of a collective; the adjoint collective computes its gradient.
 
-    `call` has the arguments of `_call` in order, with (rank, size) after the handle.
+    `call` contains the arguments of `_call` from `name` on, with (rank, size) inserted after the handle.
     """
     anchor = None if x.requires_grad else _ANCHOR
     result: torch.Tensor = _CollectiveFunction.apply(x, anchor, receipt, *call)[0]  # type: ignore[no-untyped-call]

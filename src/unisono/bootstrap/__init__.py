@@ -4,8 +4,8 @@ Each module supports a scheme or a launcher. Its function `find(request)` return
 name in an `init_method`, needs only that function and an entry in `_SCHEMES`. A launcher, which is recognised by its
 environment variables, needs an entry in `_LAUNCHERS`, and also defines:
 
-- `VARIABLES`: the variables that define a process's rank, and `PREFIXES` of all variables that the launcher sets;
-- `START`: a command line that starts ranks with it, for error messages;
+- `VARIABLES`: the variables that define a process's rank; `PREFIXES`: prefixes of all variables that the launcher sets;
+- `START`: a command line that starts ranks with the launcher, for error messages;
 - `launched()`: the `Launched` that the variables describe, in which invalid values are None; None if no variable is
   set;
 - `detected(request)`: whether to call this module's `find`;
@@ -49,7 +49,7 @@ def find(
             mpirun, or else a Slurm step); if it defines none, this process is a single rank.
         rank: This process's number; needed with tcp:// and file://.
         world_size: Number of ranks; needed with tcp:// and file://.
-        timeout_s: Seconds within which all ranks must join. Otherwise, every rank that has joined raises an error.
+        timeout_s: Seconds within which all ranks must join. If some do not, every rank that has joined raises an error.
         secret: Secret shared by all ranks; see `unisono.control.sockets.find_secret`.
 
     Raises:

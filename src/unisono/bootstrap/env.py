@@ -64,7 +64,7 @@ def check(request: InitRequest) -> tuple[str, int]:
 
 
 def _private_port() -> int | None:
-    """Return this library's own port, if there is one: torch's store listens on MASTER_PORT.
+    """Return the port reserved for this library, as torch's store listens on MASTER_PORT; None if there is none.
 
     `unisono run` sets UNISONO_PORT together with the job's MASTER_PORT. If MASTER_PORT has changed, as in a job that is
     started inside a rank of another job, UNISONO_PORT is ignored.

@@ -230,7 +230,7 @@ class MpiAbortGuard:
         self._excepthook = sys.excepthook
 
     def await_closing(self, rendezvous: Rendezvous) -> None:
-        """Record that other ranks may wait for this process until `rendezvous` is closed."""
+        """Count `rendezvous` as open until it is closed, because other ranks may be waiting for this process."""
         release = rendezvous.release
         self._open += 1
 
@@ -258,7 +258,7 @@ class MpiAbortGuard:
     def leave(self, status: Any = None, /) -> NoReturn:
         """Exit as `sys.exit` does.
 
-        If the exception is not caught, and communicators were open at the call, the whole job is aborted.
+        If communicators are open, and the `SystemExit` is never caught, the whole job is aborted.
         """
         raise SystemExit(status) if status in (None, 0) or not self._open else _Exit(status, self._uncaught)
 
@@ -287,8 +287,8 @@ class MpiAbortGuard:
 class _Exit(SystemExit):
     """SystemExit that notices whether it ends the process.
 
-    Python has no hook for this. However, if the exception ends the process, Python frees it after all code has
-    returned, so `__del__` has no calling frame.
+    Python has no hook for this. However, if the exception ends the process, Python frees the exception only after all
+    code has returned, so `__del__` has no calling frame.
     """
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:

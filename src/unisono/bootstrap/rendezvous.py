@@ -50,7 +50,7 @@ class InitRequest:
 
     Attributes:
         init_method: As passed.
-        rank, size: As passed, or as found in the environment, so that errors can name the rank.
+        rank, size: As passed, or set from the environment so that errors can name the rank.
         deadline: Time by which all ranks must have joined, on the library's clock.
         secret: As passed.
     """
@@ -101,7 +101,7 @@ def _nothing() -> None:
 class Rendezvous:
     """This process's rank in the job, and its connection to the control plane.
 
-    The process has already joined the group; it must join again to be notified of failures.
+    The process has already joined the group, but must join it again to be notified of failures.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -258,7 +258,7 @@ class RankClaim:
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at a server's address, once all ranks have joined.
 
-    If the server closes during the call, it belonged to an earlier `init`. If the server is lost, its process may be
+    A server that closes during the call belonged to an earlier `init`, and the process of a lost server may be
     restarted. In either case, the call waits for the next server.
 
     Args:
@@ -325,7 +325,7 @@ def confirm(
         moved: Function that returns whether the ranks gather elsewhere. It is called until rank 0 has joined.
 
     Raises:
-        MovedError: The ranks gather elsewhere, or the server has exited and rank 0's next process may start another
+        MovedError: The ranks gather elsewhere, or the server has exited and a restarted rank 0 may start another
             server.
         CommError: As for `find`.
     """

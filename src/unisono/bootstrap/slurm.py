@@ -68,7 +68,7 @@ class SlurmStep:
 
     @property
     def local_size(self) -> int | None:
-        """Return the number of tasks on this node, or None if Slurm does not set it."""
+        """Return the number of tasks on this node, or None if Slurm does not provide the number."""
         tasks = os.environ.get("SLURM_GTIDS")
         return self.size if len(self.nodes) <= 1 else len(tasks.split(",")) if tasks else None
 

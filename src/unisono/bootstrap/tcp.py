@@ -44,7 +44,7 @@ def plain_host(host: str) -> str:
     A link-local address gets a zone that is valid on this host: the given zone, or the interface from the environment.
 
     Raises:
-        ValueError: The host means all addresses, or is a link-local address with an unknown interface.
+        ValueError: The host stands for all addresses, or is a link-local address with an unknown interface.
     """
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(

@@ -147,7 +147,7 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
     """Return a client of the store.
 
     Raises:
-        CommTimeoutError: The listening process does not answer as a store.
+        CommTimeoutError: The process that listens on the port does not answer like a store.
     """
     import torch.distributed as dist
 
@@ -174,7 +174,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
 
     Raises:
         CommError: Another process listens on the port.
-        MismatchError: That process is also rank 0.
+        MismatchError: That process also claims rank 0.
     """
     import torch.distributed as dist
 
@@ -213,7 +213,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
 
 
 def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> None:
-    """Call `claim_rank` at the address that another process has published, if there is one."""
+    """If another process has published an address, call `claim_rank` at that address."""
     try:
         published = _read(_client(at.host, at.port, "the store", _REACH_WITHIN_S), key, at)
     except CommError:

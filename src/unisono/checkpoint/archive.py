@@ -150,7 +150,7 @@ def open_archive(
     Raises:
         NoCheckpointError, CorruptError, FormatError, StorageError: As `load`.
 
-    Cost: reads the manifest. Each access to a tensor then reads that tensor's bytes once to check them.
+    Cost: reads the manifest. The first access to each tensor reads its bytes once, to check them.
 
     Example:
         >>> import tempfile

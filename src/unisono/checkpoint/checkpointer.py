@@ -93,7 +93,7 @@ class Checkpointer:
         return None if self._given is None else self._given.latest
 
     def step(self, step: int, state: Any) -> bool:
-        """Save the state if `every` divides `step`. The call is collective if so.
+        """Save the state if `every` divides `step`. If it does, the call is collective.
 
         Args:
             step, state: As for `save`.
@@ -172,8 +172,8 @@ class Checkpointer:
             The number of the step that was loaded. None if there is no checkpoint yet; the state is then unchanged.
 
         Raises:
-            CheckpointError: As `un.checkpoint.load`; also raised if a save in progress fails. A damaged checkpoint is
-                not skipped silently; the message names an intact checkpoint.
+            CheckpointError: As `un.checkpoint.load`; also raised if a save in progress fails. If the checkpoint is
+                damaged, no other checkpoint is loaded instead, but the message names an intact one.
         """
         self.wait()
         if step is not None:
@@ -221,7 +221,7 @@ class Checkpointer:
             self._note_saved()
 
     def close(self) -> None:
-        """Wait for the save in progress. With `save_on_stop`, first save if all ranks have stopped (collective).
+        """Wait for the save in progress. With `save_on_stop`, save first if all ranks have stopped (collective).
 
         Rank 0 logs a warning if the state of the last `step` remains unsaved.
 
@@ -279,7 +279,7 @@ class Checkpointer:
         return max((created_ns for _, created_ns in found), default=0)
 
     def _complete(self) -> list[Storage]:
-        """Return our complete checkpoints, newest first."""
+        """Return the complete checkpoints that are named by step, newest first."""
         return [storage for storage, _ in complete(self._storage) if _is_ours(storage.name)]
 
     def _rotate(self, saved: str) -> None:

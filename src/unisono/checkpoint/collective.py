@@ -70,8 +70,8 @@ class CollectiveScope:
             stores: Whether `step` writes to or lists the storage; a replay must not repeat such a step.
 
         Raises:
-            CheckpointError, MismatchError, TypeError, ValueError: `step` raised on some rank. Every rank raises an
-                error that names the first such rank.
+            CheckpointError, MismatchError, TypeError, ValueError: `step` raised an error on some rank. Every rank then
+                raises an error that names the first such rank.
         """
         failed: Exception | None = None
 
@@ -297,7 +297,7 @@ _alone_lock = threading.Lock()
 
 
 def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
-    """Wait for the save in progress on `comm` (or to `path` if `comm` is None); raise its error if still unseen."""
+    """Wait for the save in progress on `comm` (or to `path` if `comm` is None); raise its error if no caller saw it."""
     queue = _queues.get(comm) if comm is not None else None
     earlier = queue.last if queue is not None else _alone.get(path) if comm is None else None
     if earlier is None:
@@ -311,7 +311,7 @@ def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True)
 
 @atexit.register
 def raise_failed() -> None:
-    """Wait for all saves of this process; raise the first unseen error. At exit, Python prints this error."""
+    """Wait for all saves of this process; raise the first error that no caller saw. At exit, Python prints it."""
     for saving in [*_open]:
         if (error := saving._unseen()) is not None:
             raise error
@@ -322,7 +322,7 @@ BACKGROUND_SAVES.append(raise_failed)
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
-    """Start `work` in a thread, with a duplicate of `comm`. The first call for a communicator is collective."""
+    """Start `work` in a thread, with a duplicate of `comm`. The first call with a communicator is collective."""
     if comm is None:
         with _alone_lock:
             for done in [known for known, earlier in _alone.items() if earlier.done()]:

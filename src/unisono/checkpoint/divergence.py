@@ -23,7 +23,7 @@ __all__ = ["assert_in_sync", "sync"]
 
 
 def assert_in_sync(state: Any, comm: Communicator) -> None:
-    """Raise on every rank unless all ranks have the same state, bit for bit. Collective.
+    """Raise an error on every rank unless all ranks have the same state, bit for bit. Collective.
 
     NaNs with the same bits are equal; 0.0 and -0.0 are not.
 

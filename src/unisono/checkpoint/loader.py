@@ -105,7 +105,7 @@ def load(
             converting the dtype would change values), or an object rejects its state. The message states whether
             anything was changed.
         StorageError: The storage cannot be read.
-        TypeError, ValueError: `map_location` is not as described.
+        TypeError, ValueError: `map_location` is invalid.
 
     If the number of ranks is unchanged, rank r loads the per-rank values of rank r. Otherwise, after a save by p ranks,
     rank r loads the values of rank r mod p; random generators on ranks p and above remain unchanged (see `PerRank`).
@@ -173,7 +173,7 @@ def _manifest(storage: Storage, scope: CollectiveScope) -> Manifest:
 
 @dataclass
 class _Pass:
-    """Tensors read in one pass: the windows that the host's ranks share, and the windows for this rank only."""
+    """One pass of reading: its tensors, the windows that the host's ranks share, and the windows for this rank only."""
 
     wanted: Wanted
     shares: list[list[ReadWindow]]
@@ -260,7 +260,7 @@ def _progress(options: LoadOptions, total: int) -> Callable[[int], None]:
 
 
 def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRanges:
-    """Byte ranges to read for shards of tensors that no rank needs completely."""
+    """Byte ranges to read from tensors of which ranks need only shards."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name, shard in wanted.shards:
         if name not in whole and shard.start < shard.stop:
@@ -291,7 +291,7 @@ def _same(found: list[list[list[int]] | None], scope: CollectiveScope) -> bool:
 def _check_files(
     files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], options: LoadOptions
 ) -> list[list[int]] | None:
-    """Return the identities of the files that ranks share if the page cache keeps their bytes, otherwise None.
+    """Return the identities of the files that ranks share; None if the page cache does not keep file contents.
 
     Checks that each file that this rank will read has its full size, and checks the bytes if the options ask for it.
     """
@@ -490,8 +490,8 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
     Args:
         saved: A device name such as "cpu" or "cuda:0".
         map_location: As for `torch.load`: a device; a dict from saved devices to new devices (unlisted devices are
-            kept); or a function of a storage and a saved device that returns a storage on the new device, or None to
-            keep the saved device. Unlike in torch, `map_location=None` means the CPU.
+            kept); or a function that takes a storage and the saved device, and returns a storage on the new device, or
+            None to keep the saved device. Unlike in torch, `map_location=None` means the CPU.
 
     Example:
         >>> device_for("cuda:0", {"cuda:0": "cpu"})

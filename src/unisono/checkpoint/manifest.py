@@ -124,7 +124,7 @@ class Manifest:
         files, tensors: The files, and the tensors with their locations in the files.
         state: Tree of the part of the state that is common to all ranks.
         per_rank: For each rank, the tree of its per-rank values.
-        extra: Values passed by the program, and the versions of unisono and torch that wrote the checkpoint.
+        extra: Values passed to `save` as `extra`, and the versions of unisono and torch that wrote the checkpoint.
 
     Example:
         >>> import tempfile
@@ -231,7 +231,7 @@ class Manifest:
         return manifest
 
     def _check_memory(self, text: int) -> None:
-        """Raise unless each value is referred to once and the values respect the memory limit.
+        """Raise an error unless each value is referred to exactly once and all values respect the memory limit.
 
         Args:
             text: Memory cost of the manifest itself.
@@ -256,10 +256,10 @@ class Manifest:
         _check_cost(cost, self.nbytes)
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Raise unless every file exists with its full length.
+        """Raise an error unless every file exists with its full length.
 
         Args:
-            sizes: For each file that exists, its size in bytes: the result of `Storage.sizes`.
+            sizes: Size in bytes of each file that exists, as `Storage.sizes` returns it.
 
         Raises:
             CorruptError: A file is missing or has the wrong size; the message names its tensors.
@@ -269,7 +269,7 @@ class Manifest:
 
 
 def check_size(manifest: Manifest, index: int, found: int | None) -> None:
-    """Raise `CorruptError`, which names a file's tensors, unless the file exists with its full length.
+    """Raise `CorruptError` unless a file exists with its full length; the error names the file's tensors.
 
     Args:
         manifest: The manifest that lists the file.
@@ -372,15 +372,15 @@ def _check_tiling(manifest: Manifest) -> None:
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Return the memory in bytes that values may use beyond `OF_MANIFEST` times the length of their text."""
+    """Return the bytes of memory that a text's values can take beyond `OF_MANIFEST` bytes for each byte of the text."""
     return max(0, sum([text.count(mark) * cost for mark, cost in _MARKS.items()]) - OF_MANIFEST * len(text))
 
 
 def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
-    Loading may use twice as much memory as the checkpoint has bytes. Up to `HELD` bytes of tensors are in memory twice;
-    other tensors are in memory once, so values may use the memory of a second copy.
+    Loading is allowed twice as much memory as the checkpoint has bytes. Up to `HELD` bytes of tensors are in memory
+    twice. Other tensors are in memory only once, so values are allowed the memory of their second copy.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

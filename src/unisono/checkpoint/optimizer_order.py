@@ -37,8 +37,8 @@ def in_order_of(
     Args:
         optimizer: The optimizer to load the state into.
         node: The saved state.
-        beside: For each parameter, the name of its tensor in the checkpoint, otherwise the optimizer's own name for it,
-            otherwise its shape; None if unknown.
+        beside: For each parameter, the name of its tensor in the checkpoint; failing that, the optimizer's own name for
+            it; failing that, its shape. None if unknown.
         known: Names of saved tensors, keyed by the memory of the corresponding tensors in this process.
         entries: All saved tensors.
         path: The optimizer's location in the state.

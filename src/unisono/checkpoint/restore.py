@@ -1,8 +1,8 @@
 """Restores a state: matches it with the saved tree, places its tensors, and loads its objects.
 
 Nothing is changed until everything is known to fit: matching only returns functions that do the work later. Objects
-that may reject their state are loaded first, from tensors read into separate memory. Tensors are overwritten in place
-after that.
+that may reject their state are loaded first, from tensors read into separate memory. Only then are tensors overwritten
+in place.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Restorer:
     """Matches a target state with a saved tree.
 
     Args:
-        entries: All saved tensors; also an attribute.
+        entries: Metadata of all saved tensors (also available as an attribute).
         source: Function that returns this rank's tree for a per-rank value (see `remapped_rank`), or None to keep the
             current value.
         strict: Whether a name that exists only in the target or only in the checkpoint is an error.
@@ -212,7 +212,7 @@ class Restorer:
 
     # -- matching ------------------------------------------------------------------------------
     def _match(self, target: Any, node: Node, path: str, mode: _Mode, *, fresh: bool = False) -> _Build:
-        """Match a value. `fresh`: New containers are created, because the target's containers belong to an object."""
+        """Match a value. `fresh`: Whether to create new containers, because the target's belong to an object."""
         tag = tag_of(node)
         if tag == "$tensor" and isinstance(target, torch.Tensor):
             return self._match_tensor(target, node[tag], path, mode)
@@ -412,7 +412,7 @@ class Restorer:
     def _match_dict(
         self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, made: dict[Any, Any] | None
     ) -> _Build:
-        """Match a dict. `made`: Dict to fill instead of the target, or None."""
+        """Match a dict. `made`: Dict to fill; None to fill the target."""
         fresh = made is not None
         if mode == "strict" and not fresh and not _has_tensors(target):
             mode = "loose"
@@ -524,7 +524,7 @@ def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
 
 
 def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
-    """Return a function that looks up the saved per-rank value that rank `rank` of `size` loads under a policy."""
+    """Return a function that, given a policy, looks up the saved per-rank value that rank `rank` of `size` loads."""
     saved = len(per_rank)
 
     def source(index: int, policy: str) -> Node | None:

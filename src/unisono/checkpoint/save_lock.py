@@ -33,9 +33,9 @@ _running: set[str] = set()
 class SaveLock:
     """Lock of a save: a small file in the manifest's directory that names the writing process.
 
-    A dead writer's lock is taken over: if the writer ran on this host, once its process is gone; if it ran on another
-    host, once the lock is an hour old. On storage without a `lock` method, two concurrent writers go undetected, but do
-    not remove each other's files.
+    A dead writer's lock is taken over once the process is gone, if it ran on this host, or once the lock is an hour
+    old, if it ran on another host. On storage without a `lock` method, two concurrent writers go undetected, but do not
+    remove each other's files.
 
     Args:
         storage: Storage of the checkpoint's path.
@@ -107,7 +107,7 @@ class SaveLock:
                 raise CheckpointError(_held_by(other))
 
     def abandon(self) -> None:
-        """Leave the lock behind, so that the next save removes the replaced files: this save may not be durable yet."""
+        """Leave the lock for the next save, which then removes the replaced files: this save may not be durable yet."""
         if self._held:
             self.release()
             with suppress(OSError):

@@ -197,7 +197,7 @@ def start(
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """Implement `async_save`. `newest`: As for `write`. Every rank calls `after` after publication."""
+    """Implement `async_save`. `newest`: As for `write`. `after` is called on every rank after publication."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
@@ -296,7 +296,7 @@ def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, p
     """Write this rank's share, and return its entries for the manifest.
 
     Raises:
-        CheckpointError: A tensor has changed in the meantime.
+        CheckpointError: A tensor has changed since its digests were computed.
         OSError: The storage failed.
     """
     file: FileEntry | None = None
@@ -470,8 +470,7 @@ class Portion:
         entry: The tensor's dtype and shape.
         start: Offset of the first byte in the tensor.
         data: The bytes, as uint8 values on the CPU.
-        digests: Digests of the blocks, if already computed; a different digest while writing means that the tensor has
-            changed.
+        digests: Digests of the blocks, if already computed. If a digest differs during writing, the tensor has changed.
     """
 
     name: str
@@ -579,7 +578,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
 
 
 def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, list[str]]:
-    """Return the bytes, or a copy, and the digests of their blocks if `hashed`."""
+    """Return the bytes (copied if `copy`), and the digests of their blocks (an empty list unless `hashed`)."""
     data = torch.empty_like(flat) if copy else flat
     if not hashed:
         return (data.copy_(flat) if copy else data), []

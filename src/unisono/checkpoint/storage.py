@@ -49,7 +49,7 @@ class Source(Protocol):
         size: Size in bytes.
 
     If the storage sets `kept`, the source may also have an `identity`: integers that are equal in two processes of a
-    host if both read the same file from the same memory. Then only one of the processes needs to check the bytes.
+    host if both read the same file from the same memory. Only one of these processes then needs to check the bytes.
     """
 
     size: int
@@ -330,7 +330,7 @@ class LocalStorage:
 
     @staticmethod
     def _at(where: Path, root: Path) -> LocalStorage:
-        """Return the storage for another directory; it does not depend on the working directory either."""
+        """Return the storage for another directory, which is found even if the working directory changes."""
         made = LocalStorage(str(where))
         made._root = root
         return made

@@ -117,8 +117,8 @@ class PerRank:
 class RNG:
     """The global random generators of this rank: torch's (CPU, and CUDA if used), Python's and numpy's.
 
-    Each rank saves and restores its own generators, even if ranks are threads. If more ranks load than saved, the
-    additional ranks keep their current random state.
+    Each rank saves and restores its own generators, even if ranks are threads. If more ranks load a checkpoint than
+    have saved it, the additional ranks keep their current random state.
 
     Example:
         >>> saved = un.checkpoint.RNG().state_dict()
@@ -254,7 +254,7 @@ class Packer:
         self._rank = rank
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
-        """Return the tree of a value. Raises `TypeError`, naming a part that cannot be saved and its location."""
+        """Return the tree of a value. Raises a `TypeError` that names a part that cannot be saved, and its location."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"{path!r} nests deeper than {_MAX_DEPTH}, or contains itself")
         if value is None or type(value) in (bool, str):

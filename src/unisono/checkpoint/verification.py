@@ -100,9 +100,9 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
 def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
     """Return the path of the newest complete checkpoint in a directory; None if there is none.
 
-    Unfinished checkpoints, and checkpoints with missing or truncated files, are ignored. Digests are not compared:
-    `load` and `verify` do that. The newest checkpoint is the one with the latest timestamp from the clock of rank 0's
-    host; checkpoints of one `Checkpointer` remain in order even if that clock was set back.
+    Unfinished checkpoints, and checkpoints with missing or truncated files, are ignored. Digests are compared only by
+    `load` and `verify`. The newest checkpoint is the one with the latest timestamp from the clock of rank 0's host;
+    checkpoints of one `Checkpointer` remain in order even if that clock was set back.
 
     Args:
         directory: The parent of the checkpoints: a directory, a URL that fsspec supports, or a storage.

@@ -75,7 +75,7 @@ def read(path: Path, trusted: bool) -> Any:
     """Return the state, assembled from all ranks' files. Unless `trusted`, unpickles only classes that torch allows.
 
     Raises:
-        FormatError: The metadata refers to something that does not belong there.
+        FormatError: The metadata is unreadable, or refers to a class that DCP does not write.
         CorruptError: A file is missing or truncated.
     """
     try:

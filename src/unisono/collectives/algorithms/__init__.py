@@ -64,7 +64,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
 
 def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
-    """Return the algorithm given by name or file, or as an `Algorithm`. Raises ValueError if it cannot serve `size`."""
+    """Return the algorithm given by name, file or `Algorithm`. Raises ValueError if it cannot serve `size` ranks."""
     if isinstance(algorithm, str):
         algorithm = find(collective, algorithm)
     elif not isinstance(algorithm, Algorithm):
@@ -85,7 +85,7 @@ def serving(
         collective: A name in `COLLECTIVES`.
         size: Number of ranks, from 1.
         rounded: Whether the call adds or multiplies floating-point numbers.
-        uneven: Whether parts may differ in length.
+        uneven: Whether the parts of a message may differ in length.
         balanced: Whether sums must be reduced in the balanced binary tree over the ranks.
 
     Example:

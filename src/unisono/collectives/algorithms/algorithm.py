@@ -173,7 +173,7 @@ class Algorithm:
         Args:
             size: Number of ranks, from 1.
             rounded: Whether the call adds or multiplies floating-point numbers.
-            uneven: Whether parts may differ in length.
+            uneven: Whether the parts of a message may differ in length.
             balanced: Whether sums must be reduced in the balanced binary tree over the ranks.
 
         Example:
@@ -262,7 +262,7 @@ FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions in a rank's chunk before the first step, as a bit mask; 0 for an empty chunk.
+    """Return which contributions a rank's chunk contains before the first step, as a bit mask; 0 for an empty chunk.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -279,7 +279,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the contributions that must be in a rank's chunk at the end, as a bit mask; 0 if any contents are allowed.
+    """Return which contributions a rank's chunk must contain at the end, as a bit mask; 0 if any contents are allowed.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]

@@ -1,7 +1,7 @@
 """Butterfly exchanges among a power-of-two number of ranks: in each step, every rank exchanges data with one peer.
 
 A place is a part of the message that one rank owns at the end. Places are ordered such that every message of a
-reduction is contiguous: for any choice of peers, the ranks that a rank can still reach after a step own adjacent
+reduction is contiguous: for any choice of peers, the ranks that a rank can reach in the remaining steps own adjacent
 places.
 """
 
@@ -75,8 +75,8 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
     Args:
         rank, size: This rank, and the number of ranks.
         peer: Function that returns the peer in each step.
-        move: Function that returns the message to or from a peer, given the peer, the first place and the end of the
-            run.
+        move: Function that returns the message to or from a peer, given the peer, and the first place and the end of a
+            run of places.
     """
     place = places(peer, size)[rank]
     for step in range(size.bit_length() - 1):
@@ -88,7 +88,7 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
 
 
 def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int:
-    """Return how many elements the busiest rank sends in halvings and the same steps in reverse.
+    """Return how many elements the busiest rank sends in the halvings and in the same steps in reverse.
 
     In the halvings, a rank sends all chunks except its own. In reverse, it sends the chunks that it has received. The
     busiest rank is the one that owns the first chunks, because these may be longer.

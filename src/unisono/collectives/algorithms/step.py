@@ -2,8 +2,8 @@
 
 A message is cut into *chunks*, numbered from 0. For each step of a rank, an algorithm lists the messages to send and to
 receive, with their peers and runs of consecutive chunks. All messages of a step are in flight at the same time; the
-step ends when all have arrived. A send in one rank's step may match a receive in another rank's step with a different
-number.
+step ends when all have arrived. A send and the matching receive on the other rank may be in steps with different
+numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Move(NamedTuple):
 
     Attributes:
         peer: The other rank.
-        start, stop: First chunk of the first run, and the chunk after its last chunk.
+        start, stop: First chunk of the first run, and the chunk after the run.
         further: Further runs in the same message, as (start, stop) pairs in sending order.
 
     Example:
@@ -103,10 +103,10 @@ class Step(NamedTuple):
     """Messages that one rank sends and receives concurrently.
 
     Attributes:
-        send: Messages to send. They are read before any received data of this step is written.
+        send: Messages to send. Their data is read before any received data of this step is written.
         recv: Messages to receive. The n-th message from a peer in a step is the n-th message that the peer sends to
-            this rank in its matching step. A run that is overwritten must not overlap another received run, or a run
-            that is sent in this step.
+            this rank in the peer's matching step. A run that is overwritten must not overlap another received run, or a
+            run that is sent in this step.
         reduce: Whether received data is reduced into the existing data instead of overwriting it. All contributions to
             a chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order.
             If the number of ranks is odd, the first half is longer. Every rank that reduces the same contributions
@@ -123,7 +123,7 @@ class Step(NamedTuple):
     reduce: bool = False
 
     def renumbered(self, peer: Callable[[int], int], chunk: int = 0) -> Step:
-        """Return this step, in which only some ranks take part, with its ranks and chunks renumbered for all ranks.
+        """Return this step of an algorithm for only some ranks, with peers and chunks renumbered for all ranks.
 
         Args:
             peer: Function that maps a rank in this step to its number among all ranks.

@@ -4,8 +4,8 @@
 as equal as possible. At each inner level, every member of a group receives one part of the message from all other
 members, and reduces it. At the next level, the member continues with the members of other groups that own the same
 part. The outermost level works like `halving_doubling`, or like `bruck` if its size is not a power of two. The same
-steps in reverse distribute the results. Cost: 2 rounds for each inner level, and 2 log2(N) rounds, rounded up, for N
-groups at the outermost level, where each group sends 2(N-1)/N of the message. Source: Karonis et al., "Exploiting
+steps in reverse distribute the results. Cost: 2 rounds for each inner level. For N groups at the outermost level, 2
+log2(N) rounds, rounded up, in which each group sends 2(N-1)/N of the message. Source: Karonis et al., "Exploiting
 hierarchy in parallel computer networks to optimize collective operation performance", IPDPS 2000, for several levels.
 In contrast to that paper, each level here consists of a reduce-scatter and an all-gather.
 """

@@ -1,4 +1,4 @@
-"""Dissemination barrier: in each round, every rank notifies one peer, at twice the previous distance.
+"""Dissemination barrier: in each round, every rank notifies a peer at twice the previous distance.
 
 Cost: log2(p) rounds, rounded up, which is the minimum; each rank sends one token per round. Source: Hensgen, Finkel and
 Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.

@@ -1,4 +1,4 @@
-"""Binomial broadcast: in each round, every rank that has the message sends it, at half the previous distance.
+"""Binomial broadcast: in each round, ranks that have the message send it to peers at half the previous distance.
 
 Cost: log2(p) rounds, rounded up; rank 0 sends one message per round. Best for short messages. Source: Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.

@@ -204,7 +204,7 @@ def _read(memory: bytearray) -> Any:
 
 
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
-    """Install hooks that abort the whole job if this process ends with an uncaught exception or by `sys.exit(3)`."""
+    """Install hooks that abort the whole job if this process ends by an uncaught exception or a nonzero `sys.exit`."""
     known = getattr(sys.excepthook, "__self__", None)
     if isinstance(known, MpiAbortGuard):
         return known

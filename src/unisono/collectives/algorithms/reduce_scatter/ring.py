@@ -1,4 +1,4 @@
-"""Ring reduce-scatter: each chunk travels around the ring once, is reduced, and ends at its owner.
+"""Ring reduce-scatter: each chunk travels around the ring once, is reduced on the way, and ends at its owner.
 
 Every rank communicates only with its two neighbours, and all links are equally busy at all times. Cost: p - 1 rounds;
 each rank sends (p-1)/p of the message, which is the minimum. Source: Patarasu and Yuan, "Bandwidth optimal all-reduce

@@ -75,19 +75,19 @@ class Communicator(Place):
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
     You create one with `unisono.init` or `unisono.launch`, with `from_group` around an existing torch process group,
-    with `from_mpi` around an MPI communicator, or with `split`, `subgroup` and `dup` of another communicator. Ranks in
-    every call are ranks of this communicator. Every call that accepts a CPU tensor also accepts NumPy arrays, DLPack
-    objects, buffers such as bytearrays, numbers and lists of numbers. Results can be written to all of these except
-    numbers and read-only memory. A communicator belongs to the thread that first uses it. After a failure that may
-    leave ranks out of step (anything but wrong arguments), the communicator is broken: later calls raise the first
-    cause immediately.
+    with `from_mpi` around an MPI communicator, or with `split`, `subgroup` and `dup` of another communicator. All ranks
+    that methods take or return are ranks of this communicator. Every call that accepts a CPU tensor also accepts NumPy
+    arrays, DLPack objects, buffers such as bytearrays, numbers and lists of numbers. Results can be written to all of
+    these except numbers and read-only memory. A communicator belongs to the thread that first uses it. After a failure
+    that may leave ranks out of step (anything but wrong arguments), the communicator is broken: later calls raise the
+    first cause immediately.
 
     Args:
         transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
         options: Options of the transport.
-        check: "auto" compares all ranks' operations before each collective (on nccl, while it runs); "off" never
-            compares; "full" also compares shapes and the contents sent and received, and detects tensors that are
+        check: "auto" compares all ranks' operations before each collective (on nccl, while the collective runs); "off"
+            never compares; "full" also compares shapes and the contents sent and received, and detects tensors that are
             modified before `wait`.
         admission: Function that `rebuild` calls on a rank that replaces a lost rank. It takes a deadline on the
             library's clock, and returns the communicator of the job that admitted this rank.
@@ -290,7 +290,7 @@ class Communicator(Place):
 
     @property
     def overlaps(self) -> bool:
-        """Return whether asynchronous collectives progress while the caller computes, without slowing it down much."""
+        """Return whether asynchronous collectives progress during the caller's computation without slowing it much."""
         transport = self._engine.transport
         return (transport.overlaps or transport.background) and not self._options.deterministic
 
@@ -354,7 +354,7 @@ class Communicator(Place):
         Returns: None when the collective is done; with `async_op`, the `Work` in flight.
 
         Raises:
-            MismatchError: Ranks disagree on operation, op, dtype, n, algorithm or scale; no data moved.
+            MismatchError: Ranks disagree on collective, `op`, dtype, n, algorithm or scale; no data moved.
             ValueError: A dtype that `op` or `scale` does not support, memory that overlaps itself, or an unknown
                 algorithm.
             CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
@@ -676,7 +676,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """On rank r, receive `scatter_list[r]` from rank `src` into `tensor`; the other ranks pass no list.
+        """On rank r, receive `scatter_list[r]` from rank `src` into `tensor`; only `src` passes a list.
 
         Collective.
 
@@ -721,7 +721,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Receive the tensor of rank r into `gather_list[r]` on rank `dst`; the other ranks pass no list.
+        """On rank `dst`, receive the tensor of each rank r into `gather_list[r]`; only `dst` passes a list.
 
         Collective.
 
@@ -1103,8 +1103,8 @@ class Communicator(Place):
         Args:
             obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
             src: The rank that sends.
-            trusted: Whether to send anything that cloudpickle supports, which lets peers run code here. Must be the
-                same on all ranks.
+            trusted: Whether to send anything that cloudpickle supports, which lets peers run code on this rank. Must be
+                the same on all ranks.
             timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
                 timeout if None.
 
@@ -1178,7 +1178,7 @@ class Communicator(Place):
     def scatter_object(
         self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
     ) -> Any:
-        """Return this rank's entry of rank `src`'s list; the other ranks pass no list. Collective.
+        """Return this rank's entry of rank `src`'s list; only `src` passes a list. Collective.
 
         Args:
             objs: On rank `src`, one value per rank, as for `broadcast_object`; None on the other ranks.
@@ -1286,7 +1286,7 @@ class Communicator(Place):
         """Start a receive. The tensor holds the message once the work's `wait` has returned.
 
         If `src` is None, the message may come from any rank; the work's `source_rank` then returns the sender. Receives
-        without `src` are matched in call order, and only with messages from ranks that no other posted receive names.
+        without `src` are matched in call order, and only with messages from ranks for which no other receive is posted.
 
         Args:
             tensor, src, tag: See `recv`.
@@ -1417,7 +1417,7 @@ class Communicator(Place):
         """Return a mailbox, and the metadata that each rank passed. Collective.
 
         Use it in libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not the
-        mailboxes: they only `mark_lost` that rank.
+        mailboxes, which only call `mark_lost` for that rank.
 
         Args:
             metadata: A value that `unisono.serialization` supports, sent to all ranks.
@@ -1445,7 +1445,7 @@ class Communicator(Place):
     @overload
     def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create a communicator for each color, containing the ranks that passed it, ordered by key.
+        """Create a communicator for each color, containing the ranks that passed this color, ordered by key.
 
         Collective over this communicator. Ranks with equal keys keep their order. A rank that passes `color=None` gets
         None. Subgroups can be used concurrently with each other and with their parent.
@@ -1701,8 +1701,8 @@ class Communicator(Place):
     ) -> Choice:
         """Return which algorithm `"auto"` chooses for a call, why, and the predicted times of the alternatives.
 
-        The first call is collective, because ranks then agree on a cost table, unless an earlier `tune` or a call with
-        "auto" already did so.
+        The first call is collective, because the ranks must agree on a cost table, unless they did so in an earlier
+        `tune` or call with "auto".
 
         Args:
             collective: "all_reduce", "broadcast", ...; the root is rank 0.
@@ -1739,11 +1739,10 @@ class Communicator(Place):
 
         Returns: A dict, equal on all ranks: "calls" (number of collectives that all ranks have recorded), "seconds"
         (the time that these collectives span), "outside_s" (for each rank, the part of that time spent outside this
-        communicator's
-            calls), and "straggler": None, or a dict of "rank"; "where", the call at which it arrives late; "late_s" and
-            "share", its delay in seconds and as a fraction of the time; "doing" ("computing", "in a collective" of
-            another group, or "in the loader") and "line", both None until there are enough samples to distinguish it
-            from other ranks.
+        communicator's calls), and "straggler": None, or a dict of "rank"; "where", the call at which it arrives late;
+        "late_s" and "share", its delay in seconds and as a fraction of the time; "doing" ("computing", "in a
+        collective" of another group, or "in the loader") and "line", both None until there are enough samples to
+        distinguish it from other ranks.
 
         Raises:
             CommError: As for any collective.
@@ -1892,8 +1891,8 @@ class Communicator(Place):
 
         The method first waits for background saves, then up to a second for the other ranks, so that nothing in flight
         is cut off. Both waits end immediately if the communicator is broken. If a save has failed, its error is raised
-        at the end. On nccl, `close` also raises a mismatch between the last calls, which ranks compare while they run.
-        A communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
+        at the end. On nccl, `close` also raises a mismatch between the last calls, which are compared while they run. A
+        communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
         works.
 
         Example:
@@ -1912,10 +1911,10 @@ class Communicator(Place):
                 self._close(CLOSE_S)
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Register an action to run at the start of `close`, while calls still work. Actions run in reverse order.
+        """Register an action to run at the start of `close`, while calls still work.
 
-        The action does not run if the communicator is dropped without `close`. After a `rebuild`, the new communicator
-        runs the action.
+        The action registered last runs first. The action does not run if the communicator is dropped without `close`.
+        After a `rebuild`, the new communicator runs the action.
 
         Args:
             action: Function without arguments, for instance one that waits for background work that uses the
@@ -1959,7 +1958,7 @@ class Communicator(Place):
         self._engine.ending.finish()
 
     def _fail(self, error: BaseException) -> None:
-        """Report this rank's error to the ranks that wait for it, including those in sub-communicators."""
+        """Report an error of this rank to the ranks that wait for this rank, also in sub-communicators."""
         if self._successor is not None:
             self._successor._fail(error)
             return
@@ -2011,9 +2010,9 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
 
     Args:
         comm: The communicator of all ranks.
-        part: A child of its group.
+        part: A child of `comm`'s group.
         check: See `init`.
-        options: Options of its transport.
+        options: Options of the new communicator's transport.
 
     Raises:
         CommError: A member is missing or has failed; all members get an error.
@@ -2061,7 +2060,7 @@ def boundaries_of(comm: Communicator) -> StepBoundaries:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Replace the transport and control plane of this communicator, and of communicators that are made from it later.
+    """Replace the transport and control plane of a communicator, and of those made from it later.
 
     Used to install a recording wrapper, and to restore the originals when recording ends.
     """

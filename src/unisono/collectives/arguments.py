@@ -46,7 +46,7 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call for the engine to complete, and the tensor that determines its dtype, device and shape, or None.
+    """Return a call for the engine to complete, and the tensor (or None) that determines its dtype, device and shape.
 
     Args:
         what: The collective.
@@ -183,7 +183,7 @@ def _write_back(what: Collective, output: Any, written: _Side, staging: Staging)
 
 
 def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
-    """Turn a sum into an average. Half-precision inputs are divided before the sum, so that it cannot overflow."""
+    """Turn a sum into an average. Half-precision inputs are divided before the sum, so that the sum cannot overflow."""
     if summed.dtype in HALVES:
         staging.before.append(partial(divide, summed, size))
     elif outputs:
@@ -235,14 +235,14 @@ def _share_storage(read: _Side, written: _Side) -> bool:
 
 
 def _flat(side: _Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-    """Return the parts as flat tensors, and the single tensor that contains all of them, or None."""
+    """Return the parts as flat tensors, and the single tensor (or None) that contains all of them."""
     if len(side.tensors) == len(side.counts):
         return flat, None
     return flat[0].split(side.counts), flat[0]
 
 
 def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
-    """Raise TypeError or ValueError unless an argument is a rank below `size` and not `other_than`."""
+    """Raise TypeError or ValueError unless an argument is a rank below `size` that differs from `other_than`."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"{name} must be an int, not {type(rank).__name__}")
     if not 0 <= rank < size:
@@ -261,7 +261,7 @@ def _is_list(tensors: object) -> TypeGuard[Sequence[object]]:
 def check_list(
     tensors: object, name: str, size: int, devices: frozenset[str], *, written: bool, like: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return one tensor per rank. All must match the dtype and device of `like`, or else of the first tensor."""
+    """Return one tensor per rank, all with the dtype and device of `like` (of the first tensor if `like` is None)."""
     if not _is_list(tensors):
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     if len(tensors) != size:
@@ -362,7 +362,7 @@ class _Checks(NamedTuple):
         return tuple(size * row for size in sizes)
 
     def _check_own(self, read: _Side, written: _Side) -> None:
-        """Raise an error if the part that this rank sends to itself is not as long as the part that it expects."""
+        """Raise an error if this rank sends itself more or fewer elements than it expects from itself."""
         if not read.counts or not written.counts:
             return
         given = read.counts[self.rank if self.what.scatters else 0]
@@ -378,7 +378,7 @@ class _Checks(NamedTuple):
         )
 
     def _check_apart(self, read: _Side, written: _Side) -> None:
-        """Raise an error if outputs overlap each other or the input; only this rank's own part may be in place."""
+        """Raise an error if outputs overlap each other or the input, but allow this rank's own part to be in place."""
         collective = self.what
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
@@ -400,7 +400,7 @@ class _Checks(NamedTuple):
 
 
 def _labelled(tensors: Sequence[torch.Tensor], name: str, many: bool, single: str) -> list[tuple[str, torch.Tensor]]:
-    """Return pairs of a name for error messages and a tensor."""
+    """Return each tensor with its name for error messages, as pairs of name and tensor."""
     return [(f"{name}[{index}]" if many else single, tensor) for index, tensor in enumerate(tensors)]
 
 

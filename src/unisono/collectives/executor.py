@@ -66,7 +66,7 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """Memory layout of a buffer of chunks. Sender and receiver may have different layouts, but split messages alike."""
+    """Memory layout of a buffer of chunks. Sender and receiver may differ in layout, but cut the same segments."""
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
@@ -77,7 +77,7 @@ class Layout(ABC):
         return self.regions(start, stop, segment_bytes)
 
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
-        """Return the regions of each message in a move: a single region, or several short regions that are packed."""
+        """Return the regions of each message in a move: a single region, or several short regions packed together."""
         found: list[list[Region]] = []
         packed = 0
         most = min(segment_bytes, PACKED_BYTES)
@@ -126,8 +126,8 @@ class Pieces(Layout):
     """Chunks that are separate tensors, each sent separately.
 
     Args:
-        tensors: Tensors by chunk, one-dimensional and contiguous. A chunk that this rank only forwards is missing here;
-            its tensor is created on first use, with the dtype of `like`.
+        tensors: Tensors by chunk, one-dimensional and contiguous. A chunk that this rank only forwards has no tensor at
+            first; one is created on first use, with the dtype of `like`.
         like: One of the call's tensors.
         lengths: Number of elements in each chunk; empty if every chunk has as many as `like`.
     """
@@ -156,7 +156,7 @@ class PartialSums(Pieces):
 
     Args:
         inputs: Inputs by chunk, one-dimensional and contiguous.
-        rank: This rank, and the number of the chunk whose sum is its result.
+        rank: This rank, which is also the number of the chunk whose sum it gets.
         output: Memory for the result.
     """
 
@@ -195,15 +195,16 @@ class Schedule:
     """An algorithm's steps on one rank, for any number of calls.
 
     Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
-    the next step starts as soon as the segments that it sends have arrived (and been reduced), while later segments are
-    still in flight. This pipelines a ring, for example, without any pipelining code in the ring's file.
+    the next step starts as soon as this rank has received (and reduced) the segments that the batch sends on, while
+    later segments are still in flight. This pipelines a ring, for example, without any pipelining code in the ring's
+    file.
 
     Args:
         algorithm: The algorithm.
         rank, size: This rank, and the number of ranks.
         root: Root of the calls.
         segment_bytes: Maximum message size.
-        scratch: Pool of memory for received data, which calls reuse.
+        scratch: Pool of memory for received data, shared by all calls.
 
     Attributes:
         chunks: Number of chunks in the algorithm's messages.
@@ -221,7 +222,7 @@ class Schedule:
         self._scratch = scratch
 
     def numbers(self) -> list[int]:
-        """Return the steps in the format of src/native/steps/program.hpp, renumbered for the root of the calls."""
+        """Return the steps in the format of src/native/steps/program.hpp, with ranks renumbered for the calls' root."""
         found: list[int] = []
         for step in self._steps:
             found += (int(step.reduce), len(step.send), len(step.recv))

@@ -1,4 +1,4 @@
-"""Collectives in a native core: each collective is one native call, for single tensors, lists and any layout."""
+"""Collectives in a native core: each collective is one native call, on single tensors or lists in any layout."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class NativeCalls(ABC):
         )
 
     def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
-        """Implement `FastPath`. Refuses a receive if the next message is a different one."""
+        """Implement `FastPath`. Refuses a receive if the next message does not match it."""
         messages = self._messages
         receives = name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
@@ -308,7 +308,7 @@ class NativeCalls(ABC):
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Run a call from the general path, with the steps of its algorithm if the caller chose one."""
+        """Run a call that takes the general path; if the caller chose an algorithm, use its steps."""
         number = self._families[call.name]
         codes = self._codes_of(call)
         root = -1 if call.root is None else call.root
@@ -329,7 +329,7 @@ class NativeCalls(ABC):
         self.check(self.core.compare(digest, counts, deadline), fingerprint)
 
     def check(self, failure: Outcome | None, fingerprint: Fingerprint) -> None:
-        """Raise the error of a failed call from the general path. Do nothing if the call succeeded."""
+        """Raise the error of a call that took the general path and failed. Do nothing if the call succeeded."""
         ended = self._ended(failure)
         if ended is Status.MISMATCH:
             self.mismatch(fingerprint)
@@ -381,7 +381,7 @@ class NativeTransport(Transport):
         return not call.lengths and self.calls.carries(call)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare calls that the core cannot run, and calls in a backward pass, in a separate round.
+        """Compare a call in a separate round if the core cannot run it, or if it belongs to a backward pass.
 
         All other calls run in the core, which compares them in their first round.
         """
@@ -416,12 +416,12 @@ def check_builds(backend: str, builds: Sequence[str]) -> None:
 
 
 def known_dtypes() -> list[tuple[str, int]]:
-    """Return the names and widths of all dtypes, in numeric order."""
+    """Return the names and widths of all dtypes, in the order of their numbers."""
     return [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return addresses and element counts, in a plain loop: comprehensions are function calls in Python 3.11."""
+    """Return addresses and element counts. Uses a loop, because comprehensions are function calls in Python 3.11."""
     addresses = []
     counts = []
     for tensor in tensors:

@@ -31,7 +31,7 @@ class Selection:
     """Chooses an algorithm for each call on a transport. Caches the choice for later calls of the same kind.
 
     Args:
-        transport: Transport with native collectives and message costs to consider.
+        transport: Transport whose native collectives and message costs are considered.
         segment_bytes: Maximum size of an algorithm's messages.
         deterministic: Whether floating-point sums and products must be reduced in the balanced tree over the ranks.
         machine: Function that returns the cost constants and ranks per host for "auto"; None if no call uses "auto".

@@ -34,12 +34,12 @@ _SHORT.maxstring = _SHORT.maxother = 200
 class Agreements:
     """Values passed to `agree`, which the next collective will compare, and other comparisons of ranks' values.
 
-    Communicators over the same ranks share their values, so a collective on any of them compares the values. Only
-    collectives from the thread that called `agree` compare them, because the order of collectives from several threads
-    may differ between ranks.
+    Communicators over the same ranks share the values, so a collective on any of these communicators compares them. It
+    compares only those that its own thread passed to `agree`, because ranks may run the collectives of several threads
+    in different orders.
 
     Args:
-        failures: Failures of the communicator, which mismatches are reported to.
+        failures: Failures of the communicator, to which mismatches are reported.
         checked: Whether collectives compare the values; if False, only `flush_agreements` and `close` do.
 
     Attributes:
@@ -68,7 +68,7 @@ class Agreements:
         self._values.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Return this thread's pending values as a separate call, to be compared first; None if there are none."""
+        """Return this thread's pending values as a separate call, to compare first; None if no values are pending."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self._values if thread == here)
         if not taken:
@@ -108,7 +108,7 @@ class Agreements:
         fails.
 
         Args:
-            what: Description of the value. Equal descriptions are compared in the order of calls.
+            what: Description of the value. Values with equal descriptions are compared in the order of the calls.
             value: Any bytes.
             wrong: The error to raise.
         """
@@ -161,7 +161,7 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
 
 
 def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
-    """Return a container's kind, and its elements with their locations; None for other values."""
+    """Return a value's kind and, if it is a container, its elements with their locations (otherwise None)."""
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         value = value.state_dict()

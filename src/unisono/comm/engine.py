@@ -51,7 +51,7 @@ _OPEN = Phase.OPEN
 class Engine:
     """Progress engine of one communicator. Collectives run one at a time, in call order.
 
-    A blocking collective runs in the caller's thread: on the transport's fast path, if that suffices. An asynchronous
+    A blocking collective runs in the caller's thread, on the transport's fast path if that suffices. An asynchronous
     collective runs in one helper thread, created on first use; a blocking collective called while that thread is busy
     is queued behind its work.
 
@@ -65,7 +65,7 @@ class Engine:
         check: The communicator's `check` option.
 
     Attributes:
-        transport, control: Those of `failures`, or as replaced by `wrap`.
+        transport, control: Those of `failures`, or the ones that `wrap` has put in their place.
         failures, options: As passed.
         group: The communicator's group.
         activity: This rank's activity.
@@ -75,7 +75,8 @@ class Engine:
         life: Phase, which determines what happens to the next call.
         agreements: Values that the next collective compares.
         checked: Whether ranks compare their collectives.
-        uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued.
+        uneven_batches: Whether a sampler gives ranks batches of unequal sizes, and no warning has been issued about it
+            yet.
         fast_path: The transport's fast path, or `PlainCalls`; None without a fast path.
         selection: Chooses algorithms.
         tuner: Cost table for "auto".
@@ -162,7 +163,7 @@ class Engine:
             raise self.failures.with_context(error, operation)
 
     def release(self, operation: str, *, any_thread: bool) -> None:
-        """Let any thread use the communicator: either all of them, or only the next one, which becomes the owner."""
+        """Let other threads use the communicator: all of them, or only the next to use it, which becomes the owner."""
         self.own(operation)
         self.owner = None
         self.any_thread = any_thread
@@ -182,7 +183,7 @@ class Engine:
         timeout: Timeout | None,
         /,
     ) -> bool:
-        """Run a blocking collective on the transport's fast path; return False, with no effect, if not possible."""
+        """Run a blocking collective on the transport's fast path; return False, with no effect, if that refuses."""
         fast = self.fast_path
         here = get_ident()
         if (
@@ -285,7 +286,7 @@ class Engine:
         origin: tuple[int, str] | None = None,
         scale: float | None = None,
     ) -> Call:
-        """Return a `Call` with this number and call site; raise if this rank alone can tell that it is invalid."""
+        """Return a `Call` with this number and call site; raise if this rank can tell that the call is invalid."""
         group = self.group
         transport = self.transport
         call, like = make_call(
@@ -372,8 +373,8 @@ class Engine:
             splits, lengths: See `make_call`.
             origin: In a backward pass, the number and line of the collective whose gradients this one moves.
             scale: Factor for each contribution to a sum.
-            then: Function that makes the second half of a two-part collective once the first half is done, with the
-                function that it gets; that function's arguments are those of this one.
+            then: Function that returns the call for the second half of a two-part collective, once the first half is
+                done. Its argument is a function that makes a `Call` from arguments like those of `run`.
         """
         if self.owner != get_ident() or self.life.phase is not _OPEN:
             self.enter(what.name)
@@ -440,7 +441,7 @@ class Engine:
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
-        """Return once the collective may write to memory: all ranks have compared it, and the pending values."""
+        """Return once the collective may write to memory, because all ranks have compared it and the pending values."""
         if call.agreed is not None:
             # Pass empty steps, so that every transport compares the values as a separate collective.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
@@ -551,7 +552,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a collective that runs in the helper thread. The program's waits count as time inside a collective."""
+    """Work for a collective that runs in the helper thread. Waiting for it counts as time inside a collective."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)
@@ -582,7 +583,7 @@ def _fingerprint(
     algorithm: str,
     origin: tuple[int, str] | None,
 ) -> Fingerprint:
-    """Return a collective's fingerprint; `like` is a tensor of its dtype, device and shape."""
+    """Return a collective's fingerprint; `like` is a tensor with the collective's dtype, device and shape."""
     op = ReduceOp.AVG if call.average else call.op
     read: tuple[int, ...] = ()
     written: tuple[int, ...] = ()

@@ -59,7 +59,7 @@ def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm,
 
 
 def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit hash that depends on every bit of a tensor and its position: a 0-d int64 tensor on its device.
+    """Return a 64-bit hash of a tensor's bits and their positions, as a 0-d int64 tensor on the same device.
 
     Multilinear hashing (Lemire and Kaser: Strongly universal string hashing is fast, 2014): the sum of the words, each
     multiplied by an odd key, modulo 2**64. The hash is independent of strides, but not of the order of elements.
@@ -85,7 +85,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(comm: _Comm, tensor: torch.Tensor) -> str:
-    """Return text with the largest difference between ranks in any element."""
+    """Return the largest difference between ranks in any element, as text."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     low, high = (values.detach().double().clone() for _ in range(2))
     comm.all_reduce(low, "min")
@@ -121,7 +121,7 @@ def odd_ranks(values: Sequence[Any]) -> str | None:
 
 
 def sides_of(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the ranks that hold each value, as text."""
+    """Return the ranks that hold each value; the keys are the values as text."""
     sides: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         sides.setdefault(str(value), []).append(rank)

@@ -33,15 +33,16 @@ class Failures:
     """The first cause of a group's failure, which breaks the communicator, and the errors that this rank raises.
 
     A failed call reports its error to the control plane, which returns the group's first cause; that cause ends all
-    waits of this rank, and every later call raises it. The control plane calls `fail` for causes of other ranks.
+    waits of this rank, and every later call raises it. The control plane calls `fail` for causes that other ranks
+    report.
 
     Args:
         transport, control: The communicator's transport and control handle.
-        activity: This rank's activity, which has the communicator's phase.
+        activity: This rank's activity, which holds the communicator's phase.
         backend: The communicator's backend.
 
     Attributes:
-        transport, control: As passed, or as replaced by `Engine.wrap`.
+        transport, control: As passed, or the ones that `Engine.wrap` has put in their place.
         activity: As passed.
     """
 
@@ -89,7 +90,9 @@ class Failures:
 
     # -- causes --------------------------------------------------------------------------------
     def fail(self, cause: Cause) -> None:
-        """Break the group, and end every wait in it. No effect if already broken, or closed with no call in flight.
+        """Break the group, and end every wait in it.
+
+        This has no effect on a broken group, or on a closed group with no call in flight.
 
         Callable from any thread: the control plane's thread calls it for a cause reported elsewhere, a caller's thread
         for its own error or `abort`, and the helper thread for an error in an asynchronous collective.
@@ -122,7 +125,7 @@ class Failures:
         return self._report(error, operation, call)
 
     def report_later(self, error: BaseException, fingerprint: Fingerprint) -> None:
-        """Break the group for a mismatch found while a collective was running; the next one, or `settle`, raises it."""
+        """Break the group for a mismatch found while a collective ran; the next collective, or `settle`, raises it."""
         if not self._life.closed:
             # Set this before the group breaks, because `settle` may be called at any time.
             self._differed = True

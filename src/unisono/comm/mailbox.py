@@ -69,9 +69,9 @@ class IncomingStream:
 class PointToPointMailbox(Mailbox):
     """Mailbox that uses one stream of tag-0 messages per ordered pair of ranks.
 
-    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. The mailbox needs only a
-    transport's `post` and its works' futures, so wrappers still apply to its messages. Cost per message: the
-    transport's messages and two thread switches.
+    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. Of the transport, the mailbox
+    uses only `post` and the futures of the works that `post` returns, so wrappers of the transport also see these
+    messages. Cost per message: the transport's messages and two thread switches.
 
     Args:
         transport: Transport of a separate group, for this mailbox only. The mailbox closes it.
@@ -240,7 +240,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
 
 
 def _pair(group: Group, peer: int) -> Group:
-    """Return a group of two ranks: it fails when one of them exits, without affecting other ranks."""
+    """Return a group of two ranks, which fails when one of them exits, without affecting other ranks."""
     low, high = sorted((group.rank, peer))
     return group.child(f"{low}-{high}", (low, high))
 

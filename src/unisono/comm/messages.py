@@ -178,7 +178,7 @@ class Matching(Work):
 
 
 class PointToPointWork(Work):
-    """A transport's work whose errors name their call, with actions to run when it ends."""
+    """A transport's work that also names the call in its errors, and runs actions when it ends."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class PointToPointWork(Work):
 
 
 class Messages:
-    """Point-to-point messages of one communicator, on a separate channel, so they never match a collective's.
+    """Point-to-point messages of one communicator, on a separate channel, so they never match those of a collective.
 
     Args:
         engine: Engine of the communicator.

@@ -24,7 +24,7 @@ _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueErro
 
 
 def encode_each(objs: Sequence[Any] | None, rank: int, size: int, trusted: bool) -> list[bytes]:
-    """Return the bytes for each rank; if any value cannot be sent, return the reason for every rank."""
+    """Return each rank's bytes; if any value cannot be sent, every rank's bytes contain the reason."""
     try:
         values = [] if objs is None else list(objs)
     except TypeError:
@@ -47,7 +47,7 @@ def encode(obj: Any, rank: int, trusted: bool) -> bytes:
 
 
 def check_sent(data: bytes) -> None:
-    """Raise the error for a value that could not be sent, given the bytes from `encode`."""
+    """Raise an error if these bytes, from `encode`, contain the reason why a value could not be sent."""
     if data[:1] in _REASONS:
         raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
 

@@ -21,14 +21,14 @@ _OPS = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
 
 
 class PlainCalls:
-    """Native calls that write directly to the caller's own tensor: the general path without staging.
+    """Calls of the other library that write directly to the caller's tensor: the general path without staging.
 
     Averages, reductions to a root, barriers and collectives on several tensors take the general path, which calls the
     same transport methods.
 
     Args:
         transport: Transport that compares the collectives.
-        plain: Transport that runs the collectives, as from `Transport.plain`.
+        plain: Transport that runs the collectives, as returned by `Transport.plain`.
         activity: This rank's activity, whose current call is the collective to run.
     """
 
@@ -48,7 +48,7 @@ class PlainCalls:
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """As in `FastPath`. Named algorithms, and all calls while a recording is open, take the general path."""
+        """As in `FastPath`. Calls that name an algorithm, and all calls during a recording, take the general path."""
         if not (collective.in_place and collective.moves) or algorithm is not None or SINK.get() is not None:
             return Status.UNSUPPORTED
         operation = None

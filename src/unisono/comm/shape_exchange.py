@@ -65,10 +65,10 @@ class ShapeExchange:
         self.lengths: tuple[int, ...] = ()
 
     def give(self, tensors: Tensors, device: str) -> None:
-        """Make the headers for this rank's tensors; on a rank that only receives, allocate room for the other headers.
+        """Make the headers for this rank's tensors; on a rank that only receives, allocate room for the headers.
 
-        The output will be on the device of this rank's tensors, or on `device` if it has none. Headers are in CPU
-        memory if the transport can send that.
+        The output will be on the device of this rank's tensors, or on `device` if this rank has none. Headers are in
+        CPU memory if the transport supports CPU tensors.
 
         If a sending root rejects its tensors, its headers say so, because the other ranks are waiting for these
         headers.

@@ -75,11 +75,12 @@ class SlowRank:
     """Finds the rank that slows down the other ranks of one communicator.
 
     A rank that is late to a collective has spent more time outside calls than the other ranks, which have been waiting
-    inside the call. So it suffices to record how long each rank was outside before its latest calls: no clocks are
-    compared, and it does not matter whether calls block. The sums over 20 blocks of these calls go to `find_straggler`.
+    inside the call. So it suffices to record how long each rank was outside calls before each of its latest calls: no
+    clocks are compared, and it does not matter whether calls block. The sums over 20 blocks of these calls go to
+    `find_straggler`.
 
     While a rank is named, each rank samples the stack of its calling thread 200 times a second. The activity that is
-    more frequent on the named rank than on the other ranks causes the delay.
+    more frequent on the named rank than on the other ranks is reported as the cause.
 
     Args:
         activity: The communicator's activity.
@@ -158,7 +159,7 @@ class _StackSamples:
         self._over.set()
 
     def since(self, call: int) -> list[tuple[str, str, int]]:
-        """Return the counts of activities and lines since a call."""
+        """Return how often each activity and line has been sampled since a call."""
         counts = Counter((doing, line) for calls, doing, line in self._samples.copy() if calls >= call)
         return [(doing, line, count) for (doing, line), count in counts.items()]
 
@@ -171,7 +172,7 @@ class _StackSamples:
 
 
 def _doing(activity: Activity) -> tuple[str, str]:
-    """Return the activity of the thread that owns the communicator, and the user's line."""
+    """Return the activity of the thread that owns the communicator, and its line in the user's program."""
     if activity.inside:
         return "waiting", ""
     frame = thread_frames().get(activity.owner)

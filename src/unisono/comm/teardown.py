@@ -25,10 +25,10 @@ _AT_EXIT_S = 5.0
 class Teardown:
     """All resources that a communicator releases. It does not reference the communicator, and so can outlive it.
 
-    A top-level communicator without references is closed in the background, as if by `close`. A subgroup waits for its
-    parent, because its messages may still be in flight, and other ranks may not have finished. A subgroup is released
-    once all its ranks have dropped it, or with its parent at the latest. Ranks report the subgroups that they have
-    dropped when they create the next one.
+    A top-level communicator without references is closed in the background, as if by `close`. A subgroup without
+    references is kept for now, because its messages may still be in flight, and other ranks may still use it. It is
+    released once all its ranks have dropped it, or with its parent at the latest. Ranks report the subgroups that they
+    have dropped when they create the next one.
 
     Args:
         transport: Transport to close.
@@ -97,7 +97,7 @@ class Teardown:
 
     # -- subgroups -----------------------------------------------------------------------------
     def adopt(self, part: Teardown) -> None:
-        """Register a subgroup to be released with this communicator, if not earlier."""
+        """Register a subgroup, to be released with this communicator at the latest."""
         part._is_part = True
         self._parts = [*self.left(), part]
 

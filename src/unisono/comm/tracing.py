@@ -51,7 +51,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
     chrome://tracing open; `unisono trace summary` reads it. If a rank's program raises, that rank writes only its own
     part, such as `run.rank3.json` next to `run.json`; `unisono trace merge` merges these files.
 
-    Calls from other threads are not recorded. Recorded calls take the general path, as if an algorithm had been named.
+    Calls from other threads are not recorded. Recorded calls take the general path, as calls that name an algorithm do.
 
     Args:
         path: File to write, replaced if it exists. Without `comm`, each rank needs its own file.
@@ -65,7 +65,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
         OSError: The file cannot be written at the end of the `with` block.
         CommError: A rank did not reach the beginning or the end of the `with` block.
 
-    Cost: about 10 us per call, and twice 17 short collectives to align the clocks.
+    Cost: about 10 us per call, and 17 short collectives at each end of the block to align the clocks.
 
     Example:
         >>> import pathlib, tempfile
@@ -147,7 +147,7 @@ class ClockReading:
 
 
 def _aligned(clocks: list[ClockReading]) -> Callable[[float], float]:
-    """Return the map from this rank's clock to rank 0's, whose offset drifts linearly between two readings."""
+    """Return the map from this rank's clock to rank 0's, for an offset that drifts linearly between two readings."""
     if not clocks:
         return lambda moment: moment
     first = clocks[0]

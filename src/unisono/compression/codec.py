@@ -84,7 +84,7 @@ class Codec(ABC):
     def average_masked(
         self, flat: torch.Tensor, comm: Communicator, shapes: Sequence[torch.Size], used: Sequence[bool]
     ) -> None:
-        """Average a bucket as `average` does, but the caller ignores the means of some parameters.
+        """Average a bucket as `average` does, for a caller that ignores the means of some parameters.
 
         Args:
             flat: As for `average`, with zeros for the parameters that are not used.
@@ -125,7 +125,7 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_bytes(self, numel: int, shapes: Sequence[torch.Size], size: int, itemsize: int) -> float:
-        """Return the bytes that a rank sends for one call of `average`, as a mean over ranks.
+        """Return how many bytes a rank sends in one call to `average`, as a mean over ranks.
 
         An all_reduce over p ranks counts as the theoretical minimum, 2(p-1)/p times its message size. The first call
         for a bucket also sends 8 bytes to every other rank, to check that all ranks use the same codec and shapes.
@@ -201,7 +201,7 @@ class Codec(ABC):
 
         Raises:
             TypeError: `flat` or `kept` is not a tensor of a dtype that `average` accepts.
-            ValueError: `flat` or `kept` is not one-dimensional, contiguous and detached; `shapes` has a different
+            ValueError: `flat` or `kept` is not one-dimensional, contiguous and detached; `shapes` and `flat` differ in
                 number of elements; or `kept` differs from `flat` in length, dtype or device or shares its memory.
             MismatchError: Codecs, their settings, `shared_state`, dtypes or shapes differ between ranks.
 

@@ -1,8 +1,8 @@
-"""Two-stage codecs: each rank decodes and sums one piece of all buckets, encodes the sum, and sends it to all ranks.
+"""Two-stage codecs: each rank decodes and sums one piece of every rank's bucket, and sends the sum, encoded, to all.
 
-The stages are a reduce-scatter and an all-gather, in each of which a rank sends one message to every peer. Pieces are
-decoded before they are added, so a codec need not support sums of encoded data, and each rank knows all losses that its
-own encoding causes.
+The stages are a reduce-scatter and an all-gather; in each, a rank sends one message to every peer. Pieces are decoded
+before they are added, so a codec need not support sums of encoded data, and each rank knows all losses that its own
+encoding causes.
 """
 
 from __future__ import annotations

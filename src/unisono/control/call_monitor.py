@@ -59,7 +59,7 @@ class CallControl(SocketControl):
         self._waiters.pop(waiter.number, None)
 
     def examine(self) -> tuple[bool, Overdue | None]:
-        """Check for overdue calls in the monitor. Return whether all ranks have exited, and an overdue call or None."""
+        """Ask the monitor for overdue calls. Return whether all ranks have exited, and an overdue call or None."""
         ended, overdue = self._request("examine")
         return ended, None if overdue is None else Overdue(*overdue)
 
@@ -67,7 +67,7 @@ class CallControl(SocketControl):
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
     """Start a process that compares the calls of all ranks that have this secret; return its address.
 
-    It exits when the last rank has exited, or if no rank calls `attend` within a minute.
+    The process exits when the last rank has exited, or if no rank calls `attend` within a minute.
     """
     process = subprocess.Popen(
         [sys.executable, *interpreter_flags(), "-m", __name__],

@@ -100,10 +100,10 @@ class SocketControl(ControlClient):
         return self._connection.local_host
 
     def address_for_all(self, group: Group, timeout: float) -> str:
-        """Return this host's address for the other ranks of a group, the same on all of its ranks. Collective.
+        """Return this host's address for a group's other ranks; all ranks on this host get the same one. Collective.
 
-        If the server is on this host, this is the address at which ranks on other hosts have reached it: a host that
-        resolves its own name often gets its loopback, or an address of a different protocol than other hosts use.
+        If the server is on this host, this is the address at which ranks on other hosts have reached the server: a host
+        that resolves its own name often gets its loopback address, or one of a protocol that other hosts do not use.
         """
         here = host_identity()
         reports = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
@@ -117,9 +117,9 @@ class SocketControl(ControlClient):
         return place_of(self.address)
 
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
-        """Join the next world group of a job, and return its name: "world1", then "world2", ...
+        """Register for the next world group of a job, and return the group's name: "world1", then "world2", ...
 
-        This is the group's name; the caller must also join the group to be notified of failures.
+        To be notified of failures, the caller must also join the group.
 
         Args:
             job: Prefix of the names.
@@ -239,7 +239,7 @@ class SocketControl(ControlClient):
     def _stop(self) -> None:
         """Handle the end of the connection.
 
-        Only the thread that reads the second connection knows the reason; it notifies all waiters.
+        Only the thread that reads the second connection knows the reason, so that thread notifies all waiters.
         """
         self._news.hang_up()
 
@@ -321,7 +321,7 @@ class ClientConnection:
                         raise TimeoutError("the server does not read") from None
 
     def serve(self, inspect_socket: InspectSocket) -> None:
-        """Also answer at an inspect socket while a thread waits for this connection."""
+        """Also answer requests at an inspect socket while a thread waits for data on this connection."""
         if inspect_socket.socket is not None:
             self._inspect_socket = inspect_socket
             self._inspect_number = inspect_socket.socket.fileno()
@@ -368,7 +368,7 @@ def connect(
 ) -> tuple[ClientConnection, ClientConnection]:
     """Open two connections to the server, for requests and for notifications. The server may start later.
 
-    If the secrets differ, the server is notified of the `rank`, if given.
+    If the secrets differ, the server is told `rank`, unless it is None.
 
     Raises:
         CommTimeoutError: No server answers at the address.

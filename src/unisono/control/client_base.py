@@ -220,7 +220,7 @@ class ControlClient(ControlPlane, ABC):
         return [callback for callback in callbacks if callback is not None]
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close at process exit: cleanly, or by reporting the error that ends the process to every group."""
+        """Close at process exit: cleanly, or by reporting to every group the error that ends the process."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group
@@ -413,7 +413,7 @@ def reply_of(content: bytes) -> Reply:
 
 
 def news_of(frame: Frame) -> Reply:
-    """Return the notification in a frame from the second connection: JSON, which takes few steps to encode.
+    """Return the notification in a frame from the second connection. Its JSON takes few steps to encode.
 
     Raises:
         ValueError: The frame is invalid.

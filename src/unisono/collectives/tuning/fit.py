@@ -68,7 +68,7 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
 
 
 def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[float, ...]:
-    """Return the non-negative constants for which `rows` times the constants is closest to the measured seconds."""
+    """Return the non-negative constants whose products with `rows` are closest to the measured seconds."""
     weighted = torch.tensor(rows, dtype=torch.float64)
     weighted /= torch.tensor([[cell.seconds] for cell in cells], dtype=torch.float64)
     kept = [column for column in range(4) if weighted[:, column].any()]

@@ -17,7 +17,7 @@ _SEGMENTS = (1, 2, 4, 8, 16, 32)
 
 
 class Machine(NamedTuple):
-    """Cost constants and number of ranks per host, on which the choice of an algorithm depends in addition to the call.
+    """What the choice of an algorithm depends on besides the call: cost constants, and number of ranks per host.
 
     Attributes:
         table: Cost constants, equal on all ranks.
@@ -94,12 +94,12 @@ class _StepTraffic(NamedTuple):
 def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the predicted time of a collective in seconds.
 
-    Each round costs one latency, and each message costs the overhead. A step's bytes move at link speed; between hosts,
+    Each round costs one latency, and each message costs one overhead. A step's bytes move at link speed; between hosts,
     a host's ranks share one link. Received data is reduced while further messages of the round arrive. Only the steps
     of rank 0 are examined, or those of all ranks on the first host if there are several hosts. If the algorithm has
-    more rounds than these ranks have steps, each round moves at least their smallest message. If a host has fewer cores
-    than ranks, the time is at least the ranks' total work divided by the number of cores (Brent, 1974). This work
-    includes copies and the latency of waking a waiting rank.
+    more rounds than these ranks have steps, each round counts as moving at least their smallest message. If a host has
+    fewer cores than ranks, the time is at least the ranks' total work divided by the number of cores (Brent, 1974).
+    This work includes copies and the latency of waking a waiting rank.
 
     Args:
         algorithm: The algorithm.
@@ -182,7 +182,7 @@ def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]
 def compare(
     collective: str, names: Sequence[str], size: int, nbytes: int, machine: Machine, *, why: str = ""
 ) -> Choice:
-    """Return the algorithm with the lowest predicted time. Of equally fast algorithms, prefers fewer messages.
+    """Return the algorithm with the lowest predicted time; among equally fast ones, the one with the fewest messages.
 
     Args:
         collective: The collective.

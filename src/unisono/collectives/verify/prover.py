@@ -47,7 +47,7 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
     Proves for this size that:
 
     - each result contains every contribution exactly once (in a barrier, at least once);
-    - all ranks of an all_reduce get the same bits, unless the file declares otherwise;
+    - all ranks of an all_reduce get the same bits, unless the algorithm's file declares otherwise;
     - no rank deadlocks, even if sends are never buffered or messages are cut into segments;
     - no step overwrites data that it sends; and
     - the declared cost equals the counted cost, whether or not the message divides evenly into chunks.

@@ -50,10 +50,10 @@ class RankModel:
     Attributes:
         chunks: The contributions in each chunk.
         once: Whether a contribution may enter a result only once.
-        written: For each received chunk, the step and peer of its last message.
+        written: For each received chunk, the step and peer of the last message that wrote it.
         step: The current step; None after the last step.
         number: Number of the current step, from 1.
-        sends, recvs: Messages of the current step, by peer and by position among the messages to, or from, that peer.
+        sends, recvs: Messages of the current step, by peer and by position among that peer's messages.
         rounds: Number of steps on the longest chain of messages so far.
         messages: Number of messages sent so far.
         sent: For each chunk, how many times it was sent.

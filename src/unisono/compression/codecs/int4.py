@@ -20,7 +20,7 @@ class Int4(Int8):
     numbers affect their whole block, as with `int8`.
 
     Args:
-        block: Elements that share a scale, at least 1.
+        block: Number of elements that share a scale; at least 1.
 
     Raises:
         ValueError: `block` is less than 1.

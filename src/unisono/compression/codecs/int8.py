@@ -22,7 +22,7 @@ class Int8(TwoStage):
     every rank.
 
     Args:
-        block: Elements that share a scale, at least 1.
+        block: Number of elements that share a scale; at least 1.
 
     Attributes:
         steps: Number of steps from zero to a block's largest magnitude.

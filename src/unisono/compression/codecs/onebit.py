@@ -29,7 +29,7 @@ class Onebit(TwoStage):
     non-finite, on every rank.
 
     Args:
-        block: Elements that share a magnitude, at least 1.
+        block: Number of elements that share a magnitude; at least 1.
 
     Raises:
         ValueError: `block` is less than 1.

@@ -36,7 +36,7 @@ class Powersgd(SteppedCodec):
     one for all Q.
 
     Args:
-        rank: Columns of P and Q, at least 1.
+        rank: Number of columns of P and Q; at least 1.
         seed: Seed of the first Q; the same on all ranks.
 
     Raises:
@@ -96,7 +96,7 @@ class Powersgd(SteppedCodec):
         right: list[torch.Tensor],
         factor: int = 1,
     ) -> None:
-        """Write the products to the matrices in `target`, and copy all other parameters from `plain`."""
+        """Write the products of `left` and `right` to `target`'s matrices, and copy other parameters from `plain`."""
         target.copy_(plain)
         for into, rows, columns in zip(self._parts(target, shapes)[1], left, right, strict=True):
             into.copy_((rows @ columns.T).mul_(factor))

@@ -25,16 +25,16 @@ class Randomk(SteppedCodec):
 
     Each call draws new elements, and sends them in the bucket's dtype. All other elements count as zero, and the sent
     elements are not scaled up to compensate, so use `error_feedback(randomk())`. A NaN or an infinity anywhere makes
-    the whole result NaN on every rank; otherwise it would go undetected unless it was drawn.
+    the whole result NaN on every rank, so that it is detected even if it is not drawn.
 
     Cost: one all_reduce of the kept elements.
 
     Args:
-        ratio: Fraction of the elements to keep, rounded up; above 0 and up to 1.
+        ratio: Fraction of the elements to keep, rounded up; above 0, and at most 1.
         seed: Seed of the draws; the same on all ranks.
 
     Raises:
-        ValueError: `ratio` is not above 0 and up to 1.
+        ValueError: `ratio` is at most 0, or above 1.
 
     Example:
         >>> def program(comm):

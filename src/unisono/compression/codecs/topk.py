@@ -26,16 +26,16 @@ class Topk(Codec):
     """Codec that sends the largest numbers of each block of up to 65536, each as a bfloat16 and a 16-bit index.
 
     All other numbers count as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities
-    count as the largest numbers. NaN and infinities have the right index in every rank's result, unless a block has
-    more of them than the codec keeps.
+    count as the largest numbers. NaN and infinities keep their index in every rank's result, unless a block has more of
+    them than the codec keeps.
 
     Cost: each rank sends (p-1) times 4 bytes per kept number, in one all_gather.
 
     Args:
-        ratio: Fraction of a block's elements to keep, rounded up; above 0 and up to 1.
+        ratio: Fraction of a block's elements to keep, rounded up; above 0, and at most 1.
 
     Raises:
-        ValueError: `ratio` is not above 0 and up to 1.
+        ValueError: `ratio` is at most 0, or above 1.
 
     Example:
         >>> def program(comm):

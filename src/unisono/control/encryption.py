@@ -1,4 +1,4 @@
-"""TLS for connections between ranks: a thread relays all connections, so that everything else uses plain sockets."""
+"""TLS for connections between ranks: a thread relays all connections, so that all other code uses plain sockets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class UntrustedError(ConnectionError):
     """The peer does not encrypt, or one side does not trust the other's certificate. Retrying is useless.
 
     Attributes:
-        reason: Reason as reported by OpenSSL, or a clause for the error text.
+        reason: The reason, as a clause for the error text; OpenSSL's own text if OpenSSL found it.
     """
 
     def __init__(self, reason: str) -> None:
@@ -97,7 +97,7 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
 
 
 def _refuse_pass_phrase(path: str) -> NoReturn:
-    """Raise an error, because OpenSSL would prompt for the pass phrase on each rank, and for each connection."""
+    """Raise an error for a key with a pass phrase: OpenSSL would prompt for it on each rank, for each connection."""
     raise CommError(
         f"{TLS} is {path!r}, whose key has a pass phrase, which ranks cannot type: write the key without it "
         "(`openssl pkey -in key.pem`) into a file that you alone can read"
@@ -116,11 +116,11 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
     """Return the socket through which to talk to a peer: the near end of a relay, which takes over the connection.
 
     Args:
-        connection: The connection. The connection is closed if the result is another socket.
+        connection: The connection. If another socket is returned, use only that one: it owns the connection.
         context: Result of `tls_context`; if None, connections are not encrypted, and the result is the connection
             itself.
-        timeout: Seconds to wait until the peer is trusted; if None, return at once, and close the socket later if the
-            peer turns out not to be trusted.
+        timeout: Seconds to wait until the peer is trusted. If None, return at once; the relay closes the socket later
+            if the peer is not trusted.
 
     Raises:
         OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not respond.
@@ -174,7 +174,7 @@ class _Pipe:
 
     Attributes:
         near: The rank's socket.
-        trusted: Future that completes once both sides have proved their certificates, or fails with the error.
+        trusted: Future that completes once both sides trust each other, or fails with the error.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
@@ -247,7 +247,7 @@ class _Pipe:
             raise ConnectionError("the connection was closed before the peer was trusted")
 
     def is_abandoned(self) -> bool:
-        """Return whether the peer has not proved its certificate in time, or the rank has closed its end."""
+        """Return whether the peer has failed to prove its identity in time, or the rank has closed its end."""
         if not self.trusted.done():
             return clock.now() > self._deadline
         if self._outgoing or not self._rank_ended:
@@ -266,8 +266,8 @@ class _Pipe:
             return True
 
     def close(self, error: OSError | None = None) -> None:
-        """Close the connection and the relay's end; the rank's socket then ends by itself."""
-        # Set this before closing the sockets: readers check it when they see the end of the stream.
+        """Close the connection and the relay's end; the rank's socket then reports the end of the stream."""
+        # Set this before the ends are closed: readers check it when they see the end of the stream.
         self.near.failure = error
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)

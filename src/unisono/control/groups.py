@@ -60,7 +60,7 @@ class _GroupState:
 class Groups:
     """Groups by name, each kept while a rank is in it or may still join.
 
-    Methods return plain values: replies, each with the client that receives it.
+    Methods send nothing: they return replies, each with the client that should receive it.
 
     Args:
         on_failure: Called with the name and the cause of a group that has failed; returns further replies.
@@ -218,7 +218,7 @@ class Groups:
         return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
 
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
-        """Fail the group, and return its first cause, which may now be `cause`."""
+        """Fail the group, and return its first cause: `cause`, unless the group had already failed."""
         group = self._groups.get(name)
         out = [] if group is None else self._fail(group, cause)
         return (group and group.cause) or cause, out
@@ -236,7 +236,7 @@ class Groups:
         return group.cause if group is not None else None
 
     def complete(self, name: str) -> bool:
-        """Return whether every rank has joined at some point. An unknown group has ended, and so was complete."""
+        """Return whether every rank has joined at some point. An unknown group has ended, so it was complete."""
         group = self._groups.get(name)
         return group is None or group.complete
 

@@ -196,10 +196,10 @@ class Acceptor:
     Args:
         listener: The listening socket; the caller keeps ownership.
         secret: The secret that clients should know.
-        selector: The caller's selector. The caller passes the listener's events to `accept`, and events whose data is a
-            `Handshake` to `advance`.
-        on_refused: Called with the rank (or None) claimed by a client with a different secret or different TLS
-            settings, its host, and why it was refused.
+        selector: The caller's selector. On an event of the listener, the caller calls `accept`; on an event whose data
+            is a `Handshake`, it passes that handshake to `advance`.
+        on_refused: Called for each client that is refused because its secret or TLS settings differ, with the rank (or
+            None) that it claims, its host, and the reason.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Acceptor:
                 self._forget(handshake).close()
 
     def close(self) -> None:
-        """Close unauthenticated connections. A forked child may call this, so the selector remains unchanged."""
+        """Close unauthenticated connections. Leaves the selector unchanged, because a forked child may call this."""
         for peer in self._pending:
             peer.close()
 

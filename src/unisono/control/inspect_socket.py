@@ -110,7 +110,7 @@ def is_this_user(other: socket.socket) -> bool:
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
-    """Return the address and secret of the control plane of a process on this host, or of a process that it started.
+    """Return the address and secret of the control plane that a process on this host, or one that it started, uses.
 
     Raises:
         CommError: The process does not exist, is not part of a job, or belongs to another user.
@@ -161,7 +161,7 @@ def names(kind: str) -> list[tuple[int, int]]:
 
 
 def _ancestors(pid: int) -> list[int]:
-    """Return the parent, its parent, and so on.
+    """Return a process's parent, grandparent, and so on.
 
     A launcher is not the parent of ranks that it starts through a fork server.
     """
@@ -175,7 +175,7 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
-    """Return the answer from a process's socket; None if there is no such socket, or it may not answer this user."""
+    """Return the answer from a process's socket; None if there is no such socket, or it refuses this user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WITHIN_S)
         try:

@@ -21,7 +21,7 @@ class KeyValueStore:
         return self._waiting.pop(key, [])
 
     def get(self, key: str, client: int, request: int) -> bytes | None:
-        """Return the value, or None; in that case `set` will return this request."""
+        """Return the value; if there is none, return None, and keep this request until `set` returns it."""
         value = self._values.get(key)
         if value is None:
             self._waiting.setdefault(key, []).append((client, request))

@@ -166,7 +166,7 @@ class Mesh:
 
 
 def _reserve(listener: socket.socket, connections: int) -> None:
-    """Raise unless this many connections can be opened; otherwise a peer would wait in vain to be accepted."""
+    """Raise an error if this many connections cannot be opened, rather than let a peer wait in vain to be accepted."""
     try:
         with contextlib.ExitStack() as copies:
             for _ in range(connections + _SPARE):

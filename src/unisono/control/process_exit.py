@@ -79,7 +79,7 @@ def _take_leave() -> None:
 
 
 def end_at_once() -> None:
-    """Don't wait for the failed process at exit: the launcher knows from reports which process failed first."""
+    """Don't delay this process's exit after another's failure: reports tell the launcher which process failed first."""
     _end_at_once.add(os.getpid())
 
 
@@ -92,7 +92,7 @@ def exit_with_children() -> NoReturn:
 
 
 def raise_failed_saves() -> None:
-    """Raise the error from a background save that this rank's program has not yet seen."""
+    """If a background save has failed, and this rank's program has not seen the error yet, raise it."""
     for raise_failed in BACKGROUND_SAVES:
         raise_failed()
 

@@ -38,7 +38,7 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """Attempts to rebuild groups, each complete once all ranks of the group requested it and newcomers have arrived.
+    """Attempts to rebuild groups; each completes once all ranks of its group have requested it and newcomers have come.
 
     A member receives the new group's name, and its members' job-wide numbers: the survivors in their old order, then
     the newcomers. A newcomer also receives its own rank, and the terms that a member passed.
@@ -54,8 +54,8 @@ class Rebuilds:
     def call(self, client: int, request: int, name: str, attempt: int, wanted: RebuildRequest) -> Outgoing:
         """Request an attempt, as a member.
 
-        All members must request the same, or pass neither `grow` nor `size`, which accepts the other members' `size`.
-        Newcomers pass neither if ranks are lost while they join, because they do not know the size.
+        All members must pass the same `grow` and `size`; a member that passes neither accepts the other members'
+        `size`. If ranks are lost while newcomers join, the newcomers pass neither, because they do not know the size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:

@@ -283,7 +283,7 @@ class Connection:
         serves: Number of the client, which is the number of its first connection.
         clean_exit: Whether the client has announced that it will leave.
         watched: Events of its socket that the selector reports.
-        waiting: Whether bytes are queued until the client has read earlier bytes.
+        waiting: Whether bytes are queued because the client has not yet read earlier bytes.
         error: The error that has ended the connection.
     """
 
@@ -316,7 +316,7 @@ class Connection:
         return self._channel.available(self.peer, Kind.REQUEST, Kind.CALL)
 
     def write(self, kind: Kind, content: bytes) -> None:
-        """Send a frame, now or once the peer has read earlier frames. Raises `OSError` if it never does."""
+        """Send a frame, now or once the peer has read earlier frames. Raises `OSError` if too much stays unread."""
         self._queue(self._channel.encode(kind, content))
 
     def _queue(self, data: bytes) -> None:
@@ -337,7 +337,7 @@ class Connection:
             del self._unsent[:sent]
 
     def flush_until(self, deadline: float) -> None:
-        """Send the remaining bytes, as far as possible before the deadline."""
+        """Send as many of the remaining bytes as possible before the deadline."""
         self.flush()
         while self._unsent and (left_s := deadline - clock.now()) > 0:
             select([], [self.peer], [], left_s)

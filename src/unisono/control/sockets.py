@@ -120,7 +120,7 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
     Args:
         peer: A connection watched with `limit_silence`.
         host: The host's address.
-        error: The error that has ended the connection, if one has.
+        error: The error that has ended the connection, if any.
 
     Returns: The text; empty if the host responds, or the kernel does not report it.
     """
@@ -139,7 +139,7 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
 
 
 def round_trip_s(peer: socket.socket) -> float:
-    """Return the round-trip time to a peer measured on connecting, in seconds; 0 if the kernel does not report it."""
+    """Return the round-trip time to a peer in seconds, measured when connecting; 0 if the kernel does not report it."""
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
         return 0.0
     return _tcp_info(peer, _ROUND_TRIP_AT) * 1e-6
@@ -176,12 +176,12 @@ def port_range() -> range | None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on exactly this address, or, for a name of this host, on all of its addresses.
 
-    Hosts may resolve a name to different addresses; the host itself often resolves it to the loopback. For port 0, the
-    socket listens on any port allowed for ranks.
+    Different hosts may resolve a name to different addresses; a host often resolves its own name to the loopback. For
+    port 0, the socket listens on any port allowed for ranks.
 
     Raises:
-        CommError: Listening on the address failed; the message gives the reason and the fix. Also raised if
-            `port_range` raises it.
+        CommError: Listening on the address failed (the message gives the reason and the fix), or `port_range` raised
+            this error.
     """
     ports = port_range() if port == 0 else None
     if ports is None:

@@ -322,7 +322,7 @@ class ControlState:
         return [(client, (request, "ok", value)) for client, request in waiting]
 
     def _group_failed(self, name: str, cause: Cause) -> Outgoing:
-        """End waits for keys on behalf of a failed group."""
+        """Fail the waits that depend on a failed group, and answer the ranks that are leaving it."""
         out: Outgoing = []
         for client, request in [wait for wait, group in self._waits.items() if group == name]:
             del self._waits[client, request]
@@ -346,7 +346,7 @@ class ControlState:
         return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
 
     def _release_leaving(self, name: str) -> Outgoing:
-        """Answer the ranks that left a group and were waiting to make sure that nothing they sent is cut off."""
+        """Answer the ranks that left a group, and have waited so that nothing they sent is cut off."""
         return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 

@@ -52,7 +52,7 @@ class StatusQueries:
         return out
 
     def forget(self, client: int) -> Outgoing:
-        """Remove a client that has left from the queries and from their receivers."""
+        """Drop the queries of a client that has left, and stop waiting for its answers to other queries."""
         out: Outgoing = []
         for number, survey in list(self._open.items()):
             if survey.client == client:

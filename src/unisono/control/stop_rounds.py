@@ -29,7 +29,7 @@ class _StopRound:
 
 
 class StopRounds:
-    """One request to stop per group: the first one counts.
+    """Requests to stop, one per group: only a group's first request counts.
 
     A request is pushed to all ranks of the group. Each rank reports how many step boundaries it has passed, and passes
     no further boundary without the verdict. So the largest reported number plus 1 is a boundary that no rank has
@@ -102,6 +102,6 @@ class StopRounds:
         return [] if current is None else current.waiting
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """Drop a client's requests, or one of them."""
+        """Drop one request of a client, or, if none is given, all of its requests."""
         for current in self._rounds.values():
             current.waiting = [wait for wait in current.waiting if wait[0] != client or request not in (None, wait[1])]

@@ -75,7 +75,7 @@ class _Call:
     Attributes:
         since: When the first rank made the call.
         made: Reports of the ranks that have made the call.
-        abandoned: Ranks on which the call has failed, so that they no longer need other ranks for it.
+        abandoned: Ranks on which the call has failed, and which therefore no longer need other ranks for it.
         asked: Clients and their requests, to be answered when all ranks have made the call.
     """
 
@@ -117,8 +117,8 @@ class _Client:
 class WatchedCalls(ControlState):
     """Control plane whose clients report their calls, and receive the first mismatch as the failure of the world group.
 
-    A rank that exits without a known failure is not an error until another rank needs it: a program's processes may
-    exit at any time once they have no more calls in common.
+    If a rank exits without a known failure, this is not an error until another rank needs that rank: once a program's
+    processes have no more calls in common, they may exit at any time.
 
     Args:
         now: The clock.
@@ -139,7 +139,7 @@ class WatchedCalls(ControlState):
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_attend(self, client: int, request: int, world: str, pid: int) -> Outgoing:
-        """Begin to report calls. `pid` is 0 for a process on another host."""
+        """Record that a client begins to report its calls. `pid` is 0 for a process on another host."""
         rank = self._groups.rank_of(client, world)
         if rank is None:
             raise ValueError("only a member reports calls")
@@ -156,7 +156,7 @@ class WatchedCalls(ControlState):
         return []
 
     def _on_signature(self, client: int, request: int, index: int, content: bytes) -> Outgoing:
-        """Store a call's fingerprint, to which this client refers by its index. The client gets no reply."""
+        """Store a call's fingerprint; the client then refers to it by its index. The client gets no reply."""
         known = self._present[client].signatures
         # If a client restarts its numbering, new entries replace the old ones, so that this list does not grow forever.
         del known[index:]

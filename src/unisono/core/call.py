@@ -58,8 +58,8 @@ class Agreed(NamedTuple):
 class Fingerprint(NamedTuple):
     """Description of a collective, which all ranks compare before any data moves.
 
-    Ranks compare all fields up to `agreed`. The remaining fields are only for error messages: ranks may call the
-    collective from different lines, with different shapes.
+    Ranks compare all fields up to and including `agreed`, and `sends` with `receives`. The remaining fields are only
+    for error messages: ranks may call the collective from different lines, with different shapes.
 
     Attributes:
         call: Sequence number of the call among the group's collectives.

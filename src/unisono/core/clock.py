@@ -65,7 +65,7 @@ def go() -> tuple[float, float | None]:
 
 @contextmanager
 def virtual(read: Callable[[], float]) -> Iterator[None]:
-    """Return a context in which `read` supplies the time; in threads outside simulations, it should call `real`."""
+    """Return a context in which `read` supplies the time; in threads outside simulations, `read` should call `real`."""
     _choose(read)
     try:
         yield
@@ -97,8 +97,8 @@ class Waitable(Protocol):
 def wait(event: Waitable, deadline: float) -> bool:
     """Wait until an event is set; return False once a deadline on this clock passes.
 
-    The event waits on the kernel's clock, which keeps running while a debugger holds the rank, so its timeout only
-    determines when to check this clock again.
+    The event's own timeout follows the kernel's clock, which keeps running while a debugger holds the rank. So that
+    timeout only determines when to check the library's clock again.
     """
     while not event.wait(max(0.0, deadline - now())):
         if now() >= deadline:

@@ -30,13 +30,13 @@ _REFUSES = f"{_FOLDER}sharding/runtime.py"
 
 
 def leave_out_of_graphs() -> None:
-    """Make Dynamo break the graph at each call of this package, now or once Dynamo is imported.
+    """Make Dynamo break the graph at each call into this package, now or once Dynamo is imported.
 
     Code that the library calls in turn, such as the `step` of an optimizer that updates shards, isn't compiled either.
     Otherwise, Dynamo would trace every Python frame below a compiled one, and put messages, locks, backward hooks and
     inference mode into a graph, where they are lost, happen only once, or cannot be traced. `torch.compiler.disable` on
-    each public function would import Dynamo, which takes a second, and cost 0.6 us per call; a rule about files avoids
-    both.
+    each public function would import Dynamo, which takes a second, and would add 0.6 us to each call; a rule for whole
+    files avoids both.
     """
     if _MODULE in sys.modules:
         _add_rules(import_module(_MODULE))

@@ -36,11 +36,11 @@ class ControlPlane(ABC):
     """Key-value store, agreement, membership and first causes of failure. Thread-safe.
 
     Groups are identified by `Group.name`. A rank is in a group from `join` to `leave`. A rank whose connection ends
-    without `leave` is lost, and the loss becomes the first cause of failure of every group that it was in.
+    without `leave` is lost, and the loss becomes the first cause of failure of every group that the rank was in.
 
     Attributes:
         simulated: Whether ranks are threads of a simulation, which end when the simulation does.
-        connectable: Whether ranks are processes that may connect to each other.
+        connectable: Whether ranks are processes that can connect to each other.
     """
 
     simulated: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class ControlPlane(ABC):
         Raises:
             CommTimeoutError: Some members did not call this in time. The error names them, and becomes the group's
                 first cause.
-            CommError: The group has failed (the error's class is the one that its first cause names), or a member left.
+            CommError: The group has failed (its first cause names the class of the error), or a member left.
         """
 
     @abstractmethod
@@ -118,8 +118,8 @@ class ControlPlane(ABC):
         """Return the successor of this group: its remaining members plus `grow` newcomers, or enough to reach `size`.
 
         Every live member calls this with the same arguments, except that a member may omit `grow` and `size` to accept
-        the other members' `size`. A member that has not joined by the first caller's deadline is excluded, and gets
-        `AbortedError`. `terms` are sent to the newcomers.
+        the other members' `size`. A member that has not called this by the first caller's deadline is excluded, and
+        gets `AbortedError`. `terms` are sent to the newcomers.
         """
 
     @abstractmethod
@@ -175,9 +175,10 @@ class ControlPlane(ABC):
 
     # -- within this process -------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        """Return the result of `make`; use this for values that differ from run to run, before ranks act on them.
+        """Return the result of `make`; ranks must call this for any value that differs from run to run.
 
-        A recording keeps the value, and a replay returns it without calling `make`, so that ranks send the same bytes.
+        A recording keeps the value, and a replay returns it without calling `make`, so that ranks send the same bytes
+        again.
 
         Args:
             group: Group of the communicator over which the value is exchanged.
@@ -202,7 +203,7 @@ class ControlPlane(ABC):
 def compare_in_full(
     control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float, *, shapes: bool = False
 ) -> None:
-    """Compare the fingerprints of all ranks; if any differ, raise an error that quotes each rank's. Collective."""
+    """Compare the fingerprints of all ranks; if any differ, raise an error that quotes them all. Collective."""
     values = control.exchange(group, topic, mine.values(), timeout_s)
     problem = explain([Fingerprint(*value) for value in values], shapes=shapes)
     if problem:

@@ -107,7 +107,7 @@ class Activity:
         now: Current call, or None.
         awaited: Messages that the current call waits for.
         timed_out: Whether the last wait timed out.
-        in_background: Whether the call runs in one of the library's threads, so that the owner may do other work.
+        in_background: Whether the call runs in one of the library's threads, so that the owner can do other work.
         keep: Function that adds a collective to `latest`.
         keep_message: Function that adds a batch of messages to `latest`, which retains fewer batches than collectives.
         record: Recorder of the events that must survive this process, or None.
@@ -199,7 +199,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Return a context that marks a call as running; for calls of all ranks that have no collective number."""
+        """Return a context that marks a call as running; for calls that all ranks make, without a collective number."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
@@ -260,7 +260,7 @@ class ActivityRegistry:
         self._known: weakref.WeakSet[Activity] = weakref.WeakSet()
 
     def add(self, activity: Activity) -> None:
-        """Include an activity in reports as long as the object exists."""
+        """Include an activity in reports for as long as it exists."""
         with self._lock:
             self._known.add(activity)
 
@@ -298,8 +298,8 @@ _frames_lock = threading.Lock()
 def thread_frames() -> dict[int, FrameType]:
     """Return each thread's frame, by thread identifier. Threads keep running, but a frame's callers remain the same.
 
-    CPython 3.11 creates frame objects on request: it creates the innermost frames under a lock that starting a thread
-    also acquires, and reads their callers from the running thread's memory. If a garbage collection runs in between and
+    CPython 3.11 creates frame objects on request. It creates the innermost frames under a lock that starting a thread
+    also acquires, and reads their callers from the running thread's memory. If a garbage collection runs meanwhile and
     a finalizer releases the GIL, all threads deadlock, or a caller is read from memory that has been reused. So
     collection is off until all frames have been created.
     """
@@ -353,7 +353,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """`callers_place`, and the nearest line of user code above it; they differ only below installed packages."""
+    """The result of `callers_place`, and the nearest user code; they differ if an installed package makes the call."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):

@@ -1,8 +1,9 @@
 """Frames: the format of all data, except tensors, on connections between processes.
 
 A frame consists of a header (length of the content, kind, number, hash) and the content. The hash covers the frame's
-position in the stream, kind, number and content. With keys, the hash authenticates the sender; without keys, where the
-kernel authenticates the peer, the hash still detects bytes that other programs have written between frames.
+position in the stream, kind, number and content. With keys, the hash authenticates the sender. If the kernel
+authenticates the peer, no keys are used, but the hash still detects bytes that other programs have written between
+frames.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Group:
     def text(self) -> str:
         """Description of the group for error messages: its ranks in the job, and how it was created.
 
-        Error messages don't show the name: it consists of counters of jobs and of their calls to `split`, `dup`,
-        `subgroup` or `rebuild`, which programs never see.
+        Error messages don't show the name, because programs never see what it consists of: counters of jobs, and of
+        their calls to `split`, `dup`, `subgroup` or `rebuild`.
 
         Example:
             >>> Group.world(2, 4, "world1").text, Group("world1/2.0", 1, (0, 2)).text

@@ -30,7 +30,7 @@ class _Holdable(Protocol):
 
 
 class Hold:
-    """Hold on the ranks of this process. It uses bare `_thread` locks, which also work in simulations.
+    """A debugger's hold on the ranks of this process. Uses bare `_thread` locks, which also work in simulations.
 
     Attributes:
         held: Whether the ranks are held.
@@ -50,7 +50,7 @@ class Hold:
         self._lock = _thread.allocate_lock()
 
     def add(self, engine: _Holdable) -> None:
-        """Include an engine as long as the object exists."""
+        """Include an engine for as long as it exists."""
         self._engines[id(engine)] = engine
 
     def engines_of(self, thread: int) -> list[Any]:

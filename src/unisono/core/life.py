@@ -37,7 +37,7 @@ TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
 
 
 class Life:
-    """The phase of a communicator, changed only by `change`. Events without an entry leave it unchanged:
+    """The phase of a communicator, changed only by `change`. An event without an entry leaves the phase unchanged:
 
     =======  =====  ====  ======  =======  ======  =======
     phase    hold   go    fail    close    drain   retire
@@ -73,7 +73,7 @@ class Life:
         return self.phase in (Phase.CLOSING, Phase.CLOSED, Phase.RETIRED)
 
     def change(self, event: Event, cause: Cause | None = None) -> bool:
-        """Apply an event; return whether the phase has changed. `cause` is that of "fail"."""
+        """Apply an event; return whether the phase has changed. Pass `cause` only with "fail"."""
         with self._lock:
             then = TRANSITIONS[event].get(self.phase)
             if then is not None:
@@ -83,7 +83,7 @@ class Life:
             return then is not None
 
     def fail_after_fork(self, cause: Cause) -> None:
-        """Apply "fail" in a forked child, whose cause replaces that of the parent."""
+        """Apply "fail" in a forked child; `cause` replaces any cause that the parent had."""
         # Nobody in the child would release the old lock if another thread of the parent held it.
         self._lock = _thread.RLock()
         self.cause = cause

@@ -61,7 +61,7 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
 
 
 def announce_load(model: object) -> None:
-    """Notify a model's followers that its tensors were written without a call of `load_state_dict`.
+    """Notify a model's followers that its tensors were written without a call to `load_state_dict`.
 
     Args:
         model: A module; anything else has no followers.

@@ -121,7 +121,7 @@ def _has_history(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has an autograd history, or would have one after a write.
 
     Torch reports a view created without gradients as a leaf until something writes to the view. A collective writes on
-    some ranks only, so ranks would disagree.
+    some ranks only, so the ranks' answers would differ.
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
@@ -425,7 +425,7 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out` (which may be either). `low` is from the lower rank, so bits match everywhere."""
+    """Write `low` op `high` to `out`, which may be one of them; `low` is the lower rank's, so ranks get equal bits."""
     COMBINE[op](low, high, out=out)
 
 
@@ -439,7 +439,7 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place, or multiply if that is exact, because it is faster; treat complex numbers as pairs."""
+    """Divide in place, or multiply by the inverse if it is exact, which is faster; treat complex numbers as pairs."""
     total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)

@@ -125,7 +125,7 @@ _held: list[Any] = []
 
 
 def _before_fork() -> None:
-    """Wait for the locks that `torch.manual_seed` takes.
+    """Until the fork is done, hold the locks that `torch.manual_seed` takes.
 
     If another rank held such a lock during the fork, nobody would ever release it in the child, where a DataLoader's
     worker begins with `torch.manual_seed`.
@@ -192,7 +192,7 @@ def generator_operators() -> list[Any]:
 
 @functools.cache
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
-    """Return an implementation of an operator that passes the calling rank's generator if none is given."""
+    """Return an operator's implementation, which passes the calling rank's generator if none is given."""
     cpu = _c.DispatchKey.CPU
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
     # `redispatch_boxed` releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.
@@ -243,7 +243,7 @@ _RankRandom: Any = type(
 
 
 def _of_python() -> list[Replacement]:
-    """Patch the class, because names imported from `random` are bound to the object; replace names bound to C code."""
+    """Replace the class of the object that names imported from `random` are bound to, and the names bound to C code."""
     names = [(random, name, MethodType(getattr(_RankRandom, name), _random)) for name in _STATE]
     return [(_random, "__class__", _RankRandom), *names]
 

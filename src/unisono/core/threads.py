@@ -43,7 +43,7 @@ class AutoResetEvent:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wake the waiting thread, or the next thread to wait. Idempotent until a thread has been woken."""
+        """Wake the waiting thread, or the next thread to wait. Repeated calls wake only one thread."""
         with suppress(RuntimeError):
             self._lock.release()
 

@@ -42,8 +42,8 @@ class TraceEvent:
     """A recorded action by a rank.
 
     Attributes:
-        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket"; "wait", the time that the
-            program spends in a call or in `wait`; and "bucket_wait", the time that it waits for a bucket.
+        kind: "begin" (the check before a collective), "collective", "send", "recv", "bucket", "wait" (the time that the
+            program spends in a call or in `wait`) or "bucket_wait" (the time that it waits for a bucket).
         name: Name of the operation, or a message's sender and receiver.
         group, rank: Name of the group, and rank in it.
         start_s, end_s: Times from `time.perf_counter`; equal for an instantaneous event.
@@ -67,7 +67,7 @@ Sink = Callable[[TraceEvent], None]
 
 
 class _Sinks(tuple[Sink, ...]):
-    """Sinks of the open recordings, the innermost first; itself a sink."""
+    """Sinks of the open recordings, the innermost first; this object is itself a sink."""
 
     __slots__ = ()
 

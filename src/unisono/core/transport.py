@@ -168,7 +168,7 @@ class Transport(ABC):
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
         """Return the subsets of a group within which `connect` is known to work: the whole group, or each host's ranks.
 
-        Collective over the control plane, in which the ranks must have joined the group.
+        Collective over the control plane; the ranks must first have joined the group there.
 
         Args:
             group, control: See `connect`.
@@ -224,7 +224,7 @@ class Transport(ABC):
         """
 
     def mailbox(self, group: Group) -> Mailbox | None:
-        """Return a mailbox for messages between the members of `group` without posted receives. All members call this.
+        """Return a mailbox, in which `group`'s members get messages without posting receives. All members call this.
 
         Return None, on all ranks, if the transport has nothing faster than posting messages on a `split`.
 
@@ -234,7 +234,7 @@ class Transport(ABC):
         return None
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return a transport of the same kind for a group that replaces this one's group. This transport may be broken.
+        """Return a transport of the same kind for a group that replaces this one's, even if this transport is broken.
 
         Args:
             group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
@@ -249,7 +249,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources. Nothing may be in flight. Idempotent."""
+        """Release all resources. Call this only when nothing is in flight. Idempotent."""
 
     @abstractmethod
     def abort(self, cause: BaseException) -> None:
@@ -384,15 +384,15 @@ def share_capabilities(transport: Transport, other: Transport, *names: str) -> N
 
 
 def renewed(transport: Transport, group: Group) -> Transport:
-    """Return a transport for the group that replaces `transport`'s; uses `reconnect` if set, else `reconfigure`."""
+    """Return a transport for `group`, which replaces `transport.group`; uses `reconnect` if set, else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 
 class FastPath(Protocol):
     """Blocking operations directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. The path itself
-    compares the ranks' collectives.
+    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. The fast path
+    compares the ranks' collectives itself.
     """
 
     def try_collective(
@@ -494,7 +494,7 @@ class Mailbox(ABC):
         """Wait until a message may have arrived, another thread calls `wake`, or the timeout expires."""
 
     def mute_wakeups(self) -> None:
-        """Declare that the caller polls from now on: no thread needs to be woken."""
+        """Declare that the caller polls from now on, so that no thread needs to be woken."""
 
     def unmute(self) -> None:
         """Declare that the caller has stopped polling."""

@@ -126,7 +126,7 @@ class Completion(Work):
 
 
 class CountdownWork(Completion):
-    """Work for the messages of one `post`. It completes when all have `arrived`, or fails with the first error."""
+    """Work for the messages of one `post`: completes after one `arrived` for each, or fails with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)
@@ -257,8 +257,8 @@ def format_bytes(nbytes: int) -> str:
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     """Wait until one of the works ends, and return its index.
 
-    This uses only `get_future` of each work. Raises `CommTimeoutError` after `timeout`, and `ValueError` for an empty
-    list. It does not raise the work's error: call the work's `wait` for that.
+    This calls only `is_completed` and `get_future` of each work. Raises `CommTimeoutError` after `timeout`, and
+    `ValueError` for an empty list. It does not raise the work's error: call the work's `wait` for that.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")

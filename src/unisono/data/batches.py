@@ -42,7 +42,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         rank, num_replicas: This rank, and the number of ranks; `rebuild` changes them.
 
     Raises:
-        TypeError: As `PartitionSampler`.
+        TypeError: As for `PartitionSampler`.
         ValueError: The last batch has fewer samples than there are ranks, and `allow_empty_batches` is not set; the
             partitioner does not assign samples round-robin; `batch_size` is less than 1; or an argument is invalid, as
             for `PartitionSampler`.
@@ -166,11 +166,12 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
-        """Move to a communicator with different ranks. Collective over the new communicator, including new ranks.
+        """Move to a communicator with different ranks. Collective over the new communicator: new ranks also call it.
 
         Args:
             comm: The new communicator; its `all_gather_object` exchanges the ranks' states.
-            like: Rank in the new communicator whose step all ranks resume from; if None, the furthest step of any rank.
+            like: Rank (in the new communicator) from whose step all ranks resume; if None, they resume from the
+                furthest step that any rank has reached.
 
         Raises:
             ValueError: The last batch has fewer samples than the new communicator has ranks, and `allow_empty_batches`

@@ -63,7 +63,7 @@ def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
 
 
 def digest(values: torch.Tensor) -> str:
-    """Return a digest of these values, which saved states contain, and which is compared when a state is loaded."""
+    """Return a digest of these values; saved states contain this digest, and loading a state compares it."""
     held = values.contiguous()
     return hashlib.blake2b(
         (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b"", digest_size=8

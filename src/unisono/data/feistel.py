@@ -171,8 +171,8 @@ class _Constants:
 def seeded_permutation(count: int, seed: int) -> torch.Tensor:
     """Return a permutation of the numbers below `count` that depends only on the seed. Costs about 0.1 us per number.
 
-    The numbers are sorted by random keys, because `Random.random` is the only generator method that is guaranteed to
-    give the same output on every platform and in every version; library shuffles are not.
+    The numbers are sorted by keys from `Random.random`, the only generator method that is guaranteed to give the same
+    output on every platform and in every version; library shuffles give no such guarantee.
 
     Example:
         >>> seeded_permutation(8, 1234).tolist()

@@ -88,8 +88,8 @@ class DataPartitioner(Generic[T_co]):
             fraction. Lengths are first rounded down; each sample left over goes to one of the parts that lost most by
             rounding, and ties go to earlier parts.
         seed: An integer, 0 or more.
-        partition: A partitioner or its name (see `un.data.PARTITIONERS`), whose balance guarantee then applies. If
-            None, a random permutation, which is kept in memory.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`); its balance guarantee then applies. If None,
+            a random permutation, which is kept in memory.
         shuffle: Whether the order is shuffled; if None, the partitioner's default.
 
     Attributes:

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound:
-    """Bounds on a quantity that a partitioner guarantees for each part.
+    """Bounds, guaranteed by a partitioner, on a quantity in each part.
 
     Attributes:
         what: The quantity measured, such as "samples".
@@ -65,7 +65,7 @@ class Partitioner(ABC):
             samples that all parts have used are then a prefix of the epoch's order, and this order does not depend on
             the number of parts.
         in_step: Whether ranks can be expected to progress through their parts at the same pace.
-        draws: Whether each rank draws the order from a random generator itself. `PartitionSampler` then compares the
+        draws: Whether each rank itself draws the order from a random generator. `PartitionSampler` then compares the
             order between ranks.
 
     Example:
@@ -101,7 +101,7 @@ class Partitioner(ABC):
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return all samples in the epoch's order. `shares` are the parts at the start of the epoch.
+        """Return all samples in the epoch's order. `shares` are those at the start of the epoch.
 
         Args:
             count: Number of samples in the dataset.
@@ -126,7 +126,8 @@ class Partitioner(ABC):
         Args:
             samples: All samples of an epoch, or the samples that remain after resuming.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: Seed of random choices, which is the same in every epoch: epochs differ only in the order of samples.
+            seed: Seed of random choices. It is the same in every epoch, because epochs differ only in the order of
+                samples.
 
         Raises:
             ValueError: A sample has no known label, group or cost, or the partitioner does not support these shares.
@@ -137,7 +138,7 @@ class Partitioner(ABC):
         """
 
     def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
-        """Return the guaranteed bounds for the parts of `samples`; by default, less than one sample from the share.
+        """Return the guaranteed bounds for the parts of `samples`; by default, each is within a sample of its share.
 
         Args:
             samples, shares: As in `divide`.

@@ -23,8 +23,8 @@ _FIELDS = ("rank", "size", "group", "operation", "call", "peer", "nbytes", "wait
 class CommError(RuntimeError):
     """Base class of the library's errors: a failure of communication between ranks.
 
-    The code that raises it passes the fields it knows; higher layers add the location with :meth:`locate`. The text is
-    formatted only when it is read.
+    The code that raises an error passes the fields that it knows; higher layers add the location with :meth:`locate`.
+    The text is formatted only when it is read.
 
     Args:
         message: The text without the location.

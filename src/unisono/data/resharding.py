@@ -65,7 +65,7 @@ class Resharding:
         return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Return positions to repeat as padding: the first in an interleaved order, else those of the part."""
+        """Return positions to repeat: from the sequence's start if parts are interleaved, else the part's own."""
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
             return (number + len(self.parts) * more) % len(self.rest)
@@ -108,7 +108,7 @@ def _start(part: range) -> int:
 
 
 def in_step(lengths: Sequence[int], total: int) -> list[int]:
-    """Return how many samples each part has used if together they used `total` round-robin, skipping finished parts.
+    """Return how many samples each part has used after parts took `total` samples round-robin, skipping finished parts.
 
     Example:
         >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)

@@ -19,7 +19,7 @@ def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> 
 
     Args:
         states: States of ranks of one job, all saved at the same time.
-        expected: This sampler's values, under the same keys.
+        expected: Values of this sampler that the states must also have, by key.
     """
     for state in states:
         if not isinstance(state, dict) or state.get("format") != FORMAT:

@@ -50,13 +50,12 @@ class PartitionSampler(DistributedSampler[Any]):
 
     Attributes:
         epoch: The current epoch, as set by `set_epoch`; initially 0.
-        rule: The partitioner. All other attributes have the names of the arguments.
+        rule: The partitioner. All other attributes are named after the arguments.
 
     Raises:
         TypeError: The dataset has no length (see `StreamPartition`) or is a sampler, or `comm` has no rank and size.
-        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. Later, at the
-            start of an epoch, ranks have drawn different samples (see `Sampled`), or Accelerate would divide the
-            samples again.
+        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. At the start of
+            an epoch: ranks have drawn different samples (see `Sampled`), or Accelerate would divide the samples again.
 
     Cost: 20 ns per index. Memory: as needed by the partitioner; for the default one, less than 1 MiB at any dataset
     length.
@@ -214,13 +213,13 @@ class PartitionSampler(DistributedSampler[Any]):
         """Resume where a job stopped, on any number of ranks. Call this on every rank.
 
         Args:
-            state: State of one rank (the same rank's on all ranks, or each rank's own), which is sufficient if all
-                ranks have progressed equally; or a list of the states of all ranks.
+            state: State of one rank, which is sufficient if all ranks have progressed equally (ranks may all load the
+                same rank's state, or each its own); or a list of the states of all ranks.
 
         Raises:
             ValueError: The state belongs to a different dataset or partitioner; or the other ranks' progress cannot be
-                inferred from one state, because parts are unequal, or because, with loader workers, other ranks may
-                have had one more sample.
+                inferred from one state: parts are unequal, or loader workers were used and other ranks may have had one
+                more sample.
         """
         states = [state] if isinstance(state, dict) else list(state)
         if not states:
@@ -361,7 +360,7 @@ class PartitionSampler(DistributedSampler[Any]):
         current.start = current.taken = taken
 
     def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
-        """Return the state of an iteration of which `given` samples are committed."""
+        """Return the state of an iteration after its first `given` samples are committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}

@@ -60,7 +60,7 @@ class ShardPartition(IterableDataset[T_co]):
     returned exactly once, for any number of ranks and workers.
 
     A loader's persistent workers (`persistent_workers=True`) stay in the epoch in which they started. After a resume,
-    they raise `RuntimeError` when the second epoch begins.
+    these workers raise `RuntimeError` when the second epoch begins.
 
     Args:
         shards: Names or URLs; the same list on every rank. If there are fewer shards than workers on all ranks
@@ -75,8 +75,8 @@ class ShardPartition(IterableDataset[T_co]):
         rank, num_replicas: This rank, and the number of ranks.
 
     Raises:
-        TypeError, ValueError: The ranks are invalid, as for `PartitionSampler`; or shards are shuffled and `seed` is
-            invalid.
+        TypeError, ValueError: `comm`, `num_replicas` or `rank` is invalid (see `PartitionSampler`); or shards are
+            shuffled and `seed` is invalid.
 
     Balance: the numbers of shards per rank differ by at most one, so ranks may differ by the samples of one shard.
 
@@ -238,7 +238,7 @@ class ShardPartition(IterableDataset[T_co]):
 
 
 class _ShardIterator(Iterator[T_co]):
-    """Iterator of one worker over its shards. torchdata's loader saves its state with the worker's state."""
+    """Iterator of one worker over its shards. torchdata's loader saves the iterator's state with the worker's."""
 
     def __init__(self, of: ShardPartition[T_co]) -> None:
         worker = get_worker_info()
@@ -273,7 +273,7 @@ class _ShardIterator(Iterator[T_co]):
             pass
 
     def _record(self, complete: bool) -> None:
-        """In a process without loader workers, record where shards end; `advance` needs that."""
+        """In a process without loader workers, record for `advance` where shards end."""
         of = self._of
         number = self._first + self._at
         if not self._alone or number < len(of._lengths):

@@ -21,7 +21,7 @@ _LONGEST = 4096
 
 
 class SampleSource:
-    """Source of iterators over runs of a sequence, from a given position. At the end, sets `over` and calls `ended`."""
+    """Source of iterators that together cover a sequence from a position. At the end, sets `over` and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
         self._indices = indices

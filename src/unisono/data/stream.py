@@ -22,16 +22,16 @@ class StreamPartition(IterableDataset[T_co]):
     """This rank's share of a stream that every rank reads: each sample goes to exactly one worker of one rank.
 
     Samples are assigned to ranks round-robin, so the ranks' counts differ by at most one. Within a rank, whole batches
-    are assigned to the workers of a `DataLoader` round-robin. So a loop has always trained on a prefix of its rank's
+    are assigned to the workers of a `DataLoader` round-robin. So a training loop has always used a prefix of its rank's
     samples, for any number of workers, and a state can be loaded with a different number of ranks and workers.
 
     A loader's persistent workers (`persistent_workers=True`) stay in the epoch in which they started. After a resume,
-    they raise `RuntimeError` when the second epoch begins.
+    these workers raise `RuntimeError` when the second epoch begins.
 
     Args:
-        dataset: An iterable that yields the same samples each time, in all workers of a loader. While it runs,
-            `get_worker_info` returns None, so that a dataset that would otherwise divide itself among workers yields
-            all its samples. If the dataset has a method `set_epoch`, it is called.
+        dataset: An iterable that yields the same samples each time, in all workers of a loader. While the iterable
+            runs, `get_worker_info` returns None, so that even a dataset that divides itself among workers yields all
+            its samples. If the dataset has a method `set_epoch`, it is called.
         comm, num_replicas, rank: As for `PartitionSampler`.
         batch_size: The loader's batch size, if it has workers.
 
@@ -40,7 +40,8 @@ class StreamPartition(IterableDataset[T_co]):
         dataset, rank, num_replicas, batch_size: As passed, or the default.
 
     Raises:
-        TypeError, ValueError: The ranks are invalid, as for `PartitionSampler`; or `batch_size` is less than 1.
+        TypeError, ValueError: `comm`, `num_replicas` or `rank` is invalid (see `PartitionSampler`); or `batch_size` is
+            less than 1.
 
     Cost: every worker of every rank reads the whole stream. If that is too slow, split the data into shards (see
     `ShardPartition`).
@@ -147,7 +148,7 @@ class StreamPartition(IterableDataset[T_co]):
         self._close(counts)
 
     def _position(self, number: int) -> int:
-        """Return the position in the stream of uncommitted sample `number`, counted from 0."""
+        """Return the stream position of uncommitted sample `number`, counted from 0."""
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
@@ -164,7 +165,7 @@ class StreamPartition(IterableDataset[T_co]):
 
 
 class _StreamIterator(Iterator[T_co]):
-    """Iterator of one worker over the stream. torchdata's loader saves its state with the worker's state."""
+    """Iterator of one worker over the stream. torchdata's loader saves the iterator's state with the worker's."""
 
     def __init__(self, of: StreamPartition[T_co]) -> None:
         worker = get_worker_info()

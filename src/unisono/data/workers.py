@@ -1,4 +1,4 @@
-"""Loader workers: which rank this process is, and errors for samples that would be divided twice."""
+"""For datasets in loader workers: which rank a process is, and errors if samples would be divided twice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _hidden(call: Callable[..., Any], *given: Any) -> Any:
 
 
 class WorkerEpochCheck:
-    """Pass counter for a worker's copy of a dataset. A copy with a loaded state is valid for only one pass.
+    """Check for second passes over a worker's copy of a dataset. A copy with a loaded state is valid for only one pass.
 
     Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so they would skip the samples before the
     saved position in every epoch.
@@ -57,7 +57,7 @@ class WorkerEpochCheck:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """Return an iterator whose `next` raises for a second pass: workers forward only errors raised by `next`."""
+        """Return an iterator whose `next` raises on a second pass, as workers forward only errors raised by `next`."""
         if get_worker_info() is None or not resumed:
             return None
         again = self._begun

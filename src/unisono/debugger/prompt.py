@@ -65,7 +65,7 @@ class Prompt(cmd.Cmd):
             return True
 
     def emptyline(self) -> bool:
-        """Do nothing. By default, `cmd` repeats the last command, but a `step` repeated by mistake cannot be undone."""
+        """Do nothing on an empty line. `cmd` would repeat the last command, but a repeated `step` cannot be undone."""
         return False
 
     def default(self, line: str) -> None:

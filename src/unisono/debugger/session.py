@@ -80,7 +80,7 @@ class Session(Closing):
         Args:
             rank: Number of the rank in the job.
             code: Python code. It cannot set local variables.
-            up: Number of frames above the innermost frame of `stack`; 1 is its caller.
+            up: Which frame to use: the number of levels above the innermost frame of `stack`; 1 is that frame's caller.
 
         Raises:
             ValueError: The rank is not on this host.
@@ -190,7 +190,7 @@ def attach(pid: int | None = None) -> Session:
 
 
 def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[DebugConnection]]:
-    """Return, for each job, connections to this user's processes on this host that hold ranks, except `without`."""
+    """Return each job's connections to this user's processes on this host that hold ranks, leaving out `without`."""
     jobs: dict[str, list[DebugConnection]] = {}
     for process in held_processes():
         if process in without:

@@ -33,7 +33,7 @@ class Hang(NamedTuple):
         deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next
             rank has not started.
         missing: Ranks that the collective waits for, as far as known: ranks that are not in any call; if there are
-            none, ranks that do not respond; otherwise ranks that are still in an earlier call.
+            none, ranks that do not respond; if there are none of these either, ranks that are still in an earlier call.
         verdict: `missing` as a sentence, or empty.
         waits: For each rank in the cycle, the group in which it waits, and the number of calls that it has made in that
             group.
@@ -78,7 +78,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
 
 
 def sentence(outage: str) -> str:
-    """Return a sentence about an outage to append to an error; empty if there is none."""
+    """Return the text about an outage as a sentence to append to an error; empty if there is no outage."""
     return f" {outage[0].upper()}{outage[1:]}" if outage else ""
 
 
@@ -148,7 +148,7 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the entry of the communicator in which a rank waits; the last one entered if there are several."""
+    """Return the entry of the communicator in which a rank waits, or of the last one entered if it waits in several."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 
@@ -170,7 +170,7 @@ def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
 
 
 def _waits_for(rank: int, reports: dict[int, _Report | None], group: Group) -> list[int]:
-    """Return the ranks of the group that the given rank is blocked on."""
+    """Return which ranks of the group block the given rank."""
     current = _inside(reports[rank])
     if current is None or current["aside"]:
         return []

@@ -58,7 +58,7 @@ class Metrics:
         self._waits: dict[tuple[str, int], _Totals] = defaultdict(_Totals)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Return a context manager, which can be entered repeatedly, that counts this thread's calls.
+        """Return a context manager that counts this thread's calls; it can be entered repeatedly.
 
         As with `unisono.trace`, calls in this context don't use the fast path.
         """

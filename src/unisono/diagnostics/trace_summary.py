@@ -82,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return, by name and source line, the times at which ranks started collectives and buckets that they share."""
+    """Return, by name and source line, when ranks started each collective or bucket in which several took part."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()

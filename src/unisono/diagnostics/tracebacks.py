@@ -123,7 +123,7 @@ def _shown(files: list[str]) -> list[int]:
 
 
 def _is_ours(files: list[str]) -> bool:
-    """Return whether this library raised an error with these files in its traceback."""
+    """Return whether this library raised the error whose traceback has these files."""
     return bool(files) and is_internal(files[-1])
 
 
@@ -194,7 +194,7 @@ class _ErrorDisplay:
         self._rank, self._size = (rank, size) if size > 1 else (None, None)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show an error in a single write, so that ranks' output does not interleave, or leave it to torchrun's report.
+        """Show an error, or leave it to torchrun's report. A single write keeps ranks' output from interleaving.
 
         This rank shows only one line if another rank shows the error in full. This applies to the loss of a peer; to a
         mismatch, which all ranks raise and rank 0 shows in full; and under torchrun, to every error after this host's

@@ -34,8 +34,8 @@ def join(
 
     Args:
         init_method: As passed to `init` by the job's ranks: "tcp://host:port" or "file:///path".
-        pid: PID of one of the job's processes, in place of `init_method`. This may be any rank or the launching
-            process, on this host and of the same user.
+        pid: PID of one of the job's processes, in place of `init_method`. The process of any rank or the launching
+            process will do, if it runs on this host as the same user.
         timeout: Maximum time until the job's ranks admit this rank, in seconds or as a `timedelta`.
         device: As for `init`.
         secret: As for `init`; not needed with `pid` or "file:///path".

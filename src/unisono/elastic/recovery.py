@@ -63,15 +63,15 @@ class Recovery:
         TypeError: A part has none of these methods.
         ValueError: `redundancy` is negative or not an integer.
 
-    Construction is collective if a part is sharded. Recovery also works if more ranks die in the meantime. On a
+    Construction is collective if a part is sharded. Recovery also works if more ranks die while it runs. On a
     replacement rank (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the other
     ranks, which are in `recover(size=...)`. It sets `comm`, `step` and the parts to the job's current state.
 
-    Cost: without sharded parts, nothing until a failure. A recovery then costs the rebuild, one small exchange, and, if
+    Cost: without sharded parts, nothing until a failure. A recovery costs the rebuild, one small exchange, and, if
     ranks are at different steps, one broadcast of the state. With sharded parts, each commit copies a rank's shards,
     sends them to `redundancy` ranks, and waits for all ranks. Snapshots take 2 + 2 * redundancy times the memory of a
-    rank's shards, and twice the memory of the unsharded parts. A recovery then sends each element at most once, and no
-    rank ever needs the whole model.
+    rank's shards, and twice the memory of the unsharded parts. A recovery sends each sharded element at most once, and
+    no rank ever needs the whole model.
 
     Example:
         >>> def program(comm):
@@ -131,7 +131,7 @@ class Recovery:
                 Required for a `PartitionSampler`. A `GlobalBatchSampler` always advances by one step.
 
         Raises:
-            TypeError: A sampler needs the number of samples.
+            TypeError: `samples` is None, but a sampler needs it.
             CommError: A rank was lost before all ranks had a snapshot of the sharded parts; call `recover`.
         """
         by_samples = [each for each in self._samplers.values() if not isinstance(each, GlobalBatchSampler)]
@@ -192,8 +192,8 @@ class Recovery:
             comm: The communicator that `unisono.join` returned; None if this object was created with it.
 
         Returns:
-            The communicator to use, which is also stored in `comm`. It is a new communicator if a rank was lost or left
-            during the call.
+            The communicator to use, which is also stored in `comm`. It is a new communicator if another rank was lost,
+            or left the job, during the call.
 
         Raises:
             ValueError: `comm` is None although a part is sharded.
@@ -214,7 +214,7 @@ class Recovery:
     def leave(self, *, timeout: Timeout | None = None) -> None:
         """Leave the job after a commit, while the other ranks are in `recover`; closes the communicator.
 
-        Shards that only leaving ranks have are first sent to remaining ranks, so any number of ranks may leave.
+        Shards that exist only on leaving ranks are first sent to remaining ranks, so any number of ranks may leave.
 
         Args:
             timeout: As for `Communicator.rebuild`.
@@ -397,7 +397,7 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The last two snapshots: a rank may be lost after only some ranks have counted the newest snapshot.
+    """The last two snapshots, because a rank may be lost when only some ranks know that the newest one is complete.
 
     Args:
         sharded: Sharded parts.
@@ -443,7 +443,7 @@ class Snapshots:
 
         Args:
             comm: The new communicator; the parts have already moved to it.
-            serial: Number of the newest snapshot that any rank has counted.
+            serial: Number of the newest snapshot that any rank knows to be complete.
             leader: A rank that has this snapshot; new ranks receive its state.
 
         Raises:
@@ -489,7 +489,7 @@ class Snapshots:
             )
 
     def hand_over(self, comm: Communicator, leaving: Sequence[int]) -> None:
-        """Send the copies that only leaving ranks have to the remaining ranks. Collective.
+        """Send the remaining ranks the copies that exist only on leaving ranks. Collective.
 
         Args:
             comm: Communicator of the leaving and the remaining ranks.

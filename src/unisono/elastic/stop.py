@@ -46,8 +46,8 @@ def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     handler.
 
     Args:
-        comm: Communicator of the ranks that stop together. All of them must call `batches`, with loaders of equal
-            length or inside `averager.join()`.
+        comm: Communicator of the ranks that stop together. All of them must call `batches`, either with loaders of
+            equal length or inside `averager.join()`.
         batches: A loader, or any other iterable.
 
     Raises:
@@ -86,13 +86,13 @@ def enable(
     before_limit_s: float | None = 60.0,
     file: str | os.PathLike[str] | None = None,
 ) -> StopSources:
-    """Make a signal to this process, a deadline, or a file request a stop, until `comm` is closed.
+    """Request a stop on a signal to this process, at a deadline, or once a file exists, until `comm` is closed.
 
     Call this on one or more ranks: the first request on any rank counts. After `comm.rebuild`, requests go to the new
     communicator.
 
     Args:
-        comm: The communicator whose `stop_requested` will return True.
+        comm: The communicator whose `stop_requested` returns True after a request.
         signals: Signals that request a stop. A previously installed handler is also called, except Python's own SIGINT
             handler. If a signal is repeated after 1 s or more, it goes only to the previous handler, or terminates the
             process if there was none.
@@ -162,8 +162,8 @@ class StopSources(Closing):
     the queue, checks the deadlines and the file, and repeats the request until the control plane has received it.
 
     After `close`, and in a forked process, which has no thread to read the queue, the signal handler passes signals on
-    to the previous handler. It may remain installed after `close`, because only the main thread can remove it, and only
-    if no other handler was installed after it.
+    to the previous handler. `close` may leave the signal handler installed, because only the main thread can remove it,
+    and only if no other handler was installed later.
 
     Args:
         comm: The communicator.

@@ -1,4 +1,4 @@
-"""Engines that provide processes for ranks: modules here, entry points in unisono.launchers, or registered classes."""
+"""Engines provide processes for ranks: modules in this folder, unisono.launchers entry points, registered classes."""
 
 from __future__ import annotations
 

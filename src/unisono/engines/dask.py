@@ -114,7 +114,7 @@ class Dask(Engine):
 
 @contextmanager
 def _new_client(size: int) -> Iterator[Any]:
-    """Connect to the scheduler in Dask's configuration, or to a new cluster on this host, closed with the context."""
+    """Connect to the scheduler in Dask's configuration, or to a new cluster on this host that the context closes."""
     configured = required("dask.config", "dask").get("scheduler-address", None)
     distributed = required("distributed", "dask")
     if configured:
@@ -176,7 +176,7 @@ class DaskWorkers(Executor):
         return future
 
     def why_lost(self, future: Future[Any]) -> str | None:
-        """Return a reason if the task's worker has left the cluster, else None.
+        """Return why the task is lost if its worker has left the cluster, else None.
 
         Dask itself would wait forever for another worker at the same address.
         """
@@ -184,7 +184,7 @@ class DaskWorkers(Executor):
         return None if address in self._client.nthreads() else f"its worker {address} was retired, restarted or killed"
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Release all tasks: with `wait`, once they have completed; otherwise cancel them."""
+        """Release all tasks: wait until they have completed if `wait` is true, or else cancel them."""
         for executor in self._executors:
             executor.shutdown(wait=wait)
 

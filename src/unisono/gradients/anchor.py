@@ -92,7 +92,8 @@ class Anchor:
     ) -> list[torch.Tensor]:
         """Set this rank's parameters to the result predicted from its own contribution, and return the prediction.
 
-        The anchor and the outer optimizer remain unchanged: the prediction steps temporary copies of their tensors.
+        The anchor and the outer optimizer remain unchanged: the prediction is computed on temporary copies of their
+        tensors.
         """
         settings = [dict(group) for group in self.outer.param_groups]
         places = [there.data for there in part]

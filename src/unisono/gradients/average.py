@@ -45,8 +45,8 @@ def average_gradients(
         MismatchError: Ranks have different parameters; the error names the first difference.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         ValueError: `model` is an exhausted iterator, or `bucket_cap_mb` is less than one byte.
-        CommError: A message failed. All gradients are lost, because some may be averaged, and others may be partial
-            sums. Compute them again.
+        CommError: A message failed. All gradients are unusable, because some may be means and others partial sums.
+            Compute them again.
 
     Cost: one all_reduce of the gradients, split into a few messages; two copies of the gradients; and one all_gather of
     16 bytes. The first call for a set of parameters also compares their names and shapes in one all_gather. If ranks
@@ -111,7 +111,7 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Check that ranks pass the same tensors: in detail once per communicator, and later by comparing an index.
+    """Check that ranks pass the same tensors: in detail the first time, and later by comparing the number of the set.
 
     Return whether `digest` is the same on all ranks.
     """

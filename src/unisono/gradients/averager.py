@@ -64,14 +64,14 @@ class GradientAverager:
             parameters concerned.
 
     If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If the rank had
-    already sent some gradients, all ranks drop the pass; the next pass is correct. The n-th passes of all ranks belong
-    together. So if a rank skips a batch, for example after an exception in forward, its next pass joins the other
-    ranks' current step. That rank must also skip the optimizer step of the skipped batch. This is not checked, but you
-    can compare models with `un.checkpoint.assert_in_sync`.
+    already sent some gradients, all ranks drop the pass; the next pass is correct. The n-th pass of every rank belongs
+    to the same step. So if a rank skips a batch, for example after an exception in forward, its next pass joins the
+    other ranks' current step. That rank must also skip the optimizer step of the skipped batch. This is not checked,
+    but you can compare models with `un.checkpoint.assert_in_sync`.
 
     If several models each have an averager, all ranks must run the models' backward passes in the same order, or in one
-    `backward()` of a common loss. With a common loss, sharded models finish their passes first, and then the averagers
-    in the order of their creation.
+    `backward()` of a common loss. With a common loss, sharded models finish their passes first; then averagers finish
+    theirs, in the order of their creation.
 
     Cost per step: one all_reduce per bucket, with two extra elements per parameter and three per bucket; one copy of
     each gradient; one hook call per parameter (1.5 us), before its gradient is accumulated; and a check of each
@@ -160,8 +160,8 @@ class GradientAverager:
             n_samples: The weight, such as the number of samples; finite and non-negative.
 
         Raises:
-            ValueError: `n_samples` is negative or not finite, or the averager has average="sum"; from `backward()`,
-                the weights of all ranks are 0.
+            ValueError: `n_samples` is negative or not finite, or the averager has average="sum". From `backward()`: the
+                weights of all ranks are 0.
             RuntimeError: A weight was already set in this step, and a backward pass in `no_sync` has run since.
 
         Cost: an additional all_gather of 16 bytes in each weighted step.

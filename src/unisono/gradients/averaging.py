@@ -108,18 +108,20 @@ class Averaging(PassOwner):
     UNSENT    OPEN   HELD                                                  UNSENT
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
-    begin: The outermost autograd call is about to accumulate its first gradient. begin held: As `begin`, but the
-        calling thread would have to reduce buckets itself, or backward passes of other models are open. hold: A full
-        bucket could
-    not be sent, because another rank's pass has failed. This rank reacts at the end of its pass: if its own pass fails
-    before that, there is nothing to repeat. reduce: The outermost autograd call has succeeded outside `no_sync`. If
-    another rank fails in this phase, the reduction is repeated with that rank's next pass, provided that this rank has
-    copies of the buckets it sent. average: All buckets are reduced. In this phase, late gradients are added, and errors
-    that all ranks detect are raised. finish: The pass has ended, and p.grad is ready for the caller. In `no_sync`,
-    nothing was reduced. fail: The pass has raised after this rank sent a bucket. Before AVERAGED, all ranks drop the
-    pass. fail unsent: The pass has raised before this rank sent a bucket. Other ranks may abort their current pass
-    later, so this rank copies the buckets that it sends in its next pass. In IDLE, an autograd call that never reaches
-    a parameter also causes this event.
+    begin: The outermost autograd call is about to accumulate its first gradient.
+    begin held: As `begin`, but the calling thread would have to reduce buckets itself, or backward passes of other
+        models are open.
+    hold: A full bucket could not be sent, because another rank's pass has failed. This rank reacts at the end of its
+        pass: if its own pass fails before that, there is nothing to repeat.
+    reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails in this phase, the
+        reduction is repeated with that rank's next pass, provided that this rank has copies of the buckets it sent.
+    average: All buckets are reduced. In this phase, late gradients are added, and errors that all ranks detect are
+        raised.
+    finish: The pass has ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced.
+    fail: The pass has raised after this rank sent a bucket. If AVERAGED was not reached, all ranks drop the pass.
+    fail unsent: The pass has raised before this rank sent a bucket. Other ranks may abort their current pass later, so
+        this rank copies the buckets that it sends in its next pass. In IDLE, an autograd call that never reaches a
+        parameter also causes this event.
 
     Two objects hold shorter-lived state: `SavedGradients` for one pass, and `Reduction` for one step. Backward passes
     in `no_sync` belong to the step of the next pass outside `no_sync`.
@@ -485,7 +487,7 @@ class Averaging(PassOwner):
         )
 
     def _look_at(self, first: int) -> None:
-        """Raise `MismatchError` if only some ranks have a gradient for some parameter in bucket `first` or later."""
+        """Raise `MismatchError` if only some ranks have a parameter's gradient, in bucket `first` or later."""
         looked = self._reduction.contents[first:]
         # Decide from flags that are equal on all ranks, so that either all ranks gather or none does.
         if not any(had and lacked for contents in looked for had, lacked in contents.found):

@@ -94,7 +94,7 @@ class CallerHooks:
             self._effects.taken.add(index)
 
     def used(self, lost: Iterable[int]) -> list[int]:
-        """Return the parameters whose gradients were used by the caller's hooks before they were averaged.
+        """Return the indices of parameters whose gradients the caller's hooks used before averaging.
 
         Args:
             lost: Parameters whose gradient has arrived, but is neither in p.grad nor in a bucket.

@@ -1,4 +1,4 @@
-"""A fragment of a model's parameters, and an exchange of it."""
+"""A fragment of a model's parameters, and the exchange of a fragment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ahead", "Exchange", "Fragment", "Share"]
 
 @dataclass(eq=False)
 class Share:
-    """One rank's data in a timed exchange (a turn): the values it reports, and the values that all ranks agree on.
+    """One rank's data in a timed exchange (a turn): values that the rank reports, and values that all ranks agree on.
 
     Attributes:
         samples: Weight of this rank's contribution; 0 if the rank is late.
@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(eq=False)
 class Ahead:
-    """Predicted result from which training continues; changes made since then are added to the true result.
+    """Predicted result from which training continues; changes made in the meantime are added to the true result.
 
     Attributes:
         expected: The predicted parameters.
@@ -50,7 +50,7 @@ class Ahead:
 class Exchange:
     """An exchange of one fragment: its tensors are this rank's contributions, and later the result.
 
-    `Fragment.exchange` refers to it from its start until the result is applied. An exchange that fails stays there,
+    `Fragment.exchange` refers to an exchange from its start until its result is applied. A failed exchange stays there,
     because `PeriodicAverager.move_to` has to repeat it.
 
     All attributes belong to the thread that owns the fragments (see `Turns`), except that the thread that reduces
@@ -67,8 +67,9 @@ class Exchange:
         ahead: The predicted result, if training continues from a prediction.
         share: This rank's data in a timed exchange; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
-        loaded: Positions in `tensors` for whose parameters the model has loaded new values since the exchange began.
-            Their results have no effect, and their contributions are not repeated if the exchange fails.
+        loaded: Positions in `tensors` of parameters for which the model has loaded new values since the exchange began.
+            The results for these parameters have no effect, and the contributions are not repeated if the exchange
+            fails.
     """
 
     due: int

@@ -75,8 +75,8 @@ class Exchanges(ABC):
         grace_s: Seconds that an exchange may take beyond the timeouts of its collectives.
 
     Attributes:
-        error: The first failure: of an exchange, or of a change to the anchor or the parameters. No exchange begins
-            after it.
+        error: The first error that an exchange, or a change to the anchor or the parameters, has raised. No exchange
+            begins after it.
     """
 
     _event = "an exchange"
@@ -120,11 +120,11 @@ class Exchanges(ABC):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context for changes to the fragments, the anchor and the parameters that must be complete, or never used.
+        """Context for changes to the fragments, the anchor and the parameters; incomplete changes are never used.
 
-        An error or an interrupt (Ctrl-C) inside ends the averaging on all ranks, until `move_to`: this rank could
-        otherwise continue with half a change, or wait for other ranks in another exchange than theirs. Blocking waits
-        stay outside, where an interrupt is harmless.
+        An error or an interrupt (Ctrl-C) in this context ends the averaging on all ranks, until `move_to`: this rank
+        could otherwise continue with half a change, or wait in a different exchange than the other ranks. Blocking
+        waits stay outside the context, where an interrupt is harmless.
         """
         try:
             yield

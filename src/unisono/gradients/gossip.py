@@ -22,7 +22,7 @@ __all__ = ["Gossip", "NeighbourMean"]
 
 
 class NeighbourMean:
-    """Reduction to the mean over a rank and its neighbours, with weights that preserve the mean over all ranks.
+    """Reduction to a weighted mean over a rank and its neighbours; the weights preserve the mean over all ranks.
 
     Args:
         topology: Function that takes the number of ranks and the round, and returns the neighbours of each rank.
@@ -83,11 +83,11 @@ class Gossip(PeriodicAverager):
     Provisional: it may change in any minor version, without a deprecation.
 
     No rank waits for all others. Each round moves ranks towards the mean, and preserves the mean itself (up to
-    rounding). Finite parameters that are equal on all neighbours do not change, unless all ranks are neighbours (two or
-    three ranks on a ring, for example): they then use an all_reduce, which may round. Method: Lian et al., Can
-    decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), with mixing after the optimizer's step.
-    The "exponential" topology is from Assran et al., Stochastic gradient push (2019). Construction is collective over
-    all ranks.
+    rounding). Finite parameters that are equal on all neighbours do not change, unless all ranks are neighbours (for
+    example, two or three ranks on a ring): in that case, a round is an all_reduce, which may round. Method: Lian et
+    al., Can decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), with mixing after the
+    optimizer's step. The "exponential" topology is from Assran et al., Stochastic gradient push (2019). Construction is
+    collective over all ranks.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged.

@@ -1,4 +1,4 @@
-"""Guards: detection of NaNs before averaging spreads them to all ranks, and a periodic check that ranks are equal."""
+"""Guards: detection of NaNs before they spread to all ranks by averaging, and a periodic check that ranks are equal."""
 
 from __future__ import annotations
 
@@ -243,8 +243,8 @@ def agree_step(
 
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
-        MismatchError: From the collective that compares, on every rank; names the first value that differs and the
-            ranks that have each variant, or a rank that has made a different number of steps.
+        MismatchError: From the collective that compares, on every rank. The error names the first value that differs
+            and the ranks that have each variant, or a rank that has made a different number of steps.
 
     Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and
     a round trip to the control plane.

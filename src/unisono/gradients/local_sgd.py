@@ -33,7 +33,7 @@ class LocalSGD(PeriodicAverager):
         every: Number of steps between averages, a schedule such as `every(8, warmup=100)`, or a function of the step's
             number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
-        average_state: Also average the optimizer state that has the parameter's shape (momentum, Adam's moments).
+        average_state: Also average optimizer state that has the shape of its parameter (momentum, Adam's moments).
             Requires `attach`.
         bucket_cap_mb: Maximum message size in MiB.
 
@@ -41,7 +41,7 @@ class LocalSGD(PeriodicAverager):
         MismatchError: Ranks have different parameters or arguments, or optimizers in different states.
         ValueError: `every` is less than 1.
 
-    Cost: every n-th step one all_reduce of the parameters; nothing in between.
+    Cost: one all_reduce of the parameters every n-th step; nothing in between.
 
     Example:
         >>> from unisono.gradients.local_sgd import LocalSGD
@@ -138,7 +138,7 @@ class DiLoCo(PeriodicAverager):
         anchor: The value of each parameter when all ranks were last equal, in float32 or a wider dtype.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
 
-    Cost: every n-th step one all_reduce of the anchor. Memory: two more copies of the parameters (anchor and momentum),
+    Cost: one all_reduce of the anchor every n-th step. Memory: two more copies of the parameters (anchor and momentum),
     and a third while the outer optimizer steps.
 
     Example:
@@ -196,7 +196,7 @@ class DiLoCo(PeriodicAverager):
 
 
 class SlowMo(torch.optim.Optimizer):
-    """Outer optimizer of SlowMo: momentum in units of gradients, for an inner learning rate that varies.
+    """Outer optimizer of SlowMo, with momentum in units of gradients, so that the inner learning rate may vary.
 
     Provisional: it may change in any minor version, without a deprecation.
 

@@ -18,7 +18,7 @@ Method = Literal["largest_first", "same_count", "runs"]
 
 
 class Balanced(AssignmentPartitioner):
-    """Parts of equal total cost, such as tokens or seconds. By name, uses the dataset's `costs` or `lengths`.
+    """Parts of equal total cost, such as tokens or seconds. If chosen by name, uses the dataset's `costs` or `lengths`.
 
     Args:
         costs: One cost per sample, finite, 0 or more.
@@ -28,10 +28,10 @@ class Balanced(AssignmentPartitioner):
               as much as the most expensive part of the best division, and no part costs more than share * (total + (p -
               1) * largest cost).
             - "same_count": also balances the number of samples (within one), so that ranks make the same number of
-              training steps. The costs of two parts differ by no more than the largest difference between two samples'
-              costs that are p - 1 positions apart in sorted order. Supports equal shares only.
-            - "runs": each part is a run of adjacent samples, whose total cost differs from its share by at most the
-              largest cost of a sample.
+              training steps. Two parts' costs differ by at most the largest cost difference between samples that, when
+              sorted by cost, are p - 1 positions apart. Supports equal shares only.
+            - "runs": each part is a run of adjacent samples. The part's cost differs from its share of the total by at
+              most the cost of the most expensive sample.
 
     Raises:
         ValueError: A cost is negative or not finite, `costs` are not one-dimensional, or `method` is unknown.
@@ -100,7 +100,7 @@ def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
 
 
 def largest_first(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Return the part number of each cost. Costs are assigned largest first, each to the least loaded part.
+    """Return, for each cost, the number of its part. Costs are assigned largest first, each to the least loaded part.
 
     The method is from R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the
     most loaded of p equal parts has at most 4/3 - 1/(3p) times the load of the most loaded part in the best division,
@@ -144,7 +144,7 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 
 
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
-    """Return the part number of each cost, with equal counts per part, and a bound on the difference of loads.
+    """Return each cost's part number, and a bound on how far the parts' loads differ. All parts get equally many costs.
 
     The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part;
     the most expensive sample goes to the least loaded part. So two parts' loads never differ by more than the largest

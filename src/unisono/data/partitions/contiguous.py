@@ -15,7 +15,8 @@ __all__ = ["PARTITIONER", "Contiguous"]
 class Contiguous(Partitioner):
     """Runs of adjacent samples. Samples are shuffled only within a run, so each rank keeps reading the same files.
 
-    Balance: less than one sample away from the share. Cost: constant time and memory, for any number of samples.
+    Balance: each part's length is less than one sample away from its share. Cost: constant time and memory, for any
+    number of samples.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="contiguous")]

@@ -17,7 +17,7 @@ __all__ = ["PARTITIONER", "Dirichlet"]
 
 
 class Dirichlet(AssignmentPartitioner):
-    """Parts with different, randomly drawn mixes of labels. By name, uses the dataset's `targets` or `labels`.
+    """Parts with randomly drawn, different label mixes. If chosen by name, uses the dataset's `targets` or `labels`.
 
     Provisional: it may change in any minor version, without a deprecation.
 

@@ -16,7 +16,7 @@ __all__ = ["PARTITIONER", "Grouped"]
 
 
 class Grouped(AssignmentPartitioner):
-    """Parts that never split a group, such as a patient, a speaker or a video. By name, uses the dataset's `groups`.
+    """Parts that never split a group, such as a patient or a video. If chosen by name, uses the dataset's `groups`.
 
     When a job resumes mid-epoch with a different number of ranks, the remaining samples of a group also stay together.
 
@@ -26,8 +26,9 @@ class Grouped(AssignmentPartitioner):
     Raises:
         ValueError: `groups` is a tensor that is not one-dimensional.
 
-    Balance: no part has more than share * (samples + (parts - 1) * samples in the largest group). With equal shares, no
-    part has more than 4/3 - 1/(3 * parts) times the largest part of the best division (see `largest_first`).
+    Balance: no part has more samples than share * (number of samples + (parts - 1) * size of the largest group). With
+    equal shares, no part is more than 4/3 - 1/(3 * parts) times as large as the largest part of the best division (see
+    `largest_first`).
 
     Example:
         >>> words = ["ant", "bee", "axe", "bat", "bow", "cup"]

@@ -25,17 +25,18 @@ _one_at_a_time = threading.RLock()
 class Sampled(Strided):
     """Output of another sampler, such as a `WeightedRandomSampler` or `BatchSampler`, distributed over ranks.
 
-    The generator that the sampler draws from is seeded, so that an epoch's sequence depends only on the seed and the
-    epoch, and is the same on every rank. If the sampler, or a sampler inside it, has an attribute `generator`, that
-    generator is seeded; otherwise, the global generators of Python, numpy and torch are seeded, and restored
-    afterwards. Ranks with a `Communicator` compare their sequences for each epoch, so a sampler that draws from any
-    other source raises an error. A sample that occurs twice in the sequence is assigned twice.
+    The sampler's random generator is seeded, so that an epoch's sequence depends only on the seed and the epoch, and is
+    the same on every rank. If the sampler, or a sampler inside it, has an attribute `generator`, that generator is
+    seeded; otherwise, the global generators of Python, numpy and torch are seeded, and restored afterwards. Ranks with
+    a `Communicator` compare their sequences for each epoch, so a sampler that draws from any other source raises an
+    error. A sample that occurs twice in the sequence is assigned twice.
 
     Args:
         sampler: Any object that can be iterated over repeatedly. The sampler defines the order, so `shuffle` must be
             False.
 
-    Balance: less than one entry of the sequence away from the share. Cost: every rank draws the whole sequence.
+    Balance: each part's length is less than one entry away from its share of the sequence. Cost: every rank draws the
+    whole sequence.
 
     Example:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)

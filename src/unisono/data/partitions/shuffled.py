@@ -12,13 +12,13 @@ __all__ = ["PARTITIONER", "Shuffled"]
 
 
 class Shuffled(Strided):
-    """Order that is reshuffled each epoch, and assigned to parts round-robin. Suitable for most training.
+    """Samples in an order that is reshuffled each epoch, assigned to parts round-robin. Suitable for most training.
 
     Part r of p equal parts has positions r, r + p, r + 2p and so on in the epoch's order, and this order is the same
     for any p. Unequal parts are contiguous runs of the shuffled order.
 
-    Balance: less than one sample away from the share. Cost: constant time and memory, for any number of samples (see
-    `IndexShuffle`).
+    Balance: each part's length is less than one sample away from its share. Cost: constant time and memory, for any
+    number of samples (see `IndexShuffle`).
 
     Example:
         >>> parts = list(un.data.DataPartitioner(range(10), [0.5, 0.5], partition="shuffled"))

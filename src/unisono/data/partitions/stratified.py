@@ -17,7 +17,7 @@ __all__ = ["PARTITIONER", "Stratified"]
 
 
 class Stratified(AssignmentPartitioner):
-    """Parts that each have their share of every label. By name, uses the dataset's `targets` or `labels`.
+    """Parts that each have their share of every label. If chosen by name, uses the dataset's `targets` or `labels`.
 
     Args:
         labels: One label per sample: an integer tensor, or any hashable values.
@@ -25,8 +25,9 @@ class Stratified(AssignmentPartitioner):
     Raises:
         ValueError: `labels` is a tensor that is not one-dimensional.
 
-    Balance: for each label, less than one sample away from the share. A part's length is less than one sample away from
-    its share if shares are equal, and otherwise less than one sample per label.
+    Balance: for each label, a part's number of samples is less than one away from its share. If shares are equal, a
+    part's length is less than one sample away from its share; otherwise, the difference is less than the number of
+    labels.
 
     Example:
         >>> labels = ["cat"] * 8 + ["dog"] * 4

@@ -18,8 +18,8 @@ class Strided(Partitioner):
     Unequal parts are spread as evenly as possible: sample i of a part with n samples is placed at the time (i + 0.5) /
     n, and samples are assigned in order of these times (Webster's method of apportionment).
 
-    Balance: less than one sample away from the share. Cost: none for equal shares; unequal shares need a sort of all
-    positions, with about 50 bytes per sample.
+    Balance: each part's length is less than one sample away from its share. Cost: none for equal shares; unequal shares
+    need a sort of all positions, with about 50 bytes per sample.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="strided")]

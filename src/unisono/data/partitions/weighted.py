@@ -21,15 +21,15 @@ class Weighted(Partitioner):
     `un.data.apportion`).
 
     Args:
-        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the
-            caller's shares are used.
+        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the shares
+            of the `DataPartitioner` or sampler are used.
         partition: The inner partitioner, which assigns the samples; `shuffled` if None.
 
-    Balance: as guaranteed by the inner partitioner, relative to these shares.
+    Balance: as guaranteed by the inner partitioner, relative to the shares used.
 
     Raises:
-        ValueError: A weight is negative or NaN, or all weights are 0. Later, when samples are divided, the number of
-            weights differs from the number of parts.
+        ValueError: A weight is negative or NaN, or all weights are 0. When samples are divided: the number of weights
+            differs from the number of parts.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))

@@ -28,7 +28,7 @@ _Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Step:
-    """This rank's state in one step: created with its first shard, and dropped before the step is averaged.
+    """This rank's state in one step, from the rank's first shard until the gradients are averaged.
 
     Attributes:
         before: p.grad of each parameter when the step began.
@@ -176,8 +176,8 @@ class LogicalShards:
         Raises:
             ValueError: The shard belongs to another rank, or was already run in this step.
             RuntimeError: Another shard is open, a hook has used a gradient too early, or `check` raises.
-            CommError: Averaging failed. On this rank, the step has not taken place: p.grad is as before it. Call
-                `move_to` with a new communicator, and run all its shards again.
+            CommError: Averaging failed. On this rank, p.grad is restored to its value before the step. Call `move_to`
+                with a new communicator, and run all shards of the step again.
         """
         if self._open is not None:
             raise RuntimeError(f"shard({number}) was called inside shard({self._open.number}); leave that first")
@@ -238,7 +238,8 @@ class LogicalShards:
     def remove(self) -> None:
         """Remove the hooks, and release the communicator. Idempotent.
 
-        An incomplete step is discarded, and p.grad is as before that step; otherwise gradients remain unchanged.
+        If a step is incomplete, it is discarded, and p.grad is restored to its value before that step. Otherwise,
+        gradients remain unchanged.
         """
         self._drop()
         self._registry.remove()
@@ -247,11 +248,11 @@ class LogicalShards:
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over the new communicator. An incomplete step is discarded, and p.grad is as before that step.
-        Parameters are not changed: make them equal on all ranks yourself.
+        Collective over the new communicator. If a step is incomplete, it is discarded, and p.grad is restored to its
+        value before that step. Parameters are not changed: make them equal on all ranks yourself.
 
         Args:
-            comm: The new communicator; `count` is a multiple of its number of ranks.
+            comm: The new communicator; its number of ranks must divide `count`.
 
         Raises:
             MismatchError: Ranks have different models or settings.
@@ -344,7 +345,7 @@ class LogicalShards:
         self._steps += 1
 
     def _averages(self, mine: list[_Gradients]) -> dict[int, torch.Tensor]:
-        """Return the average of each parameter that any rank has used, from this rank's sums. Collective."""
+        """Return the average gradient of each parameter that any rank has used, given this rank's sums. Collective."""
         # A rank may lack a gradient that another rank has, but all ranks must fill the same buckets. Summing booleans
         # gives their logical or.
         used = torch.tensor(
@@ -371,7 +372,7 @@ class LogicalShards:
         return averages
 
     def _reduced(self, partial: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over all shards, from each rank's partial sums."""
+        """Return the sum over all shards, given this rank's partial sums. Collective."""
         if all(len(cover) == 1 for cover in self._covers):
             self._comm.all_reduce(partial[0])
             return partial[0]
@@ -396,7 +397,7 @@ class LogicalShards:
 
 
 def _middle(low: int, high: int) -> int:
-    """Return where the second half begins; with an odd number of shards, the first half is longer."""
+    """Return the first shard of the second half; with an odd number of shards, the first half is longer."""
     return low + (high - low + 1) // 2
 
 

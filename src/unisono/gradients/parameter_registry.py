@@ -34,8 +34,8 @@ class ParameterRegistry:
 
     A hook belongs to a tensor's C++ implementation, not to its name in the model. So a parameter that was replaced,
     swapped or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are
-    compared with the registered parameters: before each forward of the model or of a submodule called separately, and
-    in `problem`.
+    compared with the registered parameters before each forward of the model, before each forward of a submodule that is
+    called separately, and in `problem`.
 
     Args:
         model: The module; None for parameters without a module.
@@ -113,7 +113,7 @@ class ParameterRegistry:
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
     def watch_forward(self, check: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
-        """Call `check` before each forward of the model or a submodule; for a compiled forward, when it is traced.
+        """Call `check` before each forward of the model or a submodule, or during tracing if the forward is compiled.
 
         Args:
             check: Function that raises if a parameter has changed.
@@ -234,7 +234,7 @@ class _ModuleHook:
     """A hook that does nothing on copies of the model, including pickled copies, because copies are not averaged.
 
     Args:
-        call: The hook; None for nothing.
+        call: The hook; None for no hook.
         traced: Whether to call the hook when Dynamo traces the forward.
         constant: Function to call instead of the hook while Dynamo traces.
     """

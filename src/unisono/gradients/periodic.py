@@ -90,8 +90,8 @@ def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None
         warmup: Number of initial steps that all run the action, 0 or more. The first interval of `n` steps begins after
             these steps.
         max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. The
-            exchange then proceeds without the late rank's contribution, and that rank continues from the anchor after
-            its next step. None: the time between exchanges.
+            exchange then proceeds without the late rank's contribution, and that rank, after its next step, continues
+            from the ranks' common parameters (the anchor). None: the time between exchanges.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
@@ -115,7 +115,7 @@ def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None
 
 
 def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None:
-    """Make this thread's next collective check that all ranks have the same state when they act.
+    """Make this thread's next collective check that `state` is the same on all ranks.
 
     Args:
         comm: Communicator of the ranks to compare.

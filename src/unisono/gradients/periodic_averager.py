@@ -71,9 +71,9 @@ class PeriodicAverager(PeriodicAction):
 
     You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
     submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become
-    the anchor, and their momentum and their results in flight are dropped. All other changes of values count as
-    training. Names and shapes of parameters must not change. With `outer`, the parameter objects must not change
-    either.
+    the anchor; for these parameters, the outer momentum and the results in flight are dropped. Any other change to the
+    parameters' values counts as training. Names and shapes of parameters must not change. With `outer`, the parameter
+    objects must not change either.
 
     If Ctrl-C interrupts a call while it waits for a result, the next call waits again. If it interrupts an exchange or
     a change to the parameters, all ranks raise a `CommError` from their next exchange on, until `move_to`.
@@ -100,8 +100,8 @@ class PeriodicAverager(PeriodicAction):
         alpha: Weight of this rank's own parameters when they are mixed with a result, from 0 to less than 1; Streaming
             DiLoCo uses 0.5. None: training continues from a predicted result, computed as if all ranks sent this rank's
             contribution. When the true result arrives, its difference from the prediction is added (after Kale et al.,
-            Eager updates, 2025), so that lag hurts the loss less. The outer optimizer then steps twice, once for the
-            prediction.
+            Eager updates, 2025), which reduces the harm that the delay does to the loss. With `outer`, the outer
+            optimizer then runs twice per exchange: for the prediction and for the true result.
         bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
@@ -119,7 +119,7 @@ class PeriodicAverager(PeriodicAction):
         missed: With a time in `every`: number of exchanges that lacked this rank's contribution because it was late.
             Each miss is logged as a warning on the logger "unisono".
 
-    Cost: in each interval, one average over the parameters, in the anchor's dtype with `outer`. With a time in `every`,
+    Cost: in each interval, one average of the parameters (with `outer`, in the anchor's dtype). With a time in `every`,
     ranks also gather about 24 bytes per rank. Memory: with `outer`, the anchor, the outer optimizer's state, and a copy
     of the fragments in flight; with `overlap_steps` and without `alpha`, two more copies of the fragments in flight.
 
@@ -261,7 +261,7 @@ class PeriodicAverager(PeriodicAction):
         """Count a step; send the fragments and apply the results that are due. Call this after each optimizer step.
 
         Collective when a fragment is sent or applied. With a time in `every`, no rank waits for another rank's step.
-        Stop each rank at the same number of `rounds`, or when it runs out of samples, and then call `finish`.
+        On each rank, stop at the same number of `rounds` or when samples run out, and then call `finish`.
 
         Args:
             samples: With a time in `every` only: number of samples in this step, such as `len(batch)`. None means 1.
@@ -386,8 +386,8 @@ class PeriodicAverager(PeriodicAction):
         Load the averager and the model in either order: until the next step, loading the model does not change the
         restored anchor.
 
-        If the ranks have changed, they may load any rank's state. The codecs' error feedback is then loaded only on the
-        rank that saved it, and is otherwise lost.
+        If the set of ranks has changed, each rank can load the state of any rank. In that case, the codecs' error
+        feedback is loaded only on the rank that saved it, and lost on all others.
 
         Args:
             state: Result of `state_dict` with the same fragments.
@@ -437,8 +437,8 @@ class PeriodicAverager(PeriodicAction):
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
         Collective over the new communicator: ranks that join create their averager at the same time. Results that have
-        arrived are applied, and unfinished exchanges are repeated, so this rank's training is not lost. A rank that has
-        applied fewer results than another rank, such as a new rank, continues from the anchor. The codecs' error
+        arrived are applied, and unfinished exchanges are repeated, so this rank's training is not lost. A rank, such as
+        a new one, that has applied fewer results than another rank continues from the anchor. The codecs' error
         feedback is lost.
 
         Args:

@@ -23,12 +23,12 @@ __all__ = ["Reduction"]
 
 
 class Reduction:
-    """Reduction of all buckets in one step: a bucket starts once it and all earlier buckets are full.
+    """Reduction of all buckets in one step: a bucket's reduction starts once it and all earlier buckets are full.
 
-    The last bucket starts at the end of the backward pass, when the flags to send are known. If the calling thread
-    would have to run the reductions itself, all buckets start at the end of the pass, and the sum is divided, which is
-    more accurate and touches less memory. If the backend makes progress in the background, contributions are divided
-    while they are copied into the bucket.
+    The last bucket's reduction starts at the end of the backward pass, when the requests in its header are known. If
+    the calling thread would have to run the reductions itself, all of them start at the end of the pass, and the sums
+    are divided instead of the contributions, which is more accurate and touches less memory. If the backend makes
+    progress in the background, contributions are divided while they are copied into the bucket.
 
     This object is dropped when the step has ended, or when the pass after a failed pass begins. Passes in `no_sync`
     belong to the step of the next pass outside `no_sync`.
@@ -42,7 +42,8 @@ class Reduction:
     Attributes:
         contents: Contents of each bucket.
         sent: Number of buckets whose reduction has started, in order.
-        asked: For each kind of request (unfrozen parameters, used gradients), whether any rank made it in this step.
+        asked: For each kind of request (unfrozen parameters, used gradients), whether any rank made such a request in
+            this step.
         uneven: Whether any rank lacked a gradient in this step.
     """
 
@@ -91,7 +92,7 @@ class Reduction:
             saved: p.grad from before the pass, to be added to the new gradients.
             arrived: Indices of the parameters that received a gradient, whether or not it is in a bucket yet.
             first: The first bucket to wait for.
-            requests: For each kind of request except late gradients, whether this rank makes it.
+            requests: For each kind of request except late gradients, whether this rank makes such a request.
         """
         # Look for late gradients before another bucket starts, because `finalize` clears p.grad.
         late = any(map(BucketContents.is_late, self.contents[: self.sent]))
@@ -211,7 +212,7 @@ class Reduction:
 
     @contextmanager
     def _observed(self, contents: BucketContents) -> Iterator[None]:
-        """Trace the `with` block as a bucket's start or wait; report the bucket once it is reduced."""
+        """Trace the `with` block as starting or awaiting a bucket's reduction; report the bucket once it is reduced."""
         group = engine_of(self._comms.data).group
         bucket = contents.bucket
         nbytes = bucket.memory.nbytes

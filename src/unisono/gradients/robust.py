@@ -30,8 +30,8 @@ class TrimmedMean:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Rank 0 logs a warning on the logger "unisono" for each rank that is 5 times as far from the result as the median
-    rank. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
+    Rank 0 logs a warning on the logger "unisono" for each rank whose contribution is more than 5 times as far from the
+    result as the median rank's. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
 
     Args:
         trim: Number of values dropped at each end, at least 1; None keeps only the one or two middle values, which

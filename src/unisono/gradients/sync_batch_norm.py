@@ -192,7 +192,7 @@ def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
 
 
 class _StatisticsComm:
-    """Holder of a communicator that copies of a layer (such as weight averages) share and that pickled layers lack."""
+    """Holder of a communicator: a layer's copies (such as weight averages) share it, and pickled layers have none."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm
@@ -221,9 +221,9 @@ def _dims(input: torch.Tensor) -> list[int]:
 def batch_statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return the number of values per channel on all ranks, and each channel's mean and biased variance in float64.
 
-    Ranks combine means and sums of squared deviations. Sums and sums of squares would lose digits when they are
-    subtracted (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so their
-    results are bitwise identical.
+    Ranks combine means and sums of squared deviations. If they combined sums and sums of squares instead, subtracting
+    these would lose digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so
+    their results are bitwise identical.
     """
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0

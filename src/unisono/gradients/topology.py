@@ -27,7 +27,7 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 
 
 def exponential(size: int, round: int = 0) -> list[list[int]]:
-    """One peer per round: a rank receives from the rank 1 place before it, then 2, then 4 and so on, then 1 again.
+    """One peer per round: each rank receives from the rank 1, 2, 4, ... places before it, and then from 1 place again.
 
     If the number of ranks is a power of two, one cycle through the distances gives every rank the exact mean (Assran,
     Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).
@@ -95,15 +95,15 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 
 
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
-    """Return, for each rank, the weights of the ranks that it mixes, itself included: a doubly stochastic matrix.
+    """Return each rank's weights for mixing the ranks' values, its own included: a doubly stochastic matrix.
 
     If all neighbours receive from each other, the weights are those of Metropolis-Hastings: a link has weight 1 / (1 +
     the larger of its two ranks' numbers of neighbours). Otherwise, each rank must send to as many ranks as it receives
     from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight is the remainder.
 
     Raises:
-        ValueError: There is not one list per rank, a list contains something other than distinct other ranks, or the
-            weights would not preserve the mean.
+        ValueError: There is not one list per rank; a list contains an invalid rank, its own rank or a rank twice; or
+            the weights would not preserve the mean.
 
     Example:
         >>> mixing([[1], [0, 2], [1]], 3)[0]
@@ -144,7 +144,7 @@ def _check(neighbours: Neighbours, size: int) -> None:
 
 
 def _reached(neighbours: Neighbours) -> set[int]:
-    """Return the ranks that rank 0 reaches. In- and out-degrees are equal, so each of them also reaches rank 0."""
+    """Return the ranks that rank 0 reaches. In- and out-degrees are equal, so these ranks also reach rank 0."""
     reached: set[int] = {0}
     while True:
         more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached

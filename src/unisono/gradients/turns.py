@@ -26,10 +26,10 @@ _log = logging.getLogger("unisono")
 
 @dataclass(eq=False)
 class _Interval:
-    """State of the turns from the first step (or the first after `finish`) until all ranks have called `finish`.
+    """State of the turns from the first step (or the first step after `finish`) until all ranks have called `finish`.
 
-    Only the worker writes the first three attributes, and it does so before it completes `last`. So once a thread has
-    seen that `last` is complete, these attributes do not change before the next exchange.
+    Only the worker writes `due_s`, `left` and `is_over`, and it does so before it completes the exchange `last`. So
+    once a thread has seen that `last` is complete, these attributes do not change until the next exchange.
 
     Attributes:
         due_s: Time at which the current turn begins.
@@ -53,10 +53,10 @@ class _Interval:
 class Turns(Exchanges):
     """Exchanges at set times (turns) between ranks that run at different speeds, one fragment after another.
 
-    A turn begins one interval after the previous turn. In a turn's exchange, ranks share how late the last rank joined,
-    and derive from that when the turn began. So they need not compare their clocks. The training thread contributes to
-    a turn at the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with zero
-    weight in its place, so that no rank has to wait.
+    A turn begins one interval after the previous turn. In a turn's exchange, ranks learn how late the last rank joined,
+    and derive the time at which the turn began. So they need not compare their clocks. The training thread contributes
+    to a turn at the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with
+    zero weight in its place, so that no rank has to wait.
 
     There are two threads:
 
@@ -76,7 +76,8 @@ class Turns(Exchanges):
       rank, and that worker exits. On those ranks, the next `step` or `finish`, and every later call, raises the error,
       which names the lost rank. The anchor keeps the result of the previous exchange. After `move_to`, the lost
       contribution is sent again on the new communicator.
-    - A rank that is alive but stuck in a step has not left: its worker takes part in its place.
+    - A rank that is alive but stuck in a step has not left: its worker thread takes part instead of its training
+      thread.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.
@@ -187,7 +188,7 @@ class Turns(Exchanges):
             self._contributions.put(self._started(interval, fragment, exchange))
 
     def _started(self, interval: _Interval, fragment: Fragment, exchange: Exchange) -> Callable[[], None]:
-        """Assign an exchange to the fragment, and return its task."""
+        """Assign an exchange to the fragment, and return the task that runs the exchange."""
         # Pass None, so that steps are not compared: ranks that run at different speeds are at different steps.
         task = self._task(fragment, exchange, None, aside=True)
         fragment.exchange = exchange

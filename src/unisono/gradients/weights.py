@@ -26,7 +26,7 @@ class AllRanksDone(Exception):
 
 
 class Weights:
-    """Conversion of the ranks' weights for a step into factors of a mean or a sum.
+    """Conversion of the ranks' weights in a step into factors by which their gradients are multiplied.
 
     Attributes:
         comm: Communicator for exchanging the weights.
@@ -36,7 +36,7 @@ class Weights:
         active: Number of ranks that take part in this step.
         source: The lowest rank that takes part in this step.
         in_use: Whether a pass in `no_sync` has run since this rank's weight was set.
-        factor: Factor of this rank's gradient, applied before the mean over all ranks.
+        factor: Factor for this rank's gradient, applied before the ranks' gradients are averaged.
     """
 
     def __init__(self, comm: Communicator, total: bool = False) -> None:
@@ -64,7 +64,7 @@ class Weights:
         self.in_use: bool = False
 
     def keep(self) -> None:
-        """Record that a backward pass ran in `no_sync`: this step's weight, if set, also applies to its gradient."""
+        """Record that a pass ran in `no_sync`: this step's weight, if set, also applies to that pass's gradient."""
         self.in_use = self._mine is not None
 
     def shared_factor(self) -> float:

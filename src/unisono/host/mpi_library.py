@@ -63,8 +63,8 @@ def library() -> Any:
     """Return the module `mpi4py.MPI`, after starting MPI.
 
     Raises:
-        UnavailableError: mpi4py or its MPI library is missing, the library does not belong to the launcher, or MPI has
-            been finalized.
+        UnavailableError: mpi4py or its MPI library is missing, the library and the launcher belong to different MPI
+            implementations, or MPI has been finalized.
     """
     mpi = imported()
     if mpi.Is_finalized():

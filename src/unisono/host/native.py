@@ -46,7 +46,7 @@ class NativeCore(Protocol):
         """Copy memory, given lists of destination addresses, source addresses, and lengths in bytes."""
 
     def stop_deadlines(self, stood_s: float, stopped_at_s: float, /) -> None:
-        """Extend the deadlines of waits by the time for which a debugger has held the ranks."""
+        """Extend the deadlines of waiting calls by the time for which a debugger has stopped the ranks."""
 
 
 @cache

@@ -88,8 +88,8 @@ def address_towards(host: str, port: int = 9) -> str:
 def address_for_others(host: str, port: int = 9) -> str:
     """Return the address at which peers reach this host, given a rendezvous host, which may be this host itself.
 
-    If an environment variable names an interface, the result is that interface's address. Otherwise, it is `host`
-    itself if this is a name of this host, or else this host's address on the route to `host`.
+    If an environment variable names an interface, the result is that interface's address. Otherwise, the result is
+    `host` itself if `host` is a name of this host, or else this host's address on the route to `host`.
     """
     requested = requested_interface()
     if requested is not None:
@@ -101,7 +101,7 @@ def address_for_others(host: str, port: int = 9) -> str:
 
 
 def is_name(host: str) -> bool:
-    """Return whether this is a name that hosts may resolve to different addresses; "localhost" does not count.
+    """Return whether `host` is a name that hosts may resolve to different addresses; "localhost" does not count.
 
     Example:
         >>> is_name("node1"), is_name("localhost"), is_name("fe80::1%eth0")

@@ -49,7 +49,7 @@ def exit_status(pid: int) -> int | None:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of Linux's stat file, from the state on; if there is no file, fields of an ended process."""
+    """Return the fields of Linux's stat file, beginning with the state; without a file, those of an ended process."""
     try:
         # Split after the last parenthesis: the process name is in parentheses and may contain any character.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -2,9 +2,9 @@
 
     dist.init_process_group("unisono")
 
-An existing program then runs unchanged: collectives, DDP, FSDP, sub-groups, checkpoints. A program that also uses GPUs
-passes "cpu:unisono,cuda:nccl". Torch loads the backend itself if unisono is installed; if autoloading is disabled
-(TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
+With this backend, an existing program runs unchanged, including collectives, DDP, FSDP, sub-groups and checkpoints. A
+program that also uses GPUs passes "cpu:unisono,cuda:nccl". Torch loads the backend itself if unisono is installed; if
+autoloading is disabled (TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
 
 Two features of gloo are missing. `dist.monitored_barrier` works only for a backend called gloo; call the group's method
 `monitored_barrier` instead. The DDP communication hooks that are built into torch's C++ code do not work either; use

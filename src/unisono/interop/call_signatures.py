@@ -51,7 +51,7 @@ def form_of(operator: Operator) -> Form | None:
 
 
 class Form:
-    """The arguments of one operator's calls that are compared between ranks.
+    """Defines which arguments of an operator's calls are compared between ranks.
 
     Attributes:
         operation: Name in `torch.distributed`.
@@ -106,7 +106,7 @@ class Signature(NamedTuple):
 
     Attributes:
         same: Hash of the values that must be equal on all ranks.
-        fingerprint: All values, with call number 0.
+        fingerprint: All values; the call number is always 0.
     """
 
     same: int

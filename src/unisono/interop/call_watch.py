@@ -1,4 +1,4 @@
-"""Watches torch's process groups on one rank: reports each call to the monitor, and raises the errors that it finds."""
+"""Watches torch's process groups on a rank: reports calls to the monitor, and raises errors that the monitor finds."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Watch:
         self._raised = False
 
     def close(self) -> None:
-        """End the watch. Once one rank has closed it, calls are no longer compared on any rank. Idempotent."""
+        """End the watch. Once one rank has ended its watch, calls are no longer compared on any rank. Idempotent."""
         with contextlib.suppress(CommError):
             self._control.tell("finish")
         self._close()
@@ -199,7 +199,7 @@ class Watch:
         args: tuple[Any, ...],
         limit_s: float | None,
     ) -> tuple[int, Fingerprint, bytes] | None:
-        """Report a call, unless it must be compared first. Return its number, its fingerprint and the encoded report.
+        """Report a call, unless it must be compared before it runs; return its number, fingerprint and encoded report.
 
         Returns None for a point-to-point message, which is only noted locally, and for a call on meta tensors, which
         transfers nothing.
@@ -259,7 +259,7 @@ class Watch:
         return found
 
     def _compare(self, content: bytes, limit_s: float | None, place: dict[str, Any]) -> None:
-        """Wait until all ranks make this call, but at most `limit_s` seconds.
+        """Wait until all ranks have made this call, but for at most `limit_s` seconds.
 
         The limit is needed because ranks may legitimately make asynchronous calls in different orders.
         """

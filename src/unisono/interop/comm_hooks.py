@@ -29,10 +29,10 @@ _Kind = tuple[torch.dtype, tuple[torch.Size, ...]]
 def averaging(codec: Spec, comm: Communicator) -> Hook:
     """Return a hook that averages DDP's buckets with a codec during the backward pass. Use one hook per model.
 
-    Collective: creates a communicator of the same ranks for the hook, and a thread that averages one bucket after
-    another. Closing `comm` also closes the communicator and the thread, so close `comm` after training. Each bucket has
-    its own codec. DDP rebuilds its buckets after the first training step, which drops the error feedback accumulated
-    until then.
+    Collective: creates a second communicator of the same ranks for the hook, and a thread that averages one bucket
+    after another. Closing `comm` also closes the second communicator and ends the thread, so close `comm` after
+    training. Each bucket has its own codec. DDP rebuilds its buckets after the first training step, which drops the
+    error feedback accumulated until then.
 
     Args:
         codec: A codec, a class or function that creates one, or a codec's name.
@@ -90,7 +90,7 @@ def _average(codec: Codec, flat: torch.Tensor, comm: Communicator, sizes: Sequen
 def _in_thread(thread: ThreadPoolExecutor, action: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
     """Return a future for the action's result.
 
-    Torch converts an error to its own class but keeps our text, so that its C++ code can handle the error.
+    Torch converts an error to a class that its C++ code can handle, but keeps our text.
     """
     ended: torch.futures.Future[None] = torch.futures.Future()
     try:

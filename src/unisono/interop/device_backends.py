@@ -42,7 +42,7 @@ _OLDER = {
 
 
 class DeviceBackends:
-    """Torch process groups of the same ranks, one for each device type except the CPU, created on first use.
+    """Torch process groups of a unisono group's ranks, one for each device type except the CPU, created on first use.
 
     If one backend of a group is a Python process group, torch drops the group's other backends. This object keeps them.
 
@@ -75,7 +75,7 @@ class DeviceBackends:
         return self._group in dist.distributed_c10d._world.pg_backend_config
 
     def names(self) -> dict[str, str]:
-        """Return each device's backend, except the CPU's; torch's defaults until torch has set the configuration."""
+        """Return each device's backend, except the CPU's; before torch has set the configuration, torch's defaults."""
         if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
         pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))

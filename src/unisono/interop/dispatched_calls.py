@@ -5,8 +5,8 @@ as `c10d::allreduce_`. Our kernel is registered for the dispatch key `BackendSel
 and FakeTensor but before the kernels of all devices. It receives each call with all its arguments and forwards it.
 
 A Python group is called directly, which is faster, but torch's tools do not see the call. If the tools must see a call,
-it is made on a C++ group without a backend instead. That group calls the operator, and our kernel then calls the Python
-group. Programs may also call operators themselves, as graphs traced by torch do.
+it is instead made on a C++ group that has no backend. That group calls the operator, and our kernel then calls the
+Python group. Programs may also call operators themselves, as graphs traced by torch do.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Calls(threading.local):
             self._works.pop()
 
     def make(self, group: Any, name: str, args: Sequence[Any]) -> Any:
-        """Call one of our groups on behalf of an operator that the group has already called."""
+        """Call a method of one of our groups, for a call whose operator has already been called."""
         self.making = True
         try:
             work = getattr(group, name)(*args)

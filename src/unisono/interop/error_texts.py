@@ -13,7 +13,7 @@ _MARK = "[torch: "
 
 
 def add_torch_words(error: CommError) -> None:
-    """Add the text that torch's backends use for the same failure to an error's message, once.
+    """Add to an error's message, once, the text that torch's backends use for the same failure.
 
     Example:
         >>> error = PeerLostError("rank 1 was lost")
@@ -37,7 +37,7 @@ def add_torch_words(error: CommError) -> None:
 
 @contextmanager
 def torch_words() -> Iterator[None]:
-    """Add torch's words to an error that leaves the block. Tensor calls catch errors themselves, which is faster."""
+    """Add torch's words to an error raised in the block. Tensor calls do this without a context manager, for speed."""
     try:
         yield
     except CommError as error:

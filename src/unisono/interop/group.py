@@ -310,7 +310,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
-        """Gather the same number of elements from each rank into one tensor. Torch calls this since 2.15."""
+        """Gather the same number of elements from each rank into one tensor. Torch has called this since 2.15."""
         comm = self._comm
         tensor = plain(input)
         targets = None
@@ -477,8 +477,8 @@ MAKERS.update({UnisonoGroup: UnisonoGroup.make_communicator})
 class Leaving:
     """Teardown of a group's communicator. This object does not refer to the group, so it can outlive the group.
 
-    If ranks are threads of one process, no connection closes when a rank ends, so the other ranks would not notice. A
-    background thread therefore leaves a group that the program drops.
+    If ranks are threads of one process, no connection closes when a rank ends, so the other ranks would not notice.
+    Therefore, when the program drops a group, a background thread leaves it.
     """
 
     def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
@@ -499,7 +499,7 @@ class Leaving:
             self._over.set()
 
     def drop(self) -> None:
-        """Leave the group in a background thread. Take no lock, because a finalizer calls this."""
+        """Leave the group in a background thread. Takes no lock, because a finalizer calls this."""
         self._dropped = True
         spawn_thread(self.leave, "unisono end of a torch group")
 

@@ -54,7 +54,7 @@ def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def with_own_attach(group_class: type[Any]) -> None:
-    """Make torch's own hooks, when attached to one of our groups, attach to the C++ group that runs its hooks."""
+    """If one of torch's own hooks is attached to one of our groups, attach it to the C++ group that runs hooks."""
     for name in ("FlightRecorderHook", "NanCheckHook"):
         if kind := getattr(torch._C._distributed_c10d, name, None):
             kind.attach = staticmethod(_attach_to(group_class, kind.attach))

@@ -40,8 +40,8 @@ class GroupOptions:
     """Options of a group, passed as `pg_options` to `init_process_group` or `new_group`. Must be equal on all ranks.
 
     Attributes:
-        transport: "shm", "tcp", "gloo" or "auto". "auto" chooses shared memory if all ranks are on one host, else tcp,
-            or gloo if a rank has no native core.
+        transport: "shm", "tcp", "gloo" or "auto". "auto" chooses shared memory if all ranks are on one host, and
+            otherwise tcp; if a rank has no native core, it chooses gloo.
         check: As for `unisono.init`.
         chunk_bytes: As for `unisono.init`.
 
@@ -105,9 +105,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def unversioned(tensor: torch.Tensor) -> torch.Tensor:
     """Like `plain`, but with a separate version counter, so that autograd does not notice writes.
 
-    If torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they reduce
-    an activation that autograd has saved. If torch's gloo copies results from its own buffer, as for the outputs of
-    `all_gather`, autograd does notice. These outputs are passed through `plain` instead.
+    When torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they
+    reduce an activation that autograd has saved. When torch's gloo copies results from its own buffer, as for the
+    outputs of `all_gather`, autograd does notice. In that case, outputs are passed through `plain` instead.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
 
@@ -124,14 +124,14 @@ class UnisonoWork(dist.Work):
 
     A work has a C++ object and a Python object. When Python passes a work to torch's C++ code, as `DDP.join` does, C++
     refers only to the C++ object, but looks up methods on the Python object. The last 1,024 Python objects per process
-    are therefore kept alive, because there is no way to know how long C++ needs them. They do not keep large tensors
-    alive; `DDP.join` reduces a single number.
+    are therefore kept alive, because there is no way to know how long C++ needs them. They drop large tensors, which
+    `DDP.join` does not need, because it reduces a single number.
 
     Args:
         work: The operation in flight, or None if the operation is done.
         tensors: The future's result.
-        waits: Whether `get_future` waits for the work. C++ code such as DDP's waits for a future in a way that would
-            block all other simulated ranks.
+        waits: Whether `get_future` waits for the work, because C++ code such as DDP's would otherwise wait for the
+            future in a way that blocks all other simulated ranks.
     """
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, waits: bool = False) -> None:

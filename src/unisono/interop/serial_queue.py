@@ -138,10 +138,10 @@ class SerialQueue:
 
 
 def _finish_all() -> None:
-    """Complete jobs that the program started but did not wait for, while the control plane is still running.
+    """While the control plane is still running, complete the jobs that the program started but did not wait for.
 
-    No job may run after that: once Python has finalized, it kills daemon threads that return from C++ code, which
-    aborts the process.
+    No job may run later: once Python has finalized, it kills daemon threads that return from C++ code, which aborts the
+    process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
         # Use `valuerefs`, which copies in one step: iterating over the dictionary would raise if a daemon thread
@@ -157,8 +157,8 @@ _GRACE_S = 0.005
 class Progress:
     """Background progress of messages. Torch users rely on it, but not every transport provides it.
 
-    A message that its waiter completes within 5 ms needs no help. If a message takes longer, requesting its future
-    starts a thread that completes it.
+    If a waiting thread completes a message within 5 ms, the message needs no help. Otherwise, the background thread
+    requests the message's future, which starts a thread that completes the message.
     """
 
     def __init__(self, name: str) -> None:
@@ -179,7 +179,7 @@ class Progress:
         self._some.set()
 
     def close(self) -> None:
-        """Stop the background thread; unfinished messages then progress only in their waiters."""
+        """Stop the background thread; after that, messages progress only while a thread waits for them."""
         self._over.set()
         self._some.set()
 

@@ -141,10 +141,10 @@ def init(
         check: "auto" compares the ranks' calls before each collective (with nccl, while the collective runs); "off"
             disables this check.
         deterministic: Whether floating-point sums and products are reduced in one fixed order: a balanced binary tree
-            over the ranks, in which the first half is the larger one if the halves differ, and each result is rounded
-            to the tensor's dtype. Algorithms that follow this order give bitwise identical results with all chunk sizes
-            and transports; other algorithms are refused. Fixed-order reduction disables the native core and other
-            native collectives.
+            over the ranks, in which the first half is the larger one if the halves differ in size, and each result is
+            rounded to the tensor's dtype. Algorithms that follow this order give bitwise identical results with all
+            chunk sizes and transports; other algorithms are refused. Fixed-order reduction disables the native core and
+            other native collectives.
         chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
         wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
         interface: Network interface, such as "eth0", through which ranks on other hosts reach this rank. If None, the
@@ -300,10 +300,10 @@ def launch(
         on: An engine's name ("ray", "dask", "submitit" or "mpi"), an engine with options, such as
             `un.engines.Ray(num_cpus=2)`, or an executor with the interface of `concurrent.futures` whose workers are
             processes, such as a `ProcessPoolExecutor`. `nprocs` single-threaded workers must become free within
-            `timeout`. The backend "auto" then chooses as in `init`, based on the workers' hosts. When a rank ends, its
-            worker process is restored to its previous state. On Dask, MPI and executors, ranks cannot be killed after
-            another rank's failure: each runs until its next call on the communicator, which raises an error. None and
-            "local" mean processes on this host.
+            `timeout`. With `on`, the backend "auto" chooses as in `init`, based on the workers' hosts. When a rank
+            ends, its worker process is restored to its previous state. On Dask, MPI and executors, ranks cannot be
+            killed after another rank's failure: each runs until its next call on the communicator, which raises an
+            error. None and "local" mean processes on this host.
 
     Returns: Each rank's result of `fn`, in rank order.
 
@@ -455,7 +455,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
 
 
 def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
-    """Return a job's ranks as processes: started by mpirun if the transport needs it, otherwise ready to be started."""
+    """Return a job's ranks, to be run as processes; mpirun starts the processes if the transport needs it."""
     if job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import MpirunRanks
 
@@ -502,7 +502,7 @@ def _check_backends(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Facts about all ranks that every rank knows.
+    """Facts, known to every rank, about all ranks.
 
     Attributes:
         hosts: Ranks on each host; ranks on one host share a kernel and network.

@@ -42,7 +42,7 @@ class Program:
 
     Attributes:
         connect: Function that creates the communicator of all ranks after the rendezvous.
-        options, wrap: Options and wrapper for a replacement rank.
+        options, wrap: Options of a replacement rank's communicator, and the wrapper around its transport.
         timeout_s: Seconds within which all ranks must arrive.
         threads: Number of torch threads per rank; if None, `share_of_cores` divides a host's cores among its ranks.
     """

@@ -61,7 +61,7 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) -> list[Outcome]:
-    """Run a program on `size` workers of an executor, and return the outcomes, starting with the rank lost first.
+    """Run a program on `size` workers of an executor; return the outcomes, beginning with that of the first lost rank.
 
     Args:
         on: The executor, or an engine that provides one.
@@ -95,11 +95,11 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
 class _LentRanks(Closing):
     """Ranks on an executor, as seen by the process that started them.
 
-    A rank's future reports when the rank has ended. The control plane also notices immediately when the rank's process
-    disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, in which case
-    the future never completes, so the future gets a deadline when the process disconnects. An event contains the rank,
-    the number of its start, and either its future or a flag that shows whether the rank had finished when its process
-    disconnected.
+    A rank's future completes when the rank has ended. The control plane also notices immediately when the rank's
+    process disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, and
+    the future then never completes. Therefore, the future gets a deadline when the process disconnects. An event
+    contains the rank, the number of its start, and either its future or a flag that shows whether the rank had finished
+    when its process disconnected.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class _LentRanks(Closing):
         return self._start_by is None
 
     def first_lost(self) -> int | None:
-        """Return the rank that the control plane lost first: executors may kill all other workers as a consequence."""
+        """Return the rank that the control plane lost first: after a loss, executors may kill all other workers."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)
         return None

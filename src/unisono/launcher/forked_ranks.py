@@ -29,10 +29,10 @@ _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
 class ForkedRank:
-    """A rank that the template process has forked or will fork. Before the fork, its signals are sent to the template.
+    """A rank that the template process has forked or will fork. Before the fork, signals for it go to the template.
 
     Attributes:
-        pid: Process ID of the rank, or of the template before the fork; both are session leaders.
+        pid: Process ID of the rank or, before the fork, of the template; both are session leaders.
         returncode: The exit status; negative if a signal killed the process, None while it runs.
         stdout, stderr: Pipes with the rank's output.
     """

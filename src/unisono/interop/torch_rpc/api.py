@@ -134,13 +134,13 @@ def init_rpc(
 ) -> None:
     """Start RPC on this rank, so that ranks can call each other's functions. Every rank calls this, with a unique name.
 
-    The options' `init_method` defines the rendezvous. The default is "env://": MASTER_ADDR and MASTER_PORT, and RANK
-    and WORLD_SIZE unless they are passed as arguments. Because this is torch's own rendezvous, the program may also
-    create a process group at the same address.
+    The options' `init_method` defines the rendezvous. The default, "env://", reads MASTER_ADDR and MASTER_PORT from the
+    environment, and also RANK and WORLD_SIZE unless they are passed as arguments. Because this is torch's own
+    rendezvous, the program may also create a process group at the same address.
 
     Raises:
-        RuntimeError: `init_rpc` was called before, some ranks did not join, or the arguments are invalid (then it is
-        also a ValueError).
+        RuntimeError: `init_rpc` was called before, some ranks did not join, or the arguments are invalid (in this case,
+            the error is also a ValueError).
         TypeError: The backend or the options are not of torch's class.
     """
     if find_agent() is not None:
@@ -180,7 +180,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Shut down RPC on this rank.
 
     Args:
-        graceful: Whether to keep serving until all ranks have called this and no call is in flight.
+        graceful: Whether to keep serving until all ranks have called `shutdown` and no call is in flight.
         timeout: Maximum duration of the graceful shutdown in seconds; 0 for no limit.
     """
     agent = current_agent()

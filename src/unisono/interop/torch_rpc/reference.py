@@ -63,7 +63,7 @@ class RRef(rpc.RRef[T]):
 
 
 class _Remote:
-    """Calls a remote object's methods and keeps the results remote. First checks that the method exists, like torch."""
+    """Calls a remote object's methods and keeps the results remote. Like torch, first checks that the method exists."""
 
     def __init__(self, rref: RRef[Any], timeout: Timeout | None) -> None:
         self._rref = rref

@@ -145,14 +145,14 @@ def _name(collective: str, chunk: int, size: int) -> str:
 
 
 def _sources(collective: str, members: int, size: int) -> int:
-    """Return a bit mask of the contributing ranks. In an all_to_all, `members` has a bit per source and destination."""
+    """Return a bit mask of the contributing ranks. In an all_to_all, `members` has a bit per (source, destination)."""
     if collective != "all_to_all":
         return members
     return sum(1 << rank for rank in range(size) if members >> rank * size & ((1 << size) - 1))
 
 
 def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
-    """Yield every message. The n-th send from one rank to another matches the n-th receive there from that rank."""
+    """Yield every message. The n-th send from rank a to rank b matches rank b's n-th receive from rank a."""
     receives: defaultdict[tuple[int, int], list[tuple[int, Move]]] = defaultdict(list)
     for rank, steps in enumerate(programs):
         for index, step in enumerate(steps):

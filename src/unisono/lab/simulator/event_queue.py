@@ -1,4 +1,4 @@
-"""Engine for any network. It processes events in time order, which shared links require."""
+"""Engine for any network. It processes events in time order, because shared links serve messages in that order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Message(NamedTuple):
             unknown, as in a recorded run.
         nbytes: Message size in bytes.
         start_s, end_s: Times at which the message begins to leave the sender and at which it is delivered. In a
-            `Replay`, its `unit` applies.
+            `Replay`, they are in its `unit`.
         reduce: Whether the receiver reduces the message into its data rather than overwriting the data.
         step: Number of the sender's step that sends the message, from 1.
         call: Description of the recorded call that the message belongs to; may be empty.

@@ -64,11 +64,11 @@ class Network:
     Provisional: it may change in any minor version, without a deprecation.
 
     **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
-    rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies
+    rank's port one after another, each taking n / bandwidth seconds for n bytes, and arrive alpha later; latencies
     overlap. The receiver's port accepts messages in order of arrival, once the receiver has begun the step. So if both
-    ranks are waiting, a message takes alpha + n / bandwidth, and both ports are busy for n / bandwidth. Reducing a
-    received byte takes another gamma, during which later messages can arrive. A step ends when all its messages are
-    delivered and reduced.
+    ranks are waiting, a message takes alpha + n / bandwidth, and both ports are busy for n / bandwidth. Reducing each
+    received byte takes a further time gamma, during which later messages can arrive. A step ends when all its messages
+    are delivered and reduced.
 
     **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G, and `overhead` is o. A rank's processor is busy
     for o with each message that it sends or receives. The rank can begin its next message `gap` + (n - 1) G after it

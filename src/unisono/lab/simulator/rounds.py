@@ -1,7 +1,7 @@
 """Engine for algorithms whose ranks behave identically up to rotation: numpy computes all ranks of a round at once.
 
-The algorithm's steps are evaluated once, with a symbolic rank. The times of the messages from every rank to rank + a
-form one array, or two slices of it if rank + a wraps around.
+The algorithm's steps are evaluated once, with a symbolic rank. For each distance a, the times of the messages from all
+ranks to rank + a are in one array, or in two slices of it if rank + a wraps around.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Rounds:
             self.messages += self.size * len(sends)
 
     def _check_links(self, sends: list[_ShiftedSend]) -> None:
-        """Reject steps that may put two messages on a link: every rank must send one message, in the same direction."""
+        """Reject steps that may put two messages on a link: every rank must send one message, all in one direction."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
             raise TypeError("ranks may use a shared link at the same time")

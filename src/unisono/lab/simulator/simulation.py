@@ -193,7 +193,7 @@ def _by_events(
 
 
 def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
-    """Yield the steps of all calls, with chunks numbered across calls, and before each call its earliest time."""
+    """Yield each call's earliest time, if it is not 0, and then its steps; chunks are numbered across calls."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready

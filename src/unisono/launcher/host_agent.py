@@ -1,8 +1,8 @@
 """Agent that runs a script's ranks on another host for `unisono run --hosts`.
 
-The agent receives commands on standard input. When standard input is closed, it kills all ranks and exits, so nothing
-outlives the launcher. The agent writes frames to standard output, preceded by a marker, because a shell's `.bashrc` may
-have printed something before.
+The agent receives commands on standard input. When standard input is closed, the agent kills all ranks and exits, so
+nothing outlives the launcher. The agent writes frames to standard output. A marker precedes the first frame, because a
+shell's `.bashrc` may already have printed text.
 """
 
 from __future__ import annotations

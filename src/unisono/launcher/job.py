@@ -177,7 +177,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
 
 
 def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
-    """Return the first lines of other ranks' own errors that differ from the shown error, and a count of failures."""
+    """Return the first lines of other ranks' own errors if they differ from `shown`, and a count of failures."""
     if not failures:
         return []
     notes: list[str] = []
@@ -201,7 +201,7 @@ def first_failure(ended: Sequence[Outcome]) -> Outcome:
 
 
 def _consequence(outcome: Outcome) -> int:
-    """Return 0 if a rank died without reporting, 1 for its own error, 2 for a skip, 3 for another rank's failure."""
+    """Return 0 for a death without a report, 1 for a rank's own error, 2 for a skip, 3 for another rank's failure."""
     if not outcome.reported:
         return 0
     if isinstance(outcome.error, PeerLostError | AbortedError):

@@ -20,8 +20,8 @@ LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
 def own_link() -> Connection[Any, Any]:
     """Return this rank's connection, for a program that receives commands from the process that started it.
 
-    Programs call this function instead of using `LINK`, because a program may be pickled by value, with everything that
-    its module refers to.
+    A program calls this function instead of using `LINK`: if it is pickled by value, so are all objects that it refers
+    to, and a `ContextVar` cannot be pickled.
     """
     return LINK.get()
 

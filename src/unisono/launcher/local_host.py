@@ -162,7 +162,7 @@ class LocalHost:
 
 
 def _report_in(file: IO[bytes]) -> Report | None:
-    """Return a rank's report about its uncaught error; None if it is missing or incomplete."""
+    """Return a rank's report about its uncaught error; None if there is no complete report."""
     try:
         file.seek(0)
         report = json.loads(file.read())

@@ -132,7 +132,7 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
 
 @contextmanager
 def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run mpirun, with additional environment variables, during the block. Ranks print to this process's output."""
+    """Run mpirun with extra environment variables during the `with` block. Ranks print to this process's output."""
     environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     try:
@@ -142,7 +142,7 @@ def running(command: list[str], size: int, **variables: str) -> Iterator[subproc
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait briefly for mpirun, because ranks exit after they have reported; then terminate mpirun and its ranks."""
+    """Wait briefly for mpirun to exit, because ranks exit only after reporting; then terminate mpirun and its ranks."""
     asks: list[Callable[[], object]] = [process.poll, process.terminate, process.kill]
     for ask in asks:
         ask()

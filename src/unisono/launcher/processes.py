@@ -188,7 +188,7 @@ def share_of_cores(asked: int | None, size: int) -> int:
 
 
 def _outputs() -> tuple[Any, Any] | None:
-    """Return the caller's stdout and stderr; the forkserver's differ if a test or notebook redirected them later."""
+    """Return the caller's stdout and stderr, which may have been redirected after the forkserver started."""
     if sys.platform == "win32":
         return None
     return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
@@ -219,7 +219,7 @@ def _keep(copy: Any) -> Any:
 
 
 def dump(program: Any, found: bool) -> bytes:
-    """Pickle a job, with its function by reference if ranks can import it (`found`), and otherwise by value."""
+    """Pickle a job; pickle its function by reference if ranks can import it (`found`), and otherwise by value."""
     try:
         if found and not _is_rewritten(program.fn):
             return pickle.dumps(program)
@@ -275,12 +275,12 @@ def importable(fn: Any) -> bool:
 
 
 def _is_rewritten(fn: Any) -> bool:
-    """Return whether pytest has rewritten the assertions in the function's module, which ranks would not do."""
+    """Return whether pytest has rewritten the assertions in the function's module, which ranks import unchanged."""
     return "@pytest_ar" in vars(sys.modules.get(getattr(fn, "__module__", "") or "", object))
 
 
 def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
-    """Return whether importing the main module defines the function; False if it is defined under the main guard."""
+    """Return whether importing the main module defines the function; False for a function under the main guard."""
     name = getattr(fn, "__qualname__", "").partition(".")[0]
     body = ast.parse(Path(str(main.__file__)).read_bytes()).body
     always = [node for node in body if not (isinstance(node, ast.If) and "__main__" in ast.dump(node.test))]
@@ -288,13 +288,13 @@ def _is_defined_on_import(fn: Any, main: ModuleType) -> bool:
 
 
 def _is_file(main: ModuleType) -> bool:
-    """Return whether ranks can import the main module; False if it was typed, piped in, or passed with -c."""
+    """Return whether ranks can import the main module; False if its code was typed, piped in, or passed with -c."""
     return Path(getattr(main, "__file__", None) or "").is_file()
 
 
 @contextmanager
 def _main_as_ranks_see_it() -> Iterator[None]:
-    """Hide the `__file__` of a main module that is not a file; otherwise, ranks would try to run "<stdin>"."""
+    """Hide the main module's `__file__` if there is no such file; otherwise, ranks would try to run "<stdin>"."""
     main = sys.modules["__main__"]
     if _is_file(main) or "__file__" not in vars(main):
         yield
@@ -329,7 +329,7 @@ class WorkerSpec:
         environment: The caller's environment, needed because the forkserver still has the environment it was started
             with.
         address, secret: Address and secret of the control plane, which runs in the caller's process.
-        outputs: Copies of the caller's standard output and standard error; None instead of a stream that is closed.
+        outputs: Copies of the caller's standard output and standard error; None for a closed stream.
         start_method: Multiprocessing start method chosen by the caller; None for the platform's default.
         attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
     """
@@ -370,7 +370,7 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
 def reseed_generators() -> None:
     """Seed a forked process's default random generators from the system's entropy, as in a new interpreter.
 
-    Otherwise, dropout would use the same masks on all ranks. Python reseeds its `random` module after a fork by itself.
+    Otherwise, dropout would use the same masks on all ranks. After a fork, Python itself reseeds its `random` module.
     """
     torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
@@ -407,7 +407,7 @@ def run_job(orders: WorkerSpec, link: Connection) -> None:
 
 
 def flush_streams() -> None:
-    """Flush a rank's output. Ignore errors, such as a missing stream or a reader that is gone."""
+    """Flush a rank's output. Ignore errors, for example if a stream is missing or its reader is gone."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()

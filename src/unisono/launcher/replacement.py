@@ -34,7 +34,7 @@ def replacement(
     """Return a one-rank communicator for a replacement rank; its `rebuild` joins the job's ranks.
 
     Args:
-        control: This rank's handle to the job's control plane; closing the communicator closes it.
+        control: This rank's handle to the job's control plane; closing the communicator also closes this handle.
         rank, attempt: The lost rank, and the number of its earlier starts.
         options: Options for the one-rank communicator. For the job's communicator, only the device is used; the job's
             ranks send all other options.

@@ -37,8 +37,8 @@ class ScriptResult:
     """Result of a script's ranks.
 
     Attributes:
-        status: 0 if all ranks succeeded, else the exit status of the rank that failed first. If a signal killed that
-            rank, or ended this launcher, 128 plus the signal's number. With `on_failure="continue"`, 0 if any rank
+        status: 0 if all ranks succeeded, else the exit status of the rank that failed first, or 128 plus the number of
+            the signal that killed that rank or ended this launcher. With `on_failure="continue"`, 0 if any rank
             succeeded. If ranks stopped on request (`un.stop.exit_status`) and none failed, 75 if all of the stopped
             ranks saved a checkpoint, else 74.
         first: The rank that failed first; None if no rank failed.
@@ -141,7 +141,7 @@ class _Attempt:
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Write to this process's output, with the rank before each line; first end another stream's open line."""
+        """Write a rank's output, with the rank before each line; first end a line that another stream left open."""
         target = sys.stderr if stream == 2 or self._job.to_stderr else sys.stdout
         front = f"[{rank}] " if self._job.prefix and rank is not None else ""
         if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
@@ -191,7 +191,7 @@ class _Attempt:
         return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
-        """Forward a signal. A signal that ends the job starts the grace period; a second signal ends it."""
+        """Forward a signal. A signal that ends the job starts the grace period; a second one ends that period."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)
@@ -208,7 +208,7 @@ class _Attempt:
         reports = {rank: self._reports[rank] for rank, _ in self._failures}
 
         def order(failure: tuple[int, int]) -> tuple[int, float]:
-            """Sort ranks killed by a signal first, then errors by time, with errors that other ranks caused last."""
+            """Sort ranks killed by a signal first, errors that other ranks caused last, and other errors by time."""
             report = reports[failure[0]]
             if report is None:
                 return (0 if failure[1] < 0 else 1), 0.0
@@ -236,7 +236,7 @@ class _Attempt:
 
 @contextmanager
 def _passing_on_signals(events: queue.SimpleQueue[tuple[int, int]]) -> Iterator[None]:
-    """Turn signals into events, except for ignored signals (SIGHUP under nohup). No effect outside the main thread."""
+    """Turn signals into events, except for ignored ones (SIGHUP under nohup). Does nothing outside the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]

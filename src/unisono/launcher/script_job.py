@@ -1,4 +1,4 @@
-"""Description of a script and its ranks, and the events that the processes that start ranks report."""
+"""Description of a script and its ranks, and the callbacks for events from running ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class ScriptJob:
         to_stderr: Whether the ranks' standard output is written to standard error.
         grace_s: Seconds for ranks to save a checkpoint and exit after a request to stop.
         stdin: The rank on this host that reads standard input; None if no rank does.
-        secret: Secret with which ranks authenticate each other; if None, from the environment or the user's key file.
+        secret: Secret with which ranks authenticate each other; if None, it is read from the environment or the user's
+            key file.
         start: "fork" forks all ranks from one process that has imported torch, "plain" starts a Python interpreter for
             each rank, and "auto" forks if there are more ranks than cores and the script seems suitable.
     """
@@ -83,8 +84,8 @@ class ScriptJob:
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
         """Return a rank's environment: the variables that torchrun also sets, and this library's own.
 
-        UNISONO_PORT also contains torch's port, so that the variable is ignored in a job that another launcher starts
-        from a rank.
+        UNISONO_PORT also contains torch's port. If a rank starts another launcher, which sets a different MASTER_PORT,
+        the new job ignores UNISONO_PORT.
         """
         places = {
             "RANK": self.before + local_rank,

@@ -91,13 +91,13 @@ def simulate(
         fn: The program of every rank.
         nprocs: Number of ranks.
         args, kwargs: Arguments of `fn`.
-        seed: Seed for the scheduling order, the network's jitter and faults. If None, the variable UNISONO_SEED, or
-            else 0.
+        seed: Seed for the scheduling order, the network's jitter and faults. If None, the value of UNISONO_SEED if that
+            is set, else 0.
         network: Model of message times; see `unisono.transports.sim.SimNetwork`.
-        faults: Arguments for `unisono.testing.Faulty`, which then wraps each rank's transport; `wrap` is applied after
-            it.
-        preempt: Probability of switching to another rank when a rank acquires a free lock, which finds races between a
-            check and the acquisition.
+        faults: Arguments for `unisono.testing.Faulty`, which wraps each rank's transport if they are given; `wrap` is
+            applied to the result.
+        preempt: Probability of switching to another rank when a rank acquires a free lock. Such switches expose races
+            between a check and the acquisition.
         timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is in virtual time.
         backend: "sim", or another transport whose ranks are threads.
 

@@ -79,14 +79,14 @@ class Supervisor:
     """Supervisor of a job's ranks, from their start to their end.
 
     A lost rank is replaced, unless two consecutive replacements of it were lost before they joined, or no rank is left
-    that could admit a replacement. If a rank fails with an error, the job ends, and no rank is replaced any more.
+    that could admit a replacement. If a rank fails with an error, the job ends, and lost ranks are no longer replaced.
 
     Args:
         start: Function that starts a rank, given the rank and the number of the rank's earlier starts.
         ends: Function that waits for outcomes, for at most the given number of seconds (None for no limit), and returns
             them.
         ranks: The ranks' numbers.
-        on_failure: With "continue", a failure does not limit the time of the other ranks. A lost rank that is replaced
+        on_failure: With "continue", the other ranks have unlimited time after a failure. A lost rank that is replaced
             does not count as a failure.
         control: The ranks' control plane; None if lost ranks are not replaced.
         grace_s: Seconds for the other ranks to end with their own error after the first failure; `GRACE_S` if None.
@@ -119,7 +119,7 @@ class Supervisor:
         self.ended: list[Outcome] = []
 
     def run(self, limit_s: float = math.inf) -> list[Outcome]:
-        """Start the ranks; return outcomes in the order of the ranks' ends when all have ended, or at the time limit.
+        """Start the ranks; at the time limit, or when all have ended, return outcomes in the order of the ends.
 
         The caller must end the ranks that are still running when this method returns or raises an exception.
         """

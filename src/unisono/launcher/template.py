@@ -35,8 +35,8 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
         alive: File descriptor of a pipe that closes when the launcher ends.
         command: A file, or "-m" and a module, followed by the script's arguments.
 
-    Returns: In a rank, the descriptor of the file for its uncaught error. In the template process, None, when all ranks
-    have ended.
+    Returns: In a rank, the descriptor of the file for the rank's uncaught error. In the template process, None, once
+    all ranks have ended.
     """
     channel = FrameChannel()
     ranks = [order.json() for order in channel.frames(partial(link.recv, READ_BYTES), Kind.ORDER)]
@@ -93,7 +93,7 @@ def _load() -> str | None:
 
 
 def _is_observed() -> bool:
-    """Return whether a debugger, profiler or coverage tool is active; it would not notice when forked ranks end."""
+    """Return whether a debugger, profiler or coverage tool is active, which would not notice when forked ranks end."""
     monitoring = getattr(sys, "monitoring", None)
     tools = () if monitoring is None else (monitoring.get_tool(number) for number in range(6))
     return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))

@@ -28,8 +28,8 @@ class TaskBatch:
         name: Name of the function, for error messages.
         size: Number of calls.
         pack: Function that encodes a range of calls as bytes.
-        deliver: Function called with an index, the results of the calls starting at that index, and the error of the
-            call that follows, or None.
+        deliver: Function called with an index, the results of the calls from that index on, and the error of the next
+            call, or None if no call failed.
         begin: Function called before the first call is sent. It returns whether the batch is still wanted.
         chunksize: Calls per chunk. If None, it adapts to the number of remaining calls and the time that each call
             takes.
@@ -83,7 +83,7 @@ class TaskBatch:
         return start, middle
 
     def drop(self) -> None:
-        """Drop the calls that are waiting to be sent, and all calls that are put back later."""
+        """Drop the calls that are waiting to be sent, and any calls that are put back later."""
         self.todo = deque(maxlen=0)
 
 

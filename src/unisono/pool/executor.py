@@ -383,13 +383,13 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the worker processes, wait until they exit, and raise an error that only the constructor reads."""
+        """Start the worker processes, and wait until they exit. Always raises; only the constructor reads the error."""
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
 
     def _lead(self, meeting: _Meeting) -> None:
-        """Join the worker processes as rank 0, and run rank 0."""
+        """Connect to the worker processes as rank 0, and run this rank."""
         with _join(0, *meeting) as comm:
             self._be(comm, None)
 

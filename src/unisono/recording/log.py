@@ -160,7 +160,7 @@ class Log:
 
 
 def words_of(error: BaseException) -> tuple[Any, ...]:
-    """Return a description of an error from which `error_from` can recreate it, with the same class and text."""
+    """Return a description from which `error_from` can recreate the error, with the same class and text."""
     if isinstance(error, CommError):
         return type(error).__name__, error.message, error.peer, error.nbytes, error.waited_s
     return type(error).__name__, str(error), None, None, None

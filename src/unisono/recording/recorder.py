@@ -288,7 +288,7 @@ class Recorded(Wrapper):
 
 
 class _Settling:
-    """Completes the futures of a communicator's works one at a time, and records their order."""
+    """Completes the futures of a communicator's `Work` objects one at a time, and records the order."""
 
     def __init__(self, log: LogWriter, group: str) -> None:
         self._log = log

@@ -299,7 +299,7 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 class _Unanswered(Work):
-    """Work that was still running when the recording ended, or was never waited for."""
+    """Work that was still running when the recording ended, or that the program never waited for."""
 
     def __init__(self, replay: RankReplay, group: Group, what: str) -> None:
         self.replay = replay
@@ -320,7 +320,7 @@ class _Unanswered(Work):
 
 
 class _Futures:
-    """Completes the futures of works in the recorded order."""
+    """Completes the futures of `Work` objects in the recorded order."""
 
     def __init__(self, replay: RankReplay, group: str) -> None:
         self._log = replay.log
@@ -415,7 +415,7 @@ class _ReplayedWork(Work):
 
 
 class _Control(ControlPlane):
-    """Control plane without peers: it returns recorded replies, or replies as if all ranks were identical."""
+    """Control plane without peers: it returns recorded replies, or else replies as from ranks identical to this one."""
 
     def __init__(self, replay: RankReplay) -> None:
         self.replay = replay

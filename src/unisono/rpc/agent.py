@@ -130,7 +130,7 @@ class Agent:
         self.box.mark_lost(message.peer, error)
 
     def _due(self) -> tuple[float, list[Task]]:
-        """Return when to call this again, and the tasks that are due now."""
+        """Return the time of this method's next call, and the tasks that are due now."""
         calls = self.client.calls
         replies = self.client.replies
         tasks: list[Task] = [partial(replies.give_up, call, call.timeout_error()) for call in calls.timed_out()]
@@ -324,7 +324,7 @@ def init(
         name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
         timeout: Default timeout of every call: seconds or a `timedelta`.
         trusted: Whether peers may call any function that can be imported here, and send pickled values, which lets them
-            run arbitrary code. Otherwise only exposed functions can be called.
+            run arbitrary code. If False, only exposed functions can be called.
         expose: Functions and classes to expose on this rank only.
         workers: Maximum number of functions that run concurrently here, not counting functions that wait for other
             ranks.
@@ -370,7 +370,7 @@ def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
 
     Args:
         graceful: Whether to keep serving until every living rank has called `shutdown` and all calls are done,
-            including the callbacks of their futures. Otherwise shut down immediately; pending calls fail.
+            including the callbacks of their futures. If False, shut down immediately; pending calls fail.
         timeout: Limit (seconds or a `timedelta`) on the wait for the other living ranks; no limit if None.
 
     Raises:
@@ -495,7 +495,7 @@ class TerminationDetector:
             self._ended.set()
 
     def _record(self, peer: int, wave: int, report: _Report) -> None:
-        """Handle a report on the coordinator."""
+        """As the coordinator, handle a rank's report."""
         rank = self._rank
         alive = self._alive()
         with self._lock:
@@ -512,7 +512,7 @@ class TerminationDetector:
             self.arrived(rank, CLOSE, ())
 
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
-        """Return the next action (None, CLOSE or CONFIRM) and its wave; a negative wave is for `peer` only."""
+        """Return what to send (None, CLOSE or CONFIRM) and its wave (round of reports), negated if only for `peer`."""
         if wave < self._wave:
             return CONFIRM, -self._wave
         self._wave = wave

@@ -30,7 +30,7 @@ class CallFuture(torch.futures.Future[Any]):
         return super().wait()
 
     def cancel(self) -> bool:
-        """Cancel the call: the future fails with `AbortedError`, and the function does not run unless it has started.
+        """Cancel the call: the future fails with `AbortedError`, and a function that has not started never runs.
 
         Returns whether the call was still pending. A function that is already running finishes, and its result is
         dropped.

@@ -71,7 +71,7 @@ class MessageChannel:
         box: Mailbox that transports the messages.
         exposed: Functions exposed on this rank.
         dispatcher: Dispatcher of the messages that this rank sends to itself.
-        workers: Threads that run the tasks of these messages.
+        workers: Threads that run the tasks which these messages require.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MessageChannel:
     def pack(
         self, peer: int, head: tuple[int, int, int], values: Sequence[object], call: bytes = b"", positional: int = 0
     ) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
-        """Return head and bodies of a message with some values, and the actions to run if the message is not sent.
+        """Return the head and bodies of a message with these values, and actions to run if the message is not sent.
 
         Args:
             peer: Receiver.
@@ -196,7 +196,7 @@ class MessageChannel:
             self._workers.run(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
-        """Send a few numbers, in order, unless the rank is gone. The polling thread only queues it."""
+        """Send a few numbers, in order, unless the rank is gone. In the polling thread, only queue them."""
         self._outbox.append((peer, control_message(kind, words)))
         if not self._dispatcher.polling:
             self.empty_outbox()
@@ -264,7 +264,7 @@ class MessageWriter(list[Any]):
         bodies: Tensors sent separately.
         context: Autograd context, or `NO_CONTEXT`.
         recorded: Tensors through which gradients flow back.
-        undo: Actions to run if the message is not sent after all.
+        undo: Actions to run if the message is not sent.
     """
 
     __slots__ = ("bodies", "channel", "context", "peer", "recorded", "undo")
@@ -285,8 +285,8 @@ class MessageReader(bytes):
         bodies: Tensors received separately.
         context, message: Autograd context, and the number of the message in it.
         tensors: Number of bodies read.
-        refused: Error for a function in the message that is not exposed here. Raised only after the whole message has
-            been read, because references later in the message must be counted.
+        refused: Error if a function in the message is not exposed on this rank. It is raised only after the whole
+            message has been read, because references later in the message must be counted.
     """
 
     channel: MessageChannel
@@ -347,7 +347,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the dimensions in order of decreasing stride, if storage in that order is dense, otherwise None."""
+    """Return the dimensions in order of decreasing stride; None if the tensor is not dense in that order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.detach().permute(order).is_contiguous() else None
 

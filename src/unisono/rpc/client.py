@@ -73,7 +73,7 @@ def rpc_async(
     kwargs: _Kwargs = None,
     timeout: Timeout | None = None,
 ) -> CallFuture:
-    """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
+    """Call like `rpc_sync`, but immediately return a `torch.futures.Future` that also has `cancel()`.
 
     On return, the arguments have been sent and may be modified. `rpc_async` blocks while too many calls to the same
     rank are pending (16384, or 256 MiB).
@@ -105,7 +105,7 @@ def remote(
     kwargs: _Kwargs = None,
     timeout: Timeout | None = None,
 ) -> RRef[Any]:
-    """Call like `rpc_async`, but keep the result on the callee: return an `RRef` to it immediately.
+    """Call like `rpc_async`, but keep the result on the callee, and immediately return an `RRef` to it.
 
     `RRef.to_here` raises the function's error, if any.
 
@@ -157,7 +157,7 @@ class Client:
         self.closed: bool = False
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank of a name, a rank or a `WorkerInfo`. Raises ValueError for anything else."""
+        """Return the rank with this name or number, or of this `WorkerInfo`. Raises ValueError for anything else."""
         rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
             known = ", ".join(f"{info.name!r} ({info.id})" for info in self._infos[:16])
@@ -165,7 +165,7 @@ class Client:
         return rank
 
     def target(self, to: Any, func: Callable[..., Any], args: Any) -> tuple[int, str, Key | None, tuple[Any, ...]]:
-        """Return rank, name, object and arguments of a call.
+        """Return the rank, function name, object key and arguments of a call.
 
         A function without a name is sent only to trusted peers.
         """

@@ -33,10 +33,10 @@ class Calls(Protocol):
     """Calls to functions, and to methods of the object with a given key."""
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank of a name, a rank or a `WorkerInfo`."""
+        """Return the rank with this name or number, or of this `WorkerInfo`."""
 
     def target(self, to: Any, func: Callable[..., Any], args: Any) -> tuple[int, str, Any, tuple[Any, ...]]:
-        """Return rank, name, object and arguments of a call."""
+        """Return the rank, function name, object key and arguments of a call."""
 
     def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
         """Call and wait for the result."""
@@ -64,7 +64,7 @@ class ReferenceTable(Protocol):
         """Prepare a reference for sending to a rank; return the numbers to send."""
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference that received numbers identify."""
+        """Return the reference that the received numbers identify."""
 
     def collect_freed(self) -> None:
         """Release freed objects."""
@@ -83,7 +83,7 @@ class GraphRecorder(Protocol):
         """Record a received tensor. Return the tensor, connected to the sender's graph."""
 
     def backward_from(self, reference: Any, number: int, retain_graph: bool) -> None:
-        """Back-propagate from the tensor that a reference points to, in a context."""
+        """In a context, back-propagate from the tensor that a reference points to."""
 
 
 class Peers(Protocol):
@@ -155,7 +155,7 @@ def find_agent() -> Peers | None:
 
 
 def current_agent() -> Peers:
-    """Return the agent of `find_agent`; raise CommError if there is none."""
+    """Return the agent that `find_agent` returns; raise CommError if there is none."""
     agents = _agents.get()
     agent = agents[-1] if agents else find_agent()
     if agent is None:

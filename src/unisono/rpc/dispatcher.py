@@ -29,8 +29,8 @@ class Dispatcher:
 
     The receiving thread polls, and so does a thread that waits for a reply, because otherwise one thread would have to
     wake another. Only one thread may poll at a time, because messages from one rank must be handled in order. While it
-    polls, a thread must neither wait nor run users' functions, because no message of any rank would arrive. That is why
-    handlers return tasks instead of running them.
+    polls, a thread must neither wait nor run users' functions, because no rank's messages would be handled in the
+    meantime. That is why handlers return tasks instead of running them.
 
     Args:
         box: The mailbox.
@@ -53,14 +53,14 @@ class Dispatcher:
 
     @property
     def polling(self) -> bool:
-        """Return whether this thread is polling, so that it must not send: a send may wait for the receiver."""
+        """Return whether this thread is polling. If so, it must not send, because a send may wait for the receiver."""
         return self._thread == threading.get_ident()
 
     def poll(self, todo: deque[tuple[Task, bool]]) -> bool:
         """Dispatch the messages that have arrived; return whether there were any.
 
         Args:
-            todo: Queue to which the remaining tasks are added, each with whether it is short.
+            todo: Queue to which the remaining tasks are added, each with a flag: whether the task is short.
         """
         if not self._lock.acquire(blocking=False):
             # A thread that waits for a reply is already polling. It wakes the receiving thread if it leaves messages
@@ -76,10 +76,11 @@ class Dispatcher:
         return bool(messages)
 
     def poll_for(self, call: PendingCall) -> Task | None:
-        """Dispatch messages until a call has ended, or for so long that sleeping costs less.
+        """Dispatch messages until a call has ended, or until further polling would cost more than sleeping.
 
-        Returns: The task that completes the call's future, if its reply has arrived. Run it after this function:
-            callbacks may take long, or wait for other calls, whose replies arrive only if some thread can poll.
+        Returns: The task that completes the call's future, if the reply has arrived. Run it only after this function
+            has returned: callbacks may take long, or wait for other calls, whose replies arrive only if some thread can
+            poll.
         """
         box = self._box
         if not box.eager or call.peer == box.group.rank or not self._lock.acquire(blocking=False):
@@ -115,9 +116,9 @@ class Dispatcher:
         return awaited
 
     def dispatch(self, message: Envelope) -> tuple[Task, bool] | None:
-        """Handle one message. Return the remaining task, and whether it is short.
+        """Handle one message. Return the task that remains to be run, if any, and whether it is short.
 
-        Messages from other ranks come from the polling thread, and messages from this rank to itself from any thread.
+        The polling thread passes messages from other ranks; any thread may pass messages from this rank to itself.
         """
         if message.peer in self.ended:
             return None
@@ -130,7 +131,7 @@ class Dispatcher:
             return None
 
     def newly_lost(self) -> set[int]:
-        """Return the ranks lost since the last call. Their messages are dropped from now on."""
+        """Return the ranks lost since this method was last called. Their messages are dropped from now on."""
         lost = self._box.lost.keys() - self.ended
         # Update `ended` before the loss is handled: a call that is being sent checks it, because the call may be added
         # after all pending calls have failed.

@@ -1,4 +1,4 @@
-"""Functions that other ranks may call: exposed functions, by name; any importable function if peers are trusted."""
+"""Functions that other ranks may call: exposed functions, or any importable function if peers are trusted."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class ExportTable:
         return found  # type: ignore[no-any-return]  # callable, as checked
 
     def lists(self, name: str) -> bool:
-        """Return whether this name is in a table, and so maps to the same function until `changes()` changes."""
+        """Return whether a table contains this name, which then maps to the same function until `changes()` changes."""
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
@@ -249,7 +249,7 @@ class ExportTable:
         return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as checked
 
     def _open(self, cls: type, name: str) -> bool:
-        """Return whether a class, a base, or this method alone is exposed. Tensor classes are always exposed."""
+        """Return whether a class, a base class, or only this method is exposed. Tensor classes are always exposed."""
         if issubclass(cls, torch.Tensor):
             return True
         for base in cls.__mro__:

@@ -72,9 +72,9 @@ class DistributedOptimizer:
     the same parameters are serialized.
 
     Args:
-        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step: all optimizers of
-            torch except `LBFGS`. The class must also be imported on the owners.
-        params_rref: References to parameters, or to modules, whose parameters are all optimized.
+        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients for a step, as all of torch's
+            optimizers except `LBFGS` do. The class must also be imported on the owners.
+        params_rref: References to parameters, or to modules, all of whose parameters are optimized.
         args, kwargs: Arguments for the optimizer, sent like the arguments of calls.
 
     Example:

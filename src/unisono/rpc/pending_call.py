@@ -21,13 +21,13 @@ class PendingCall:
         number, peer: The call's number, and the rank called.
         name: Name of the function, for messages.
         started, timeout: Start time on the library's clock, and timeout in seconds.
-        future: Future to complete when the call ends; None if a thread waits for the call itself.
+        future: Future to complete when the call ends; None if a thread waits for the call without a future.
         nbytes: Size of the request in bytes, as counted by flow control.
         reply: The reply as received.
         error: Error that ended the call without a reply.
         done: Whether `reply` or `error` is set and the future, if any, is complete, so that a waiter may continue.
-        within: Autograd context of the call, and the request from another rank that the call is part of. Callbacks of
-            the call's future run in the same context and request.
+        within: Autograd context of the call, and the other rank's request, if any, during which this rank makes the
+            call. Callbacks of the call's future run in the same context and request.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class PendingCall:
         self._ended = AutoResetEvent()
 
     def wake_waiter(self) -> None:
-        """Let the thread that waits for this call continue. Set `reply` or `error` first, which that thread reads."""
+        """Let the thread that waits for this call continue. Set `reply` or `error` first: that thread reads it."""
         self.done = True
         self._ended.set()
 

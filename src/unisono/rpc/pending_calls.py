@@ -20,7 +20,7 @@ _MOST_BYTES = 256 << 20
 
 
 class PendingCalls:
-    """Table of calls. It determines who ends a call, and when a call that no thread waits for is due.
+    """Table of calls. It determines which thread ends a call, and when a call that no thread waits for times out.
 
     A reply, a timeout, a lost rank and `cancel` compete to end a call: the first to `take` the call ends it. A call is
     *open* until it is taken, then *ending* while callbacks of its future run, which may make further calls:
@@ -79,7 +79,7 @@ class PendingCalls:
             return earlier
 
     def take(self, number: int) -> PendingCall | None:
-        """Return a call that the caller must now end; None if the call is unknown, or another thread ends it."""
+        """Return a call that this thread must now end; None if the call is unknown, or another thread ends it."""
         call = self._open.pop(number, None)
         if call is not None:
             self.windows[call.peer].leave(call.nbytes)
@@ -89,7 +89,7 @@ class PendingCalls:
         return call
 
     def finish(self, call: PendingCall) -> None:
-        """Record that a call that was taken has no more callbacks to run. Idempotent."""
+        """Record that a taken call has no more callbacks to run. Idempotent."""
         self._unfinished.discard(call.number)
 
     def retract(self, call: PendingCall) -> None:
@@ -104,7 +104,7 @@ class PendingCalls:
             self.finish(call)
 
     def open(self, peer: int | None = None) -> list[PendingCall]:
-        """Return the open calls to a rank, or to all ranks if None."""
+        """Return the open calls to a rank, or to all ranks if `peer` is None."""
         return [call for call in list(self._open.values()) if peer is None or call.peer == peer]
 
     def timed_out(self) -> list[PendingCall]:

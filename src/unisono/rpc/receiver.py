@@ -1,4 +1,4 @@
-"""Receives messages in a permanent thread, which another thread replaces if a function occupies it."""
+"""Receives messages in a dedicated thread; if a function occupies this thread, another thread takes over."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class Receiver:
         threading.Thread(target=live, name=self._name, daemon=True).start()
 
     def _stand_by(self, turn: Turn) -> None:
-        """Life of a deputy: take over if a function occupies the receiving thread."""
+        """Run as a deputy: take over if a function occupies the receiving thread."""
         if turn.overruns():
             self._receive()
 
     def _receive(self) -> None:
-        """Life of a receiving thread."""
+        """Run as a receiving thread."""
         turn = Turn()
         self._start_thread(partial(self._stand_by, turn))
         try:

@@ -13,7 +13,7 @@ to B and then drops its own: A's `DROP` may reach the owner before B's `ADD`. Th
 - When the owner receives a `remote` call, it counts one reference for the caller. Another rank's `ADD` may arrive
   earlier, when the object does not exist yet; the owner then reserves an entry for the object. Objects are numbered per
   pair of creator and owner, so that an owner can distinguish objects that are still to be created from freed objects.
-  It reports freed objects in its `ADD_ACK`.
+  The owner reports freed objects in its `ADD_ACK`.
 - When a rank dies, its counts are dropped, and references pinned for it are released.
 
 Every live reference is either counted, or covered by a pinned reference that is itself counted or covered. Therefore,
@@ -67,7 +67,7 @@ class _Entry:
 
 
 class _Numbers:
-    """Set of seen numbers. Nearly all numbers are consecutive, so only a few must be stored."""
+    """Set of numbers already seen. Nearly all numbers are consecutive, so only a few must be stored."""
 
     __slots__ = ("_beyond", "_next")
 
@@ -169,7 +169,7 @@ class References:
         blank: As in `RefCounts`.
 
     Attributes:
-        freed: Unreferenced values, which the owner releases when their finalizers can run safely.
+        freed: Unreferenced values, to be released when their finalizers can run safely.
     """
 
     def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
@@ -243,7 +243,7 @@ class References:
         return bool(self._dropped)
 
     def flush(self) -> None:
-        """Notify owners of dropped references."""
+        """Notify owners that this rank has dropped references."""
         while self._dropped:
             owner, key = self._dropped.popleft()
             with self.lock:

@@ -24,7 +24,7 @@ __all__ = ["Replies"]
 class Replies:
     """Ends each call once: with its reply, or with an error if the call fails, times out or is cancelled.
 
-    Each method first takes the call from the table, so that of several threads only one ends it.
+    Each method first takes the call from the table, so that only one of several threads ends it.
 
     Args:
         channel: Channel that decodes replies, and notifies peers of cancelled calls.

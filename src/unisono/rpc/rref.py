@@ -104,7 +104,7 @@ class RRefContext:
         return self._protocol.waiting
 
     def flush(self) -> None:
-        """Notify owners of the references that this rank has dropped."""
+        """Notify owners that this rank has dropped references."""
         self._protocol.flush()
         self.collect_freed()
 
@@ -172,7 +172,7 @@ class RRefContext:
         return rref._owner, *rref._key, token
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference that received numbers identify."""
+        """Return the reference that the received numbers identify."""
         if not 0 <= owner < len(self.agent.infos) or not 0 <= creator < len(self.agent.infos):
             raise ValueError(f"an object names rank {owner} or {creator}, which does not exist")
         key = Key(creator, number)

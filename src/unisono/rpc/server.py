@@ -81,7 +81,7 @@ def cancelled() -> bool:
 
 
 class CallServer:
-    """Serves other ranks' calls, from their arrival until the reply is sent.
+    """Serves other ranks' calls, each from its arrival until its reply is sent.
 
     Args:
         channel: Channel that decodes calls and sends replies.

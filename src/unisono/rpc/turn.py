@@ -18,7 +18,7 @@ _QUIET_TICKS = 50
 
 
 class TurnState(Enum):
-    """What the thread is doing whose turn it is."""
+    """What a thread does during its turn."""
 
     RECEIVING = "it polls, or waits for messages"
     RUNNING = "it runs a function, and receives nothing"
@@ -29,8 +29,9 @@ class TurnState(Enum):
 class Turn:
     """One thread's turn as the receiving thread, observed by a second thread, the deputy.
 
-    The deputy looks every tick whether the same function is still running, because setting a timer for each function
-    would cost more than most functions. If no function has run for a while, it sleeps, and the next function wakes it.
+    At every tick, the deputy checks whether the same function is still running, because setting a timer for each
+    function would cost more than most functions. If no function has run for a while, the deputy sleeps, and the next
+    function wakes it.
 
     | state | a function begins | it ends | it runs for a tick | `close` |
     |---|---|---|---|---|
@@ -51,7 +52,7 @@ class Turn:
 
     # -- the receiving thread ------------------------------------------------------------------
     def run(self, task: Task) -> bool:
-        """Run a function in this thread; return False if the deputy receives now, so that this thread must exit."""
+        """Run a function in this thread; return False if the deputy has taken over, so that this thread must exit."""
         with self._lock:
             self._state = TurnState.RUNNING
             self._runs += 1
@@ -75,7 +76,7 @@ class Turn:
 
     # -- the deputy ----------------------------------------------------------------------------
     def overruns(self) -> bool:
-        """Wait until the deputy has to take over, and return True; return False if the turn has ended instead."""
+        """Wait; return True when the deputy has to take over, or False when the turn has ended."""
         while True:
             self._alarm.wait(math.inf)
             quiet = 0

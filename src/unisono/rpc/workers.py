@@ -35,8 +35,8 @@ def run_task(task: Task) -> None:
 class Workers:
     """Runs tasks in order of arrival, at most `most` at a time, not counting tasks that wait for another rank.
 
-    Because waiting tasks do not count, nested callbacks of any depth cannot exhaust the threads. Waits that are
-    invisible to this class (for a lock, or inside torch) do count. Therefore, if tasks are queued and no task has
+    Because waiting tasks do not count, nested callbacks of any depth cannot exhaust the threads. A task that waits in a
+    way invisible to this class (for a lock, or inside torch) does count. Therefore, if tasks are queued and no task has
     finished for a while, one more thread is admitted.
 
     Args:
@@ -72,7 +72,7 @@ class Workers:
             self._start_threads()
 
     def not_counted(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread waits for another rank, and is not counted."""
+        """Return a context in which this thread may wait for another rank without being counted."""
         # Don't subtract a thread that was never counted, because it is not a worker, or that has been subtracted by an
         # outer wait.
         return self._aside() if threading.get_ident() in self._counted else _NOT_HERE

@@ -1,4 +1,4 @@
-"""Codecs for dataclasses, enums and NamedTuples. A class is sent by name, and found only if already imported."""
+"""Codecs for dataclasses, enums and NamedTuples. A class is sent by name, and found only if it is already imported."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _known(name: str, kind: str) -> type[Any]:
 
 
 def _hook(name: str, cls: type[Any]) -> str:
-    """Describe the class's code that would run when a value is created or freed; empty if none or if allowed."""
+    """Describe class code that would run when a value is created or freed; empty if there is none or it is allowed."""
     if _registered.get(name) is cls:
         return ""
     hook = _hooks.get(cls)

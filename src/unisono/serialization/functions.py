@@ -36,7 +36,7 @@ _registry = threading.RLock()
 
 @contextmanager
 def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Return a context in which a module's functions and classes are sent by value. Keep a user's own registration."""
+    """Return a context in which a module's functions and classes are sent by value. A user's registration remains."""
     if module is None:
         yield
         return

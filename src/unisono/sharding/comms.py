@@ -53,7 +53,7 @@ class ShardComms:
 
     Args:
         comm: Communicator of the ranks that share the model. Construction is collective.
-        mesh: Communicators of replicas and of shards. None: all ranks have different parts.
+        mesh: Communicators of replicas and of shards. If None, all ranks have different parts.
 
     Attributes:
         live: The communicators in use.
@@ -62,7 +62,7 @@ class ShardComms:
         replica: This rank's number among the ranks with the same part; 0 without a mesh.
 
     Raises:
-        ValueError, MismatchError: On every rank: the mesh does not consist of the ranks of `comm`.
+        ValueError, MismatchError: On every rank, if the mesh does not consist of the ranks of `comm`.
     """
 
     def __init__(self, comm: Communicator, mesh: Mesh | None = None) -> None:
@@ -95,7 +95,7 @@ class ShardComms:
         return tuple(comm for pair in self._pairs for comm in pair.every())
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
-        """Return, by name, the groups in which a rank may wait for others, and the function that aborts each."""
+        """Return the names of the groups in which a rank may wait for others, each with the function that aborts it."""
         return {name: abort for pair in self._pairs for name, abort in pair.aborts().items()}
 
     def abort(self, reason: str) -> None:
@@ -111,7 +111,7 @@ class ShardComms:
             pair.abort_all(reason)
 
     def fail_step(self, error: BaseException) -> None:
-        """Abort everything on all ranks: an optimizer raised on this rank, and other ranks may have updated parts."""
+        """Abort everything on all ranks: an optimizer failed on this rank, and others may have updated their parts."""
         self.abort_all(
             f"optimizer.step() failed there: {type(error).__name__}: {error}. Ranks may have made different steps: "
             "load a checkpoint into new objects"
@@ -121,7 +121,7 @@ class ShardComms:
         """Call a function that uses the current communicators, and return its result.
 
         On a mesh, an error in one group aborts all groups, because ranks of other groups would wait for this rank. The
-        first cause is raised, with ranks numbered as in `data`, not as in the group.
+        error that started the abort is raised, with ranks numbered as in `data`, not as in the group.
         """
         try:
             return call(*args, **kwargs)

@@ -68,7 +68,7 @@ class ParameterPiece:
         self.tensor.data = elements
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this piece's elements of a tensor of the parameter's shape, as a view if its strides allow."""
+        """Return this piece's elements from a tensor with the parameter's shape; a view if its strides allow."""
         return whole.reshape(-1)[self.start : self.stop]
 
     def wrap(self, elements: torch.Tensor) -> TensorShard:
@@ -216,7 +216,7 @@ class FlatParameters:
             self._show(gathered=True)
 
     def _show(self, *, gathered: bool) -> None:
-        """Make the parameters and autograd's saved references to them usable, or make any use of them raise."""
+        """Make the parameters and autograd's saved references to them usable, or let any use raise an error."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
         # Change the class and keep the object, because modules, hooks and the user's code refer to it.
@@ -289,7 +289,7 @@ class FlatParameters:
         self.free()
 
     def restore(self, flat: torch.Tensor) -> None:
-        """Turn the parameters back into ordinary ones with their original strides, and copy `gather_whole`'s result."""
+        """Turn the parameters back into ordinary ones with original strides and the values from `gather_whole`."""
         self.show_whole(flat)
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
@@ -299,8 +299,8 @@ class FlatParameters:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    With several streams, freed memory could be reused on the stream that allocated it while another stream still uses
-    it.
+    With several streams, one stream could reuse freed memory that it had allocated, while another stream still uses
+    that memory.
 
     Args:
         devices: The devices.
@@ -601,7 +601,7 @@ class ParameterBucket:
             piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
 
     def follow_parameters(self) -> None:
-        """Update the master copy where this rank's part was written since the last step, such as by a checkpoint."""
+        """Update the master copy where this rank's part was written since the last step, such as from a checkpoint."""
         if self.has_master:
             # Keep the elements of the master that still round to the part's elements: their low bits hold updates that
             # the parameters' dtype cannot represent.
@@ -671,7 +671,7 @@ class _MetadataOnly(torch.Tensor):
 class FreedParameter(_MetadataOnly, nn.Parameter):
     """Class of a sharded model's parameter while its elements are on other ranks.
 
-    Reads of shape, dtype and other metadata work. Any other use raises.
+    The parameter's shape, dtype and other metadata can be read. Any other use raises.
 
     Raises:
         RuntimeError: The elements or the gradient were used; the error names the parameter.
@@ -692,7 +692,7 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return text with name and shape."""
+        """Return text with the name and shape."""
         return f"FreedParameter({_name(self)!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 

@@ -8,8 +8,8 @@
 Within a context, caller and callee record arguments and results that are tensors with an autograd history. Gradients
 are stored in the context, on the rank of each leaf, and never in `.grad`, so backward passes started by several ranks
 over shared parameters do not mix. A leaf's hooks (tensor hooks, post-accumulate hooks, and the hooks of
-`DistributedDataParallel` and `GradientAverager`) run once per backward pass, with the sum over all messages. The value
-that hooks leave in `.grad` is stored as the gradient, and `.grad` is then restored.
+`DistributedDataParallel` and `GradientAverager`) run once per backward pass, with the sum of all messages' gradients.
+The value that hooks leave in `.grad` is stored as the gradient, and `.grad` is then restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["backward", "context", "get_gradients"]
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record tensors that cross ranks, for `backward`.
+    """Record the tensors that ranks send one another, for `backward`.
 
     Remote functions called within the context, and callbacks of `rpc_async` futures, also run in the context. When the
     context ends, all ranks discard its record and gradients.

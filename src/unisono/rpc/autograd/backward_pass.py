@@ -94,7 +94,7 @@ class DistributedPass:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def join(self, number: int, output: Output) -> list[RecvRecord]:
-        """Add an output from which gradients will flow back. Return the messages that have not been queried yet."""
+        """Add an output from which gradients will flow back. Return the messages whose senders must be queried."""
         self._outputs[number] = output
         triggers = {id(trigger) for record in output.received for trigger in record.triggers}
         self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
@@ -126,7 +126,7 @@ class DistributedPass:
 
         Args:
             number: Number of the output.
-            gradients: Gradients of the output's tensors; None for the roots (gradient 1).
+            gradients: Gradients of the output's tensors; None for the roots, whose gradient is 1.
         """
         context = self._context
         output = self._outputs[number]

@@ -1,12 +1,12 @@
 """Back-propagation over several ranks: the first phase discovers the participants, the second sends the gradients.
 
 A message between ranks is an edge of the graph. Gradients return to the sender of the message once everything that the
-receiver computed from its tensors has been back-propagated. The receiver must therefore know the number of
-contributions. The first phase determines this number: starting from the roots, each rank walks its graph from the
-queried outputs to the received messages from which these outputs were computed, and queries the senders (`discover`).
-As a result, tensors that were sent but never used block nothing, and each gradient is sent once. In both phases, a call
-is answered only after all calls that it caused have been answered, so the whole phase is done when the first call
-returns.
+receiver computed from the message's tensors has been back-propagated. The receiver must therefore know how many
+contributions to these gradients to expect. The first phase determines this number: starting from the roots, each rank
+walks its graph from the queried outputs to the received messages from which these outputs were computed, and queries
+the senders (`discover`). As a result, tensors that were sent but never used block nothing, and each gradient is sent
+once. In both phases, a call is answered only after all calls that it caused have been answered, so the whole phase is
+done when the first call returns.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _checked(roots: Any) -> list[torch.Tensor]:
 def discover(
     number: int, name: tuple[int, int], messages: Sequence[int], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """Announce gradients to the sender of some messages. Replies once all senders further back are notified."""
+    """Prepare for gradients of messages that this rank has sent. Replies once all senders further back are prepared."""
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
@@ -149,7 +149,7 @@ def _flow(
 
 
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
-    """Return a future that waits for all futures, and fails with the first error, which torch's collect_all alters."""
+    """Return a future that waits for all futures, and fails with the first error, unaltered (unlike collect_all)."""
     done: torch.futures.Future[Any] = torch.futures.Future()
     left = itertools.count(len(futures) - 1, -1)
     errors = list[Exception]()
@@ -208,7 +208,7 @@ class Contexts:
         return number
 
     def get(self, number: int) -> Context | None:
-        """Return a context in which this rank participates; None if it does not."""
+        """Return a context; None if this rank does not participate in it."""
         return self._open.get(number)
 
     def ongoing(self, number: int) -> Context | None:

@@ -71,7 +71,7 @@ class _RecvBackward(torch.autograd.Function):
 
 
 def departure(tensors: list[torch.Tensor]) -> SendRecord:
-    """Record tensors being sent, in this order."""
+    """Record the tensors that a message sends, in this order."""
     record = SendRecord()
     with torch.enable_grad():
         record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
@@ -79,7 +79,7 @@ def departure(tensors: list[torch.Tensor]) -> SendRecord:
 
 
 def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the next tensor of this message, with a history that begins here."""
+    """Return the next tensor of this message, with a history that begins at a new trigger."""
     trigger = torch.zeros((), requires_grad=True)
     index = len(record.triggers)
     record.triggers.append(trigger)
@@ -103,7 +103,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """Yield each graph node that is reachable from these nodes, once."""
+    """Yield once each graph node that is reachable from these nodes."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

@@ -60,7 +60,7 @@ class Leaves:
 
     @contextmanager
     def _alone(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context with exclusive use of some leaves."""
+        """Reserve some leaves for this thread during the `with` block."""
         here = threading.get_ident()
         numbers = [id(leaf) for leaf in leaves]
         with self._freed:
@@ -120,7 +120,7 @@ class Leaves:
     def swapped(
         self, leaves: Sequence[torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Temporarily replace p.grad of some leaves with these gradients or None."""
+        """Temporarily replace p.grad of some leaves with the given gradients, or with None."""
         with self._alone(leaves):
             before = [leaf.grad for leaf in leaves]
             try:

@@ -39,12 +39,12 @@ class ShardedModel:
     Parameters outside all units belong to the model's own unit, which remains gathered between forward and backward.
 
     Args:
-        model: Any module without lazy parameters and without gradients.
+        model: Any module that has no lazy parameters and no gradients.
         comm: Communicator of the ranks that share the model. Two dedicated communicators are derived from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: parameters are divided among the ranks
-            of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The two
-            kinds of groups must be the columns and rows of a grid of all ranks of `comm`; gradients are averaged over
-            the whole grid. None: all ranks have different parts.
+            of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The
+            `replicate` and `shard` groups of all ranks must be the columns and rows of one grid of the ranks of `comm`;
+            gradients are averaged over the whole grid. None: all ranks have different parts.
         units: Classes of the modules to treat as units, or a predicate. None: the elements of each `ModuleList` and
             `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
@@ -55,36 +55,37 @@ class ShardedModel:
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: The model has no parameters, or a parameter is uninitialized, has a gradient, or is already averaged
-            or sharded; or no module is a unit. On every rank: `mesh` is not a grid of the ranks of `comm`.
+        ValueError: The model has no parameters; no module is a unit; or a parameter is uninitialized, has a gradient,
+            or is already averaged or sharded by another object. On every rank: `mesh` is not a grid of the ranks of
+            `comm`.
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
             parameter. From a forward or `backward()`: ranks run different units, or one rank has skipped a backward
             pass.
         AbortedError: Another rank's forward or backward pass has raised. If several models share a backward pass, the
             error may have occurred before the pass reached this model. All ranks drop the gradients of the step,
-            including those of earlier passes in the step; the next step is correct. A rank that had already finished
+            including those of earlier passes in the step; the next step is unaffected. A rank that had already finished
             its pass raises this error once, from its next forward, `clip_grad_norm_()` or `step()`.
         RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
             `backward()`: parameters were modified since the forward, or a gradient is sparse.
 
-    A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. A pass that
-    enters through another tensor needs freed parameters, and autograd raises as if they had been modified in place. A
-    double backward raises in the same way. A forward or backward pass that raises frees all units and drops the
-    gradients of the step.
+    A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. If a pass enters
+    through another tensor, the parameters that it needs have been freed, and autograd raises its error for tensors
+    modified in place. A double backward raises the same error. A forward or backward pass that raises frees all units
+    and drops the gradients of the step.
 
-    Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, with one message per
-    unit and dtype, and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the previous
-    step's order) is gathered while a unit runs. Memory on p ranks (in elements, without activations and transport
-    buffers) is N/p for the parts, and N/p for each optimizer state; in forward, r + u more; in backward, N/p for
-    gradients, and (2 - 1/p)(r + u) + 2w more. N is the number of elements of all parameters, r of the model's own unit,
-    u of the largest other unit, and w of the largest parameter. If `comm.overlaps`, add u in forward and 2u in
-    backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+    Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, each with one
+    message per unit and dtype; and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the
+    previous step's order) is gathered while a unit runs. Memory of each of p ranks, in elements, without activations
+    and transport buffers: N/p for the parts, and N/p for each optimizer state. A forward adds r + u; a backward adds
+    N/p for gradients, and (2 - 1/p)(r + u) + 2w. N is the number of elements of all parameters; r, u and w are those of
+    the model's own unit, the largest other unit, and the largest parameter. If `comm.overlaps`, add u in forward and 2u
+    in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
     2020.
 
-    Cost on a mesh of r x s ranks: as above with p = s, plus an all_reduce of a part's gradients (N/s elements) over
-    `replicate`, for which each rank sends 2 (r-1)/r N/s elements. Apart from these gradients and the two bytes per
-    parameter, nothing is sent over `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic
-    Model on Public Cloud", VLDB 2022 (HSDP in torch).
+    Cost on a mesh with k ranks in `replicate` and s in `shard`: as above with p = s, plus an all_reduce of a part's
+    gradients (N/s elements) over `replicate`, for which each rank sends 2 (k-1)/k N/s elements. Apart from these
+    gradients and the two bytes per parameter, nothing is sent over `replicate`. Source: Zhang et al., "MiCS:
+    Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
 
     Example:
         >>> def program(comm):
@@ -192,7 +193,7 @@ class ShardedModel:
         """Scale all gradients so that their total norm over all ranks is at most `max_norm`. Collective.
 
         Args:
-            max_norm: Maximum norm of all gradients as one vector.
+            max_norm: Maximum norm of all gradients, taken as one vector.
             norm_type: Order of the norm; infinity for the largest absolute value.
             error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
@@ -375,7 +376,7 @@ class ShardedModel:
         return {self._key(name, entry): self._shard(entry) for name, entry in state.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a snapshot with this rank's shards.
+        """Load a snapshot that has this rank's shards.
 
         Args:
             snapshot: Snapshot in the form that `snapshot` returns on the current ranks.

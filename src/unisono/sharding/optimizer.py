@@ -65,25 +65,24 @@ class ShardedOptimizer(Optimizer):
         model: A module, its parameters, or groups of parameters as for `optimizer_class`.
         comm: Communicator of the ranks that train. A dedicated communicator is derived from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: states are divided among the ranks of
-            `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The two kinds
-            of groups must be the columns and rows of a grid of all ranks of `comm`; gradients are averaged over the
-            whole grid. None: all ranks have different parts.
+            `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The
+            `replicate` and `shard` groups of all ranks must be the columns and rows of one grid of the ranks of `comm`;
+            gradients are averaged over the whole grid. None: all ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
             default the parameters' own dtype. Optimizer states also have this dtype.
         bucket_cap_mb: With `shard_gradients`, maximum message size in MiB.
-        elementwise: Whether the class is known to be elementwise. If False, trial steps on small matrices check whether
-            it is.
+        elementwise: Whether the class is known to be elementwise. If False, trial steps on small matrices check this.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: The class is not elementwise; a parameter cannot be sharded, or with `shard_gradients` has a
-            gradient or is already averaged or sharded; an argument is out of range. On every rank: `mesh` is not a grid
-            of the ranks of `comm`.
+        ValueError: The class is not elementwise; an argument is out of range; or a parameter cannot be sharded. With
+            `shard_gradients`: a parameter has a gradient, or is already averaged or sharded by another object. On every
+            rank: `mesh` is not a grid of the ranks of `comm`.
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
-            gradients or options.
+        MismatchError: Ranks have different models or settings. From `step()`, on every rank: gradients or options
+            differ.
         AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
         PeerLostError, CommTimeoutError: From `step()`: a rank did not take part.
         RuntimeError: From `step()`: a parameter of the module was replaced, added or moved to other memory; the caller
@@ -91,10 +90,12 @@ class ShardedOptimizer(Optimizer):
 
     Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes per rank for checks;
     `shard_gradients` adds one reduce_scatter per bucket. Memory in elements: N for parameters, N/p for each state and
-    for the master copy, and N for gradients. With `shard_gradients`, gradients need only N/p and at most a few buckets.
+    for the master copy, and N for gradients. With `shard_gradients`, gradients need only N/p, plus at most a few
+    buckets.
 
-    On a mesh of r x s ranks, p = s, and each step includes a barrier of all ranks. With `shard_gradients`, each part of
-    the gradients is also all-reduced over `replicate`, for which each rank sends 2 (r-1)/r N/s elements.
+    On a mesh with r ranks in `replicate` and s in `shard`, p = s, and each step includes a barrier of all ranks. With
+    `shard_gradients`, each part of the gradients is also all-reduced over `replicate`, for which each rank sends 2
+    (r-1)/r N/s elements.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; meshes:
     Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
@@ -305,7 +306,7 @@ class ShardedOptimizer(Optimizer):
             max_norm: Maximum norm.
             norm_type: Order of the norm: positive, or `inf`.
 
-        Returns: The norm before scaling, as a 0-d tensor. It is equal on all ranks, and up to rounding it is the result
+        Returns: The norm before scaling, as a 0-d tensor. It is equal on all ranks and, up to rounding, to the result
         of `torch.nn.utils.clip_grad_norm_` on whole gradients.
 
         Example:
@@ -408,7 +409,7 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             state_dict: Result of `state_dict` on the same rank, or an unsharded optimizer's state with whole tensors.
-                `unisono.checkpoint.load` reads a rank's state from a checkpoint that any number of ranks have saved.
+                `unisono.checkpoint.load` reads a rank's state from a checkpoint saved by any number of ranks.
 
         Raises:
             ValueError: The state belongs to different parameters or groups, or to another rank.
@@ -512,7 +513,7 @@ _REPEAT = "a backward pass failed there, so all ranks drop the gradients of this
 
 
 class GradientSharder(PassOwner):
-    """Hooks that shard the gradients of the parameters in buckets.
+    """Hooks that average the gradients of bucketed parameters, and keep this rank's part of them.
 
     A bucket is reduced when it and all earlier buckets have their gradients, or at the end of the backward pass. So all
     ranks reduce all buckets in the same order, even if some gradients are missing. While a gradient is in a bucket,
@@ -520,7 +521,7 @@ class GradientSharder(PassOwner):
 
     Args:
         buckets: Buckets of trained parameters, in the expected order of their gradients.
-        comms: Communicators of the ranks that average.
+        comms: Communicators of the ranks that average the gradients.
 
     Attributes:
         sync: Whether backward passes reduce gradients.
@@ -585,7 +586,7 @@ class GradientSharder(PassOwner):
         self._held = self._holds()
 
     def is_broken(self) -> bool:
-        """Return whether an earlier pass has failed, and its error has been raised on this rank."""
+        """Return whether an earlier pass has failed and its error has already been raised on this rank."""
         return self._broken
 
     def renew(self) -> None:
@@ -665,7 +666,7 @@ class GradientSharder(PassOwner):
                 parameter.grad = placeholder
 
     def fail(self) -> None:
-        """Drop the gradients of this step, because another rank may have received part of the pass that raised."""
+        """Drop the gradients of this step, because other ranks may have received some gradients of the failed pass."""
         self.drop()
         self._comms.abort(f"a backward pass failed there: {self._pass.cause}" if self._pass.cause else _REPEAT)
         self._lost = None
@@ -679,7 +680,7 @@ class GradientSharder(PassOwner):
                 gradient.taken.discard(slot)
 
     def _check_placeholders(self) -> None:
-        """Raise `RuntimeError` if a p.grad was not set by a backward pass."""
+        """Raise `RuntimeError` if the caller has set a p.grad."""
         for _, _, parameter, piece, placeholder in self._places:
             if parameter.grad is not None and parameter.grad is not placeholder:
                 raise RuntimeError(
@@ -688,7 +689,7 @@ class GradientSharder(PassOwner):
                 )
 
     def check_reduced(self) -> None:
-        """Raise `RuntimeError` if gradients from `no_sync` are not averaged, or were not set by a backward pass."""
+        """Raise `RuntimeError` if gradients from `no_sync` are not averaged, or the caller has set a p.grad."""
         self._check_placeholders()
         if any(bucket.gradient.taken for bucket in self._buckets):
             raise RuntimeError(

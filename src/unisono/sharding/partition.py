@@ -34,7 +34,7 @@ class UnitPlan:
 
 
 def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
-    """Return the model's own unit, perhaps without parameters, and the other units that have parameters.
+    """Return the model's own unit, even if it has no parameters, and the other units that have parameters.
 
     A parameter or module shared by several units belongs to the nearest unit that encloses them all.
 

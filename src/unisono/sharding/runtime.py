@@ -52,8 +52,8 @@ class Unit:
         call: The newest forward call.
         held: Whether the unit's parameters must not be freed.
         open: Forward calls that the current backward pass has reached but not left.
-        frees_after_gradients: Whether the backward pass can free the parameters once their gradients have arrived,
-            because no parameter is frozen.
+        frees_after_gradients: Whether no parameter is frozen, so that the backward pass can free the parameters once
+            their gradients have arrived.
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
@@ -234,7 +234,7 @@ class Runtime(PassOwner):
     """Schedule of one model: when its units are gathered and freed, and when their gradients are reduced.
 
     Every module has hooks, so a module that is called directly also gathers its unit. Each module's outputs have a hook
-    that gathers the module's unit before its backward pass.
+    that gathers its unit before the module's backward pass.
 
     Phases between two steps of the optimizer:
 
@@ -466,7 +466,7 @@ class Runtime(PassOwner):
         unit.gathered = True
 
     def _reduce(self, running: _Pass, unit: Unit) -> None:
-        """Start averaging a unit's gradients, after the previous reduction."""
+        """Start averaging a unit's gradients, once the previous reduction is complete."""
         with torch.no_grad():
             # Finish the previous unit's reduction first. Otherwise, the whole gradients of all units would stay in
             # memory until the end of the pass.
@@ -550,7 +550,7 @@ class Runtime(PassOwner):
 
     # -- from step to step ----------------------------------------------------------------------
     def check_reduced(self, action: str, places: Iterable[Place]) -> None:
-        """Raise `RuntimeError` inside a forward or backward, or if gradients of these parameters are not averaged."""
+        """Raise `RuntimeError` if a forward or backward is running, or these parameters' gradients are not averaged."""
         self.check_idle(action)
         for flat, index in places:
             if flat.gradient is not None and index in flat.gradient.taken:
@@ -560,7 +560,7 @@ class Runtime(PassOwner):
                 )
 
     def forget(self, places: Iterable[Place]) -> None:
-        """Drop the gradients of these parameters that are not averaged yet."""
+        """Drop those gradients of these parameters that are not averaged yet."""
         for flat, index in places:
             if flat.gradient is not None:
                 flat.gradient.taken.discard(index)
@@ -664,7 +664,7 @@ class Runtime(PassOwner):
         self.changed()
 
     def check_idle(self, action: str) -> None:
-        """Raise `RuntimeError` inside a forward or backward."""
+        """Raise `RuntimeError` if a forward, a backward or `full_parameters` is running."""
         if self._depth or self._whole or self._in_backward():
             raise RuntimeError(
                 f"{action} was called inside a forward, a backward or full_parameters() of the same sharded model"

@@ -206,9 +206,9 @@ def check_elementwise(
 ) -> frozenset[str]:
     """Check by trial that slices of parameters are updated like whole parameters; see `_Trial`. Takes about 50 ms.
 
-    If the trial fails, it is repeated without missing gradients, and then with a single group, for classes that support
-    only these cases. The trial has no side effects: it draws no random numbers from torch, compiles nothing, and copies
-    the options.
+    A failed trial is repeated with no gradient missing, and then with a single group, for classes that support only
+    these cases. The trial has no side effects: it draws no random numbers from torch, compiles nothing, and copies the
+    options.
 
     Args:
         optimizer_class: The class to try.
@@ -219,8 +219,8 @@ def check_elementwise(
     Returns: Names of states that do not belong to single elements of a parameter, and are equal on all ranks.
 
     Raises:
-        ValueError: Updates, states or options differ, some state is not in `state_dict()`, random numbers are drawn,
-            or the trial fails.
+        ValueError: Updates, states or options of slices differ from those of whole parameters, some state is not in
+            `state_dict()`, random numbers are drawn, or the trial fails.
     """
     name = optimizer_class.__name__
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
@@ -271,12 +271,12 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 
 
 class _Trial:
-    """The same steps with one optimizer on whole parameters, and with the optimizers of three ranks on slices.
+    """A trial: the same steps by one optimizer on whole parameters, and by three ranks' optimizers on slices.
 
     Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. For each distinct
-    parameter group of the user, there is a parameter of 160 x 160, above optimizers' size thresholds, and small
-    parameters with 2 dimensions and with the user's numbers of dimensions. Gradient norms range from 1e-3 to 1e3. After
-    12 steps, all states are loaded into new optimizers, which make 3 more steps.
+    parameter group of the user, the trial has a parameter of 160 x 160 elements, which is above optimizers' size
+    thresholds, and small parameters with 2 dimensions and with each number of dimensions in the user's group. Gradient
+    norms range from 1e-3 to 1e3. After 12 steps, all states are loaded into new optimizers, which make 3 more steps.
 
     Args:
         optimizer_class, groups, defaults: As for `check_elementwise`.
@@ -316,7 +316,7 @@ class _Trial:
     def _draw(
         self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
     ) -> torch.Tensor:
-        """Return random elements that grow along a slope, so that a slice's norm or mean is not the parameter's."""
+        """Return random elements of increasing magnitude, so that a slice's norm or mean is not the parameter's."""
         count = math.prod(shape)
         drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
             1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"
@@ -404,7 +404,7 @@ def _slice(value: torch.Tensor, rank: int | None) -> torch.Tensor:
 
 
 def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
-    """Raise `_RefusedError` unless slices and whole have matching states and options; return shared states' names."""
+    """Raise `_RefusedError` unless states and options of slices match the whole's; return names of shared states."""
     trees = [dict(_leaves(optimizer.state_dict())) for optimizer, _ in (whole, *ranks)]
     shared = set[str]()
     elements = set[str]()
@@ -604,8 +604,8 @@ def check_same_step(
 ) -> None:
     """Raise on every rank if any rank has a problem, or if gradients or options differ between ranks. Collective.
 
-    Cost: one all_gather of 8 bytes, and 3 us per gradient to compare one of its elements, a different element in each
-    step.
+    Cost: one all_gather of 8 bytes, and 3 us per gradient to compare one of its elements; each step compares a
+    different element.
 
     Args:
         names: Names of all parameters.

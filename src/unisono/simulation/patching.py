@@ -236,7 +236,7 @@ def _loops() -> list[Replacement]:
 class VirtualLock:
     """Replacement for `threading.Lock`.
 
-    It may outlive a simulation: threads outside simulations can also use it, and wait in real time.
+    A lock may outlive its simulation, so threads outside simulations can also use it, and then wait in real time.
     """
 
     __slots__ = ("_lock", "_tasks")

@@ -161,7 +161,7 @@ class _Calendar:
         heappush(heap, (when, self._random.random(), next(self._count), event))
 
     def next(self) -> tuple[int, _TimedEvent] | None:
-        """Remove and return the first event, or None if only deadlines of waits with the default timeout are left."""
+        """Remove and return the first event; None if only deadlines of waits with the default timeout are left."""
         for heap in (self._patient, self._others):
             while heap and not heap[0][-1].live():
                 heappop(heap)
@@ -186,11 +186,12 @@ class EndedError(BaseException):
 class TaskScheduler:
     """Runs tasks one at a time. When a task blocks or yields, a seeded generator chooses the task to run next.
 
-    Virtual time stands still while any task can run; then it jumps to the next event. A run therefore takes only the
-    time of its computations, and depends only on the seed.
+    Virtual time stands still while any task can run; when none can, time jumps to the next event. A run therefore takes
+    only the time of its computations, and depends only on the seed.
 
-    If every task waits with at least 0.9 of the default timeout and no other event is scheduled, it is a deadlock: all
-    ranks get `DeadlockError` immediately. Shorter waits, and waits marked as hasty, end at their deadline.
+    If every task waits with a timeout of at least 0.9 times the default and no other event is scheduled, the program is
+    in a deadlock: all ranks get `DeadlockError` immediately. Waits with a shorter timeout, and waits marked as `hasty`,
+    end at their deadline.
 
     Args:
         seed: Seed for all choices.
@@ -523,7 +524,7 @@ def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError
 
 
 def _operation_of(frame: FrameType | None) -> tuple[str | None, str | None]:
-    """Return the library operation in which the user's program is, and the line that called the operation."""
+    """Return the library operation that the user's program is running, and the line that called the operation."""
     operation: str | None = None
     for each in with_callers(frame):
         file = each.f_code.co_filename

@@ -22,7 +22,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A collective call with all its parameters. Cases are small and sent to the ranks, which create the tensors.
+    """A collective call with all its parameters. Ranks receive the case, which is small, and create the tensors.
 
     Attributes:
         call: The method, such as "all_reduce".

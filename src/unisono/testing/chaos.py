@@ -36,7 +36,7 @@ Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
 
 class ChaosError(AssertionError):
-    """Raised if a run ended with a wrong result or error. The message contains the seed that replays the run.
+    """Raised if a run ended with a wrong result or an unaccepted error. The message has the seed that replays the run.
 
     Example:
         >>> try:
@@ -205,10 +205,10 @@ def check(
         options: Options of `unisono.simulate`.
 
     Returns:
-        Number of runs per ending.
+        Number of runs for each value of `Run.ending`.
 
     Raises:
-        ChaosError: A run ended with a wrong result or error; the message contains the seed.
+        ChaosError: A run ended with a wrong result, or an error that `judge` rejects; the message contains the seed.
 
     Example:
         >>> def program(comm):
@@ -236,7 +236,7 @@ def check(
 
 
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
-    """Judge that accepts from each rank the fault-free result, or an error that names a rank and an operation.
+    """Accept, from each rank, either the fault-free result or an error that names a rank and an operation.
 
     This is the default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` from a killed
     rank.

@@ -68,11 +68,11 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that the result is the mean of the ranks' `kept`, respects `error_bound`, and is equal on all ranks.
+    """Check that the result is the mean of the `kept` outputs, respects `error_bound`, and is equal on all ranks.
 
     Args:
         make, bucket: As in `check_codec`.
-        comm: Communicator of the ranks that average, which all call this check.
+        comm: Communicator of the averaging ranks, all of which call this check.
 
     Raises: AssertionError otherwise.
     """
@@ -286,10 +286,10 @@ Make = Callable[[], Codec]
 
 
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """Return the number of bytes a rank sends per average, counted at the sender and averaged over ranks.
+    """Return the number of bytes that a rank sends to compute one average: counted at the sender, mean over ranks.
 
-    Starts ranks as threads. They choose algorithms as if latency were zero, as `wire_bytes` assumes. The first average
-    is not counted, because ranks also exchange messages that compare their calls.
+    Starts ranks as threads, which choose algorithms as if latency were zero, as `wire_bytes` assumes. The first average
+    is not counted, because during it ranks also exchange messages that compare their calls.
 
     Args:
         make: Function that makes the codec.

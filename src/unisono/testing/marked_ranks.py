@@ -26,7 +26,8 @@ class MarkedRanks:
     """Ranks that run a test or a program, and are reused for later tests.
 
     Args:
-        size: Number of ranks, or the name of a test argument whose value or number of items is used.
+        size: Number of ranks, or the name of a test argument; its value, or its number of items, is the number of
+            ranks.
         backend: A transport's name, or "process" for processes on this host with the fastest transport.
         torch: Whether each rank has torch's default process group.
         options: Options of `unisono.testing.pool`.
@@ -115,8 +116,8 @@ class MarkedRanks:
         """Decorate a test: return a function that runs `test` on the ranks.
 
         The returned function returns one rank's result. It is a coroutine function if `test` is one, so that the test
-        runner handles coroutines in its own way. If an argument is this object, `test` gets the rank's communicator as
-        `comm` instead.
+        runner handles coroutines in its own way. If an argument is this object, it is replaced by the argument `comm`,
+        the rank's communicator.
         """
 
         @functools.wraps(test)
@@ -154,7 +155,8 @@ def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> Mar
     Use it with unittest, or below Hypothesis' `given`. With pytest, the marker `ranks(3, torch=True)` does the same.
 
     Args:
-        size: Number of ranks, or the name of a test argument whose value or number of items is used.
+        size: Number of ranks, or the name of a test argument; its value, or its number of items, is the number of
+            ranks.
         backend: "thread"; "process" for processes on this host; "sim" for simulated ranks, scheduled by a seed; or
             another transport's name.
         options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".

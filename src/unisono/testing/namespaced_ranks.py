@@ -96,7 +96,7 @@ class HostRanks(Closing):
             self._links.append(link)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
-        """Return the result or error of each of these ranks (of all ranks if None); None for a killed rank."""
+        """Return the result or error of each of these ranks (all ranks if None), with None for each killed rank."""
         found: list[Any] = []
         for rank in range(len(self._links)) if ranks is None else ranks:
             assert self._links[rank].poll(within_s), f"rank {rank} has not ended within {within_s} s"
@@ -203,10 +203,11 @@ class Network(Closing):
         ipv6: Whether the hosts have only IPv6 addresses.
         delay: One-way delay of each packet: seconds, or a string with a unit, such as "2ms" or "50us".
         loss: Probability that a packet is lost, from 0 to 1.
-        seed: Seed that determines which packets the relay drops; packets are numbered in reading order.
+        seed: Seed that determines which packets the relay drops; packets are numbered in the order in which the relay
+            reads them.
 
     Cost: 0.1 s for two hosts. A relay runs at the highest priority, uses about 20 us of CPU time for each packet of up
-    to 1,500 bytes, and adds about 0.1 ms to the delay; `report()` measures both.
+    to 1,500 bytes, and adds about 0.1 ms to the delay; `report()` measures this CPU time and the delay.
 
     Raises:
         ValueError: The delay or the loss is invalid.

@@ -90,7 +90,7 @@ class Samples(torch.utils.data.Dataset[int]):
 
 
 def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Run all checks on one division, which must be lossless, equal on all ranks, and balanced as declared.
+    """Run all checks on one division: it must lose no sample, be equal on all ranks, and be as balanced as declared.
 
     Args:
         make: Factory of the partitioner.
@@ -165,12 +165,13 @@ def check_resume(
 ) -> None:
     """Check that successive phases cover every sample once, wherever each rank stops in its part.
 
-    In each phase, the remaining samples must be divided as evenly as a whole epoch.
+    In each phase, the remaining samples must be divided as evenly as those of a whole epoch.
 
     Args:
         make, dataset: As in `check_partitioner`.
         counts: Number of ranks in each phase.
-        taken: For each phase but the last, the fraction (0 to 1) of its part that each rank consumes.
+        taken: For each phase but the last, and for each rank, the fraction (0 to 1) of the rank's part that is
+            consumed.
         seed, epoch: 0 or more.
 
     Raises: AssertionError otherwise.
@@ -194,7 +195,7 @@ def check_resume(
 
 
 def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
-    """Check that parts contain all `count` samples, agree on all ranks, and have the right lengths within one sample.
+    """Check that parts contain all `count` samples, agree on all ranks, and have the right lengths to within one.
 
     Args:
         divide: Function that divides samples.

@@ -106,7 +106,7 @@ def torch_ranks_fixture() -> Callable[..., MarkedRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
-    """Hide frames and causes inside the library from the report of a failure, unless `UNISONO_TRACEBACK=full`."""
+    """Remove the library's frames from the tracebacks of a failure and its causes, unless `UNISONO_TRACEBACK=full`."""
     if call.excinfo is None or os.environ.get("UNISONO_TRACEBACK") == "full":
         return
     if any(str(entry.path).startswith(_LIBRARY) for entry in call.excinfo.traceback):

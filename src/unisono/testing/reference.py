@@ -112,9 +112,9 @@ def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
     """Return the expected reduction of all ranks' one-dimensional tensors.
 
     These results must be exact: integers and bools (which wrap around, as in torch), minima and maxima (NaN wins), and
-    sums and products of integer-valued floats if they are small enough. Otherwise the slack is the usual bound: the
-    rounding unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical
-    Algorithms", chapters 3 and 4).
+    sums and products of integer-valued floats if they are small enough. For all other results, `slack` is the usual
+    bound: the rounding unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of
+    Numerical Algorithms", chapters 3 and 4).
 
     Args:
         tensors: CPU tensors, one from each rank, of equal length and the same dtype (one of `DTYPES`).

@@ -2,8 +2,8 @@
 
 Ranks may be threads of this process. While a test runs on such ranks, per-process state of torch and Python becomes
 per-thread: torch's table of groups, its registry of their names, and RANK and the other environment variables of
-torchrun. A thread started by a rank belongs to this rank. Ranks that are processes get the same groups and the same
-rank numbers.
+torchrun. A thread started by a rank belongs to this rank. Ranks that are processes get the same groups and rank numbers
+as ranks that are threads.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
 
 class _ThreadWorld:
-    """Replacement for torch's table of groups: each rank sees its own table, other threads see the process's."""
+    """Replacement for torch's table of groups: each rank sees its own table, other threads see the process's table."""
 
     def __init__(self, process: Any) -> None:
         self.__dict__["_process"] = process
@@ -128,7 +128,7 @@ class _TorchRank:
         return self._stores[-1]
 
     def connect(self, ranks: Sequence[int], timeout_s: float) -> JoinedGroup:
-        """Join a new group of these ranks. Unlike `Communicator.subgroup`, only the members of the group call this."""
+        """Join a new group of these ranks. Only the group's members call this, unlike `Communicator.subgroup`."""
         engine = engine_of(self.comm)
         members = tuple(ranks)
         self._made[members] += 1
@@ -147,7 +147,7 @@ class _TorchRank:
 
 
 class _RankOfThread:
-    """Lookup of the rank that the current thread belongs to, or the whole process if ranks are processes."""
+    """Lookup of the rank to which the current thread belongs (or the whole process, if ranks are processes)."""
 
     process: _TorchRank | None = None
 
@@ -287,7 +287,7 @@ def _of_torch() -> list[Replacement]:
 
 
 def _create(description: Any, options: object = None) -> UnisonoGroup:
-    """Create a group, as described by torch, on one of its members."""
+    """Create this rank's object for a group that torch describes; the rank is a member."""
     rank = _thread.rank
     assert rank is not None
     members = description.global_ranks_in_group or range(rank.comm.size)

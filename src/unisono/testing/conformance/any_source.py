@@ -117,7 +117,7 @@ def receive_any_is_served_in_order(world: World) -> None:
 
 @_where_offered
 def probe_consumes_nothing(world: World) -> None:
-    """Repeated probes return the sender; a receive from that rank or from any rank then still gets the message."""
+    """Repeated probes return the sender, and a later receive, from that rank or from any rank, gets the message."""
 
     def program(comm: Communicator) -> list[object]:
         got = numbers(comm, -1)
@@ -218,7 +218,7 @@ def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
 
 @_where_offered
 def receive_any_ends_with_an_error(world: World) -> None:
-    """The receive fails on abort, on a mismatched message (then the sender may also fail), and if no peer is left."""
+    """The receive fails on abort, if no peer is left, and on a mismatched message (the sender may fail as well)."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
         aborted = comm.dup()

@@ -27,7 +27,7 @@ def bad_arguments_are_rejected_before_sending(world: World) -> None:
 
 
 def second_thread_is_rejected(world: World) -> None:
-    """A communicator belongs to one thread, until `release_thread`."""
+    """A communicator belongs to one thread until that thread calls `release_thread`."""
 
     def program(comm: Communicator) -> list[str]:
         together(comm)

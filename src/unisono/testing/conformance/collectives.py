@@ -44,7 +44,7 @@ def equals_reference(call: str) -> Callable[[World], None]:
 
 
 def every_op_and_dtype_equals_reference(world: World) -> None:
-    """All pairs of op and dtype equal the reference, with and without NaN, with the backend's default algorithm."""
+    """Results of all pairs of op and dtype equal the reference, with and without NaN, with the default algorithm."""
     for size in (2, 3):
         cases = [
             Case("all_reduce", size, count, dtype, op, numbers=kind, seed=count)

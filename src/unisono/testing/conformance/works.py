@@ -141,7 +141,7 @@ def works_can_be_waited_for_in_any_order(world: World) -> None:
 
 
 def wait_for_one_of_many_works(world: World) -> None:
-    """`wait_any` returns the index of the work that is complete, not of the first work in the list."""
+    """`wait_any` returns the index of a complete work, even if it is not the first in the list."""
 
     def program(comm: Communicator, within_s: float) -> int | None:
         if comm.rank > 0:

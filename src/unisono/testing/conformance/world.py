@@ -53,7 +53,7 @@ class World:
 
     @property
     def never_s(self) -> float:
-        """Timeout in seconds of a wait that must end earlier: longer than `soon_s`, shorter than the default."""
+        """Timeout in seconds of a wait that must end before it: longer than `soon_s`, shorter than the default."""
         return 0.9 * resolve_timeout(self.timeout)
 
     def run(
@@ -104,7 +104,7 @@ def wait_all(works: Iterable[Work]) -> None:
 
 
 def until(done: Callable[[], bool], within_s: float) -> None:
-    """Assert that an operation completes in time without a call of `wait`."""
+    """Assert that an operation completes in time without a call to `wait`."""
     deadline = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"

@@ -2,7 +2,7 @@
 
 results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=True)
 
-`interleave` times any other code in the same way: candidates alternate, and ratios compare adjacent samples.
+`interleave` times any other code in the same way: it alternates between functions, and ratios compare adjacent samples.
 """
 
 from unisono.tools.bench.peers import PEERS, Peer

@@ -191,7 +191,7 @@ class _Measurement:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return the call on a slot, which is prepared only once, because slots don't change during a measurement."""
+        """Return the call on a slot. The call is prepared once, because slots don't change during a measurement."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

@@ -211,7 +211,7 @@ class BoundCheck:
 
 
 def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare the geometric mean of a peer's ratios over some sizes with a bound; empty if there are no results."""
+    """Compare the geometric mean of a peer's ratios over some sizes with a bound; return [] if there are no results."""
     ratios = [result.against[peer].ratio for result in results]
     if not ratios:
         return []
@@ -220,7 +220,7 @@ def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) ->
 
 
 def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare a peer's smallest ratio over some sizes with a bound; empty if there are no results."""
+    """Compare a peer's smallest ratio over some sizes with a bound; return [] if there are no results."""
     if not results:
         return []
     least = min(results, key=lambda result: result.against[peer].ratio.median)

@@ -198,7 +198,7 @@ def interleave(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Return the order of a round. Orders rotate, so that each candidate runs first, last, and after each other one."""
+    """Return the order of a round. Orders rotate, so that each candidate is sometimes first and sometimes last."""
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned

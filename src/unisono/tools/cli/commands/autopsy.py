@@ -136,7 +136,7 @@ def _ranks(directory: Path) -> list[_RankLog]:
 
 
 def _later(ranks: list[_RankLog]) -> Callable[[_RankLog], _RankLog]:
-    """Return a function that marks ranks whose process the launcher ended, because another rank had failed before."""
+    """Return a function that marks ranks whose process the launcher ended because another rank had already failed."""
     failed = any(rank.state == "failed" for rank in ranks)
     errors = " ".join(rank.error.text for rank in ranks if rank.error is not None)
     missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", errors)}

@@ -118,7 +118,7 @@ def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
 
     Args:
         tensors: CPU tensors, one from each rank, of equal length and the same dtype (one of `DTYPES`).
-        op: An operation that is defined for the dtype, see `ops_for`.
+        op: An operation that is defined for the dtype; see `ops_for`.
 
     Example:
         >>> reduced([torch.tensor([1.0]), torch.tensor([2.0])], "sum").value

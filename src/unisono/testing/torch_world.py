@@ -338,7 +338,7 @@ def _refused(owner: type, name: str) -> Callable[..., Any]:
 
 
 class _Environment(os._Environ[str]):
-    """Environment variables: RANK and the other variables in `_PLACE` are per rank, all others are the process's."""
+    """Environment variables: RANK and the other variables in `_PLACE` are per rank; all others are the process's."""
 
     def __init__(self, process: os._Environ[str]) -> None:
         vars(self).update(vars(process))

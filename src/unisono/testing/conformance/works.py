@@ -126,7 +126,7 @@ def future_completes_without_polling(world: World) -> None:
 
 
 def works_can_be_waited_for_in_any_order(world: World) -> None:
-    """Works may also be waited for repeatedly, or after they are known to be complete."""
+    """A rank may wait for a work repeatedly, or after the work is known to be complete."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * 5)

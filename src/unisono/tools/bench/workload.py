@@ -62,7 +62,7 @@ class Workload:
     Attributes:
         collective: One of `COLLECTIVES`. Rooted collectives have root 0.
         ranks: Number of ranks.
-        count: Number of elements, of the whole tensor if the collective is in place, and otherwise of one rank's part.
+        count: Number of elements: of the whole tensor if the collective is in place, otherwise of one rank's part.
         dtype, op: Dtype of the elements, and the reduction.
     """
 

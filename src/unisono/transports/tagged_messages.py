@@ -307,7 +307,7 @@ class TaggedMessages(ABC):
 
     Attributes:
         lock, idle, held: See `MessageEnds`.
-        broken: Error that ended all messages; None while messages are possible.
+        broken: Error that ended all messages; None while messages can still be sent and received.
     """
 
     def __init__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], rank: int) -> None:
@@ -352,7 +352,7 @@ class TaggedMessages(ABC):
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Return whether a message with this tag has arrived for which no receive is waiting.
+        """Return whether a message with this tag has arrived, and no receive is waiting for it.
 
         Raises the error that `check` would raise if the message cannot arrive any more.
         """
@@ -418,7 +418,7 @@ class TaggedMessages(ABC):
         """Return the error to raise if nothing more can arrive from a peer; None if more can arrive."""
 
     def open(self, peer: int) -> None:
-        """Create the byte streams to and from a peer if they are created on demand."""
+        """Create the byte streams to and from a peer, for transports that create streams on demand."""
 
     def wake(self, peer: int) -> None:
         """Wake a peer that may be asleep, waiting for bytes to read or for room to write."""

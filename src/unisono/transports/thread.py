@@ -83,7 +83,7 @@ class MessageQueue:
         return self.waiting.pop(key)
 
     def leave(self, group: str, rank: int, size: int) -> None:
-        """Record that a rank has left a group; the last rank removes the group. The caller must hold the lock."""
+        """Record that a rank has left a group; the last to leave removes the group. The caller must hold the lock."""
         self.left[group].add(rank)
         if len(self.left[group]) == size:
             del self.left[group]
@@ -96,7 +96,7 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove a rank's waiting messages or, with `others`, its peers' messages to or from it; return the works."""
+        """Remove a rank's waiting messages, or with `others`, those of its peers for it; return their works."""
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):

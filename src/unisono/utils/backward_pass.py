@@ -47,16 +47,16 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
     All ranks create their trackers in the same order. The order in which gradients arrive depends on the graph, and
     differs if ranks add up a loss in different orders. Ending a model's backward pass may block until all other ranks
-    also end it, so ranks that used the order of the gradients could deadlock.
+    also end it, so ranks could deadlock if they ended passes in the order of the gradients.
 
     Models whose forward passes communicate come first. A rank that has failed in this backward pass repeats such a
-    forward pass before anything else, so no other rank may wait in another model. Models whose forward passes
-    communicate therefore raise an error. If they raise no error, all ranks have reached the end of this backward pass,
-    and any other broken model has been broken since an earlier backward pass.
+    forward pass before anything else, so all other ranks must meet it in that model, not wait in another one. Models
+    whose forward passes communicate therefore raise an error if a rank has failed. If they raise none, all ranks have
+    reached the end of this backward pass, and any other broken model has been broken since an earlier backward pass.
 
     Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews all
-    models that do not wait, which is collective. If a rank that does not know of the failure waited in one of the
-    waiting models first, both ranks would block forever.
+    models that do not wait; this renewal is collective. If a rank that does not know of the failure first waited in one
+    of the waiting models, both ranks would block forever.
     """
     if _is_nested():
         return
@@ -95,8 +95,8 @@ class PassOwner:
     def fail(self) -> None:
         """Undo the backward pass, because the outermost autograd call or `end` has raised an error.
 
-        Also called if an autograd call raised an error before it reached a parameter, so that no backward pass had
-        begun.
+        This is also called if an autograd call raised an error before it reached a parameter, and thus before a
+        backward pass began.
         """
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class PassOwner:
         return False
 
     def renew(self) -> None:
-        """Restore communication. Called for all models before the first `end` if any model is broken. Collective."""
+        """Restore communication. If any model is broken, this is called for all models before any `end`. Collective."""
 
 
 class BackwardTracker:
@@ -117,7 +117,7 @@ class BackwardTracker:
     the token with the graph task, whether the task has succeeded or failed. If the task was nested, the enclosing graph
     task is then current again and gets its own token, and so on up to the outermost task.
 
-    The first tracker that sees a graph task enlists the trackers of all other models on the communicator whose
+    The first tracker that sees a graph task enlists the tracker of each other model on the communicator, if the model's
     parameters are in the task's graph. If the task fails before it reaches one of these models, other ranks may already
     be waiting in that model, so the model's owner must also fail.
 
@@ -129,8 +129,9 @@ class BackwardTracker:
     Attributes:
         owner: The owner, as passed.
         number: Position in the order in which trackers were created.
-        cause: While the owner fails a pass: type and text of the error, if the owner itself has raised it. Empty for an
-            error in the program's own hooks and Functions, which torch holds back until the owner has failed the pass.
+        cause: Type and text of the error with which the owner is failing a pass, if the owner itself raised it. Empty
+            for an error in the program's own hooks and Functions, which torch holds back until the owner has failed the
+            pass.
         running: Number of the latest graph task that adds to the model's gradients.
         is_open: Whether a backward pass has begun but not ended.
         arrived: Indices of the leaves to whose gradients the backward pass has added or is about to add.
@@ -332,7 +333,7 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
 
 
 def _leaf(node: Any, parameters: frozenset[int]) -> Any:
-    """Return the graph node of a leaf on which a node depends, preferably of a parameter."""
+    """Return the graph node of a leaf on which `node` depends; if possible, this leaf is a parameter."""
     seen = {node}
     stack = [node]
     found = None

@@ -33,8 +33,8 @@ class EMA:
         model: Module whose floating-point and complex parameters are averaged. Lower-precision parameters are averaged
             in float32.
         decay: Weight of the previous average, from 0 to 1.
-        comm: Communicator of the ranks, each of which keeps an equal part of the average; construction is then
-            collective. If None, this process keeps the whole average.
+        comm: Communicator of the ranks, each of which keeps an equal part of the average. Construction is then
+            collective. If `comm` is None, this process keeps the whole average.
         use_buffers: Whether to also average floating-point and complex buffers. Buffers that are not averaged keep the
             model's values.
 
@@ -95,7 +95,7 @@ class EMA:
         Raises:
             RuntimeError: The average currently replaces the parameters, or the parameters are sharded and not gathered.
 
-        Cost: reads and writes this rank's part of the average once.
+        Cost: one read and one write of this rank's part of the average.
         """
         self._check_not_applied("update")
         self._follow_model()
@@ -115,8 +115,8 @@ class EMA:
         Raises:
             RuntimeError: The average already replaces the parameters.
 
-        Cost: an all-gather of the average, which needs memory for the whole average on every rank, and two copies of
-        the parameters.
+        Cost: two copies of the parameters, and an all-gather of the average, which needs memory for the whole average
+        on every rank.
 
         Example:
             >>> model = torch.nn.Linear(1, 1)

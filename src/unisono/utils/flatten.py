@@ -54,7 +54,7 @@ def flat_apply(
         action: Function that changes a flat tensor in place.
         keep_on_error: Whether the tensors must keep their values if the action raises.
 
-    Cost: two copies of the bucket, or none if the bucket is a single contiguous tensor and need not be kept.
+    Cost: two copies of the bucket, or none if the bucket is a single contiguous tensor whose values need not be kept.
     """
     if len(bucket) == 1 and bucket[0].is_contiguous() and not keep_on_error:
         action(bucket[0])
@@ -153,8 +153,8 @@ def bucket_sizes(
         given: The two sizes; each is None if the user has not set it.
         parameters: All parameters.
         comm: Communicator of the ranks that average.
-        background: Whether buckets are sent while later buckets fill. If not, each bucket adds a wait for the slowest
-            rank.
+        background: Whether buckets are sent while later buckets fill. Otherwise, each bucket adds a wait for the
+            slowest rank.
         compressed: Whether a codec is used. A codec needs the same buckets on every machine.
     """
     cap, first = given

@@ -217,7 +217,8 @@ def agree_on_parameters(
         hooked: Whether hooks will wait for other ranks in backward passes. If this would deadlock, every rank raises
             `ValueError`.
 
-    Cost: one `flush_agreements`. With `hooked` and accelerators, also one exchange of the devices' names.
+    Cost: one `flush_agreements`. If `hooked` is set and there are accelerators, also one exchange of the devices'
+    names.
     """
     kinds = [(name, _described(p, frozen=frozen)) for name, p in named]
     comm.agree(settings, f"settings of {of}")
@@ -253,7 +254,7 @@ def _described(p: torch.Tensor, *, frozen: bool) -> str:
 
 
 class ParameterClaim:
-    """Claim on parameters. It keeps the parameters alive, and ends when its owner is freed."""
+    """Claim on parameters, which keeps the parameters alive, and ends when the owner of the claim is freed."""
 
     def __init__(self, named: Named, text: str) -> None:
         self.named = named
@@ -275,7 +276,7 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
     Returns: The claim. The owner must keep a reference to it.
 
     Raises:
-        ValueError: A parameter (named in the error) is already claimed. If so, no parameter is claimed.
+        ValueError: A parameter (named in the error) is already claimed. This call then claims none of the parameters.
 
     Example:
         >>> from unisono.utils.parameters import claim

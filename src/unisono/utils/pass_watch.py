@@ -22,7 +22,7 @@ _watches: weakref.WeakKeyDictionary[ControlPlane, list[weakref.ref[PassWatch]]] 
 
 
 class WatchedComms(Protocol):
-    """Interface of one model's communicators for `PassWatch`."""
+    """Interface through which `PassWatch` accesses one model's communicators."""
 
     def in_use(self) -> Sequence[Communicator]:
         """Return the communicators that the model's backward passes currently use. They are replaced after failures."""
@@ -31,7 +31,7 @@ class WatchedComms(Protocol):
         """Return the communicators in use, and the communicators from which they are recreated."""
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
-        """Return, by name, the groups in which a rank may wait for others, and the function that aborts each."""
+        """Return, by name, each group in which a rank may wait for others, and the function that aborts the group."""
 
 
 class PassWatch:
@@ -39,24 +39,25 @@ class PassWatch:
 
     A backward pass waits until all ranks run it, and so does a forward pass that communicates. If rank 0 runs the
     backward passes of model a and then b, but rank 1 runs b and then a, each rank waits for the other's second backward
-    pass. Ranks also deadlock if rank 1 fails in b and restarts its training step with a. No rank can detect this alone,
-    so a thread queries the activities of all ranks during each backward pass. If ranks form a cycle in which each rank
-    waits for a call that the next rank has not made, they are deadlocked. The thread then aborts these calls on all
-    ranks. The backward passes raise errors, and the models renew their communicators in the next backward pass, as
-    after any failure. Ranks that wait to renew a model's communicators may be part of a cycle too. They wait in a
-    `RepeatableBarrier`, so aborting their wait does not make the model unusable. A rank with only one such model needs
-    no thread.
+    pass. Ranks also deadlock if rank 1 fails in b and then restarts its training step with a, while rank 0 waits in b.
+    No rank can detect this alone, so a thread queries the activities of all ranks during each backward pass. If ranks
+    form a cycle in which each rank waits for a call that the next rank has not made, they are deadlocked. The thread
+    then aborts these calls on all ranks. The backward passes raise errors, and the models renew their communicators in
+    the next backward pass, as after any failure. Ranks that wait to renew a model's communicators may be part of a
+    cycle too. They wait in a `RepeatableBarrier`, so aborting their wait does not make the model unusable. A rank with
+    only one watched model needs no thread.
 
     Args:
         kind: Name of the averaging class, such as "GradientAverager", for error messages.
         comms: The model's communicators.
 
     Attributes:
-        name: The kind, and the line that created the averaging object.
-        peers: All watches of this rank, including this one, in order of creation. A single watch has nothing to do.
+        name: Kind of the averaging object, and the line that created it.
+        peers: All watches of this rank, including this one, in order of creation. If there is only one watch, it does
+            nothing.
         running: Event that stops the thread that watches the current backward pass; None if there is no thread.
         on_pass: Function called with the number of a graph task that reached another model of this rank first.
-        errors: Number that grows whenever a pass of any of this rank's models raises.
+        errors: Number that grows whenever a forward or backward pass of one of this rank's models raises an error.
     """
 
     on_pass: Callable[[int], None]

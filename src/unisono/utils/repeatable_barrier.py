@@ -12,14 +12,14 @@ __all__ = ["RepeatableBarrier"]
 
 
 class RepeatableBarrier:
-    """A barrier for the ranks of a communicator that remains usable after an abort or a timeout.
+    """A barrier of a communicator's ranks, which can be used again after an abort or a timeout.
 
-    An aborted communicator is broken forever. Each call of this barrier therefore uses its own group in the control
-    plane, and an abort breaks that group only. Calls are matched by their number. A rank that arrives at a call that
-    the other ranks have given up skips it, and waits for them in the next call.
+    An aborted communicator is broken forever. Each call therefore uses its own group in the control plane, and an abort
+    breaks only that group. Calls are matched by their number. If the other ranks have given up a call before a rank
+    arrives there, this rank skips that call, and waits for them in the next.
 
     Args:
-        comm: Communicator of the ranks, whose failure also ends the barrier. Construction is not collective.
+        comm: Communicator of the ranks. Its failure also ends the barrier. Construction is not collective.
 
     Attributes:
         name: Group name under which hang reports show a rank that waits here.
@@ -77,7 +77,7 @@ class RepeatableBarrier:
                     control.leave(group)
 
     def abort(self, reason: str) -> None:
-        """Make the call in which ranks wait raise `AbortedError` on every rank. Callable from any thread."""
+        """Make the call in which ranks are waiting raise `AbortedError` on every rank. Callable from any thread."""
         engine = engine_of(self._comm)
         if engine.life.closed:
             return
@@ -88,5 +88,5 @@ class RepeatableBarrier:
         engine.control.report_failure(self._group(number), cause)
 
     def close(self) -> None:
-        """Leave the barrier out of hang reports, once the communicator is closed. Idempotent."""
+        """Remove the barrier from hang reports; for use once the communicator is closed. Idempotent."""
         self._activity.life.change("close")

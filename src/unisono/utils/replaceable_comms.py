@@ -18,7 +18,7 @@ class ReplaceableComms:
 
     If a rank fails in the middle of a training step, it aborts the communicator in use. Then no other rank waits for
     the failed rank, and no message of that step can match a message of the next step. All ranks replace the
-    communicator before they continue. Calls that must not be aborted when a step fails on another rank use `base`.
+    communicator before they continue. Calls that must survive a failed step on another rank use `base`.
 
     Args:
         comm: Communicator of the ranks. Construction is collective.
@@ -70,12 +70,12 @@ class ReplaceableComms:
         return self.base, *self.in_use()
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
-        """Return, by name, the groups in which a rank may wait for others, and the function that aborts each."""
+        """Return, by name, each group in which a rank may wait for others, and the function that aborts the group."""
         found = {engine_of(comm).group.name: comm.abort for comm in self.every()}
         return {**found, self._barrier.name: self._barrier.abort}
 
     def replace(self) -> None:
-        """Replace the failed communicator in use. Collective. After an `AbortedError`, all ranks may call it again."""
+        """Replace the failed communicator in use. Collective. All ranks can repeat it after an `AbortedError`."""
         # A rank can be blocked in another model, waiting for ranks that wait for it here. So wait in a barrier first,
         # because a barrier can be aborted and repeated. An aborted `base` could not be replaced, so use it only after
         # all ranks have arrived.

@@ -22,10 +22,10 @@ _PER_RANK = 4
 
 @dataclass(frozen=True)
 class Generators:
-    """Two CPU random generators. A checkpoint's state can contain them in addition to `un.checkpoint.RNG()`.
+    """Two CPU random generators, which a checkpoint's state can contain in addition to `un.checkpoint.RNG()`.
 
-    If more ranks load a checkpoint than saved it, `rank` keeps its current state on the additional ranks. `shared`
-    remains equal on all ranks.
+    If a checkpoint is loaded by more ranks than saved it, `rank` keeps its current state on the additional ranks.
+    `shared` remains equal on all ranks.
 
     Attributes:
         rank: Draws different numbers on each rank.

@@ -61,11 +61,11 @@ class Checked(Wrapper):
     they run.
 
     Cost: about 25 us per collective on one host. Each collective sends log2(p) short messages over connections that the
-    first collective opens; if these connections fail, it makes a round trip to the control plane. Point-to-point
-    messages cost nothing. `full` also compares shapes, and after each collective the hashes of inputs and outputs, with
-    another round trip to the control plane; if hashes differ, all ranks raise `CorruptedError`. The hash of a sum is
-    not known in advance, so ranks only check that they all have the same sum. With `full`, a point-to-point message
-    costs the sender one request to the control plane, and the receiver two.
+    first collective opens; if these connections fail, the collective makes a round trip to the control plane instead.
+    Point-to-point messages cost nothing. With `full`, ranks also compare shapes, and after each collective, with
+    another round trip to the control plane, the hashes of inputs and outputs. If hashes differ, all ranks raise
+    `CorruptedError`. The hash of a sum is not known in advance, so ranks only check that they all have the same sum.
+    With `full`, a point-to-point message costs the sender one request to the control plane, and the receiver two.
 
     Args:
         inner: The transport to check.
@@ -146,7 +146,7 @@ class Checked(Wrapper):
         compare_in_full(self._control, self.group, topic, fingerprint, left, shapes=self.full)
 
     def _connected(self) -> Comparer | None:
-        """Return the comparer for later calls, or None on all ranks if any rank could not connect."""
+        """Return the comparer for later calls; if any rank could not connect, return None on all ranks."""
         if self._connect is None:
             return None
         comparer: Comparer | None = None

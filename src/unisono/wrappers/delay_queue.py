@@ -26,7 +26,7 @@ class DelayedSend:
     Attributes:
         send: The message.
         due: Send time, on the library's clock.
-        swap: Whether the stream's next message overtakes this message, if it is posted before `due`.
+        swap: Whether the stream's next message, if posted before `due`, overtakes this message.
     """
 
     send: Send
@@ -53,7 +53,7 @@ class DelayQueue:
             return stream in self._streams
 
     def post(self, messages: Sequence[DelayedSend]) -> Work:
-        """Send each message when due, with the inner timeout. The work completes when all sends have completed."""
+        """Send each message when due, with the inner transport's timeout. The work completes when all sends have."""
         work = CountdownWork(threading.TIMEOUT_MAX, [held.send for held in messages])
         for held in messages:
             stream = (held.send.peer, held.send.tag)

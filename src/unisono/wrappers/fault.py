@@ -72,8 +72,8 @@ class Faulty(Wrapper):
     """Injects faults: damages messages at random, and kills, freezes or slows ranks. A seed makes runs reproducible.
 
     A message's fault depends only on the seed, the group, the two ranks, the tag, and the message's number in that
-    stream, so a run can be repeated regardless of timing. Native collectives are hidden, so that collectives consist of
-    messages, which faults can affect. Only sends are affected. To detect the damage, wrap this transport in
+    stream, so a run can be repeated regardless of timing. This wrapper hides native collectives, so that collectives
+    consist of messages, which faults can affect. Only sends are affected. To detect the damage, wrap this transport in
     `Checksummed`.
 
     Args:
@@ -83,8 +83,8 @@ class Faulty(Wrapper):
         delay: Probability that a message is sent late. Later messages with the same tag to the same rank wait behind
             it.
         duplicate: Probability that a message arrives twice.
-        reorder: Probability that the next message with the same tag to the same rank overtakes a message, if the next
-            message is sent within `delay_s`.
+        reorder: Probability that a message is overtaken by the next message with the same tag to the same rank, if the
+            latter is sent within `delay_s`.
         corrupt: Probability that one bit of a message changes in flight.
         delay_s: Delay of late messages, in seconds.
         on_ranks: Ranks that are killed, freeze or run slowly.

@@ -15,9 +15,9 @@ class RankFaults:
     Args:
         kill_at: Number of the `post` call at which the rank is killed: with SIGKILL, or `KilledError` if ranks are
             threads. Each group counts its calls from 1. None for never.
-        freeze_at: Number of the `post` call at which the rank freezes but still answers the control plane. Each group
-            counts its calls from 1, and the rank freezes once, in the first group that reaches the number. None for
-            never.
+        freeze_at: Number of the `post` call at which the rank freezes, although it still answers the control plane.
+            Each group counts its calls from 1, and the rank freezes only once, in the first group that reaches this
+            number. None for never.
         freeze_s: Duration of the freeze in seconds. If None, the rank freezes until the group has failed or is closed.
         slow_bytes_per_s: Bandwidth of the link to each rank, in bytes per second; unlimited if None.
         ranks: The affected ranks, by their numbers in the job's initial group; None for all ranks.

@@ -27,7 +27,7 @@ class Traced(Wrapper):
         inner: The transport to record.
         sink: Function called with each event, in the thread that completes the event.
         called_s: Time at which the program made the call, if the wrapper is for a single call.
-        posted: Messages of that single call, numbered since the group was created.
+        posted: Messages of that single call, with numbers that count from the creation of the group.
 
     Example:
         >>> events = []
@@ -117,8 +117,8 @@ def observed(
 ) -> tuple[Transport, AbstractContextManager[None]]:
     """Return the transport for a collective, and the context manager in which the program waits for the collective.
 
-    The transport and the context manager write to the recording that is open in this context, and to torch's profiler,
-    if these exist.
+    If a recording is open in this context, or torch's profiler is active, the transport and the context manager write
+    to them.
 
     Args:
         transport: Transport of the communicator.

@@ -47,7 +47,7 @@ def load(path: Path | None = None) -> Pictures:
     """Load the handwritten digits, or `path`: an image folder, or an .npz file.
 
     Raises:
-        ValueError: `path` has nothing to train on; the message states the expected input.
+        ValueError: `path` contains nothing to train on; the message states the expected input.
         UnavailableError: A package needed to read the pictures is missing; the message says how to install it.
     """
     if path is None:

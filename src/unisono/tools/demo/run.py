@@ -162,7 +162,7 @@ def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _errors(ready: PreparedDemo, steps: int) -> tuple[float, float]:
-    """Return the largest difference in weights between several ranks and one rank, and the largest ring error."""
+    """Return the largest difference in weights from one-rank training, and the largest ring all_reduce error."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
     reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
@@ -227,7 +227,7 @@ def largest(errors: Iterable[float]) -> float:
 
 
 def ring_error(comm: un.Communicator, seed: int) -> float:
-    """Return this rank's largest difference between a ring all_reduce of random numbers and their local sum."""
+    """Return this rank's largest difference between a ring all_reduce of random numbers and a local sum of them."""
     total = torch.zeros(_LENGTH, dtype=torch.float64)
     mine = torch.empty(0)
     for rank in range(comm.size):

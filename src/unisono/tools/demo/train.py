@@ -68,13 +68,13 @@ class Batches:
         self.steps: int = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[StepShare]:
-        """Return one rank's share of each step in an epoch, which together contain each picture of its part once."""
+        """Return a rank's shares of an epoch's steps; together, they contain each picture of the rank's part once."""
         counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
         divisors = [count / len(self._parts) for count in counts]
         return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
 
     def whole(self, epoch: int) -> list[StepShare]:
-        """Return the shares with which a single rank uses the same pictures in each step as all ranks together."""
+        """Return shares for a single rank that uses the same pictures in each step as all ranks together."""
         cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
         batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
         return [StepShare(batch, len(batch)) for batch in batches]

@@ -1,4 +1,4 @@
-"""Examination of a host: whether ranks can run on it, with which transports, and how to fix any obstacles.
+"""Examination of a host: whether ranks can run on it, with which transports, and how to remove any obstacles.
 
 Each check is a file in `unisono.tools.doctor.checks`, and is looked up by name. Importing this package does not require
 a working torch.

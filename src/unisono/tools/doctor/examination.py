@@ -101,7 +101,7 @@ class Target:
     limit_s: float = 60.0
 
     def wants(self, *backends: str) -> bool:
-        """Return whether to check the requirements of these backends: the program may use one of them."""
+        """Return whether the program may use one of these backends, so that their requirements must be checked."""
         return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
     def requires(self, backend: str) -> bool:
@@ -155,7 +155,7 @@ def info(text: str, fix: str | None = None) -> Finding:
 
 
 def optional(text: str, fix: str, *, required: bool = False) -> Finding:
-    """Report that something is missing that most programs don't need; a problem if `required`."""
+    """Report the lack of something that most programs don't need; a problem if it is `required`."""
     return Finding("problem" if required else "optional", text, fix)
 
 
@@ -177,7 +177,7 @@ _WIDTH = 14
 
 
 def marks(encoding: str | None) -> dict[State, str]:
-    """Return a sign for each state that this encoding can represent."""
+    """Return a sign for each state, in characters that this encoding can represent."""
     try:
         "✓✗○·".encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -214,7 +214,7 @@ def facts() -> dict[str, str]:
 
 
 def as_json(found: _Found) -> dict[str, Any]:
-    """Return the report for programs: "ok", "findings" (each with "check", "state", "text", "fix") and "machine"."""
+    """Return the report as data: "ok", "findings" (each with "check", "state", "text", "fix") and "machine"."""
     findings = [{"check": name, **asdict(finding)} for name, group in found for finding in group]
     return {
         "ok": all(finding["state"] != "problem" for finding in findings),

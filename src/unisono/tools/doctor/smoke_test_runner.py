@@ -30,7 +30,7 @@ def tried(
     before: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Run the smoke test for each backend. Return an ok if the ranks' sum is right, else a problem with the reason.
+    """Run the smoke test for each backend. Return "ok" if the ranks' sum is right, else a "problem" with the reason.
 
     Args:
         fixes: Backends in the order of tests, each with a fix to suggest if its test fails.

@@ -1,4 +1,4 @@
-"""Running of programs with a time limit, without leaving processes behind."""
+"""Runs programs with a time limit, without leaving processes behind."""
 
 from __future__ import annotations
 

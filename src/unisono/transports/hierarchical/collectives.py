@@ -2,8 +2,8 @@
 
 An all_reduce of S bytes is a reduce-scatter inside each host, an all-reduce of each share with the peers on the other
 hosts, and an all-gather inside each host (as Mikami et al., arXiv:1811.05233, do on a torus of GPUs). Each of N hosts
-sends 2(N-1)/N S over its link. A ring over all p ranks would send 2(p-1)/p S: with two hosts of two ranks, that is S
-instead of 1.5 S.
+sends 2(N-1)/N S over its link. A ring over all p ranks would send 2(p-1)/p S: with two hosts of two ranks, 1.5 S
+instead of S.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HierarchicalCollectives:
         rail: Transport among this rank and its peers on the other hosts; None if this rank is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Maximum size of an algorithm's messages.
-        timeout_s: Longest wait for the last exchange between hosts after a call's deadline.
+        timeout_s: Maximum wait, after a call's deadline, for the last exchange between hosts.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Return the number of elements in each tile: fewer in the first and last tiles, which overlap less.
+    """Return the number of elements in each tile; the first and last tiles, which overlap less, are smaller.
 
     Example:
         >>> _tiles(100, 16)
@@ -207,7 +207,7 @@ def _root(call: Call) -> int:
 
 
 def _moved(call: Call, root: int, here: bool) -> Call:
-    """Return a broadcast of the same tensor among other ranks, with `root` numbered among those ranks."""
+    """Return a call that broadcasts the same tensor among other ranks, with `root` numbered among those ranks."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 

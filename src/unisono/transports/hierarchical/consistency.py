@@ -44,8 +44,8 @@ class HostAgreement:
         inside: Runs collectives among the ranks on this host; None if this rank is alone there.
         links: Links to the other hosts on a host's first rank; None on other ranks.
         here: The number of this host.
-        short_bytes: Maximum size, with two hosts, of a reduction that travels with the comparison; divided by N - 1 for
-            N hosts.
+        short_bytes: Maximum size of a reduction that travels with the comparison between two hosts; for N hosts, the
+            maximum is divided by N - 1.
         timeout_s: Timeout for exchanging the calls in full if they differ.
     """
 
@@ -98,7 +98,7 @@ class HostAgreement:
         target.copy_(self._host_rounds[0].like(target))
 
     def find_missing_rank(self, error: CommTimeoutError, timeout: float) -> BaseException:
-        """Return the error for a wait that timed out. Names a rank that has not arrived, if possible.
+        """Return the error for a wait that timed out; if possible, it names a rank that has not arrived.
 
         A rank that waits for another host cannot tell which rank of that host is late, so all waiting ranks call this.
         """
@@ -151,7 +151,7 @@ class HostAgreement:
 
     # -- between hosts, and back to their ranks ------------------------------------------------
     def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
-        """Compare calls between hosts, and broadcast the verdict, with the result of a reduction, inside this host."""
+        """Compare calls between hosts; broadcast the verdict, and any reduction's result, inside this host."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
         first = self._host_rounds[0]
         error: CommTimeoutError | None = None

@@ -1,7 +1,8 @@
 """Links between hosts: plain sockets between the first ranks of all hosts, for short packets.
 
-Hosts compare their calls and reduce short tensors over these links. Unlike in libraries for bulk data, the waiting
-thread reads the sockets itself, each packet contains its length, and a wait ends immediately when the group fails.
+Hosts compare their calls and reduce short tensors over these links. Unlike a library for bulk data, this module reads
+the sockets in the waiting thread, sends each packet's length in the packet, and ends a wait immediately when the group
+fails.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ class HostLinks:
 
         Args:
             mine: The packet to send to every other host.
-            theirs: By host number, the buffers for the other hosts' content, each of the length of the content of
-                `mine`.
+            theirs: Buffers for the other hosts' content, by host number, each as long as the content of `mine`.
             deadline: Deadline on the library's clock.
 
         Raises:
@@ -110,7 +110,7 @@ class HostLinks:
         )
 
     def abort(self, cause: BaseException) -> None:
-        """End a wait in progress with this error. May be called from any thread."""
+        """End any wait in progress with this error. May be called from any thread."""
         with self._closing:
             if self._broken is None:
                 self._broken = cause
@@ -196,15 +196,16 @@ def meet(
     connecting host must prove that it knows a secret that the first rank has published through the control plane.
 
     Args:
-        group: The ranks to connect. The group is joined here.
+        group: The ranks to connect. This function joins the group.
         control: This rank's handle to the control plane.
         hosts: For each host, its ranks in the group.
         address: Address at which other hosts reach this host.
-        timeout: Time limit for all hosts to join, in seconds. If an address does not respond, gives up after 10 s.
+        timeout: Time limit for all hosts to join, in seconds. If an address does not respond, this function gives up
+            after 10 s.
 
     Raises:
-        CommError: A rank could not reach another. Raised on every rank; the message gives both ranks, the address, and
-            the option or variable to set.
+        CommError: A rank could not reach another rank. Raised on every rank; the message gives both ranks, the address,
+            and the option or variable to set.
     """
     control.join(group)
     firsts = [ranks[0] for ranks in hosts]

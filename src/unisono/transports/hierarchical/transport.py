@@ -42,19 +42,19 @@ class Hierarchical(Transport):
     """Transport that reaches ranks on this host over the inner transport, and other ranks over the outer transport.
 
     Collectives combine both transports, or are composed of messages. Before each collective, all ranks compare their
-    calls over dedicated links; an all_reduce of up to 128 KiB (less with more than two hosts) travels in the same
-    packets. Use this only for several hosts of which at least one has several ranks. In other cases, one of the two
-    transports suffices, and `over` returns only that one.
+    calls over dedicated links. An all_reduce of up to 128 KiB (less with more than two hosts) travels in the packets of
+    this comparison. Use this only for several hosts of which at least one has several ranks. In other cases, one of the
+    two transports suffices, and `over` returns only that one.
 
     Args:
         group: All ranks.
         control: This rank's handle to the control plane.
         options: As passed to `connect`.
         hosts: For each host, its ranks in the group.
-        inner: Function that makes the transport among this host's ranks. Called only if there are several.
+        inner: Function that makes the transport among this host's ranks. Called only if the host has several ranks.
         outer: Function that makes the transport among all ranks.
-        reconnect: Function that makes a transport of the same kinds for a different set of ranks, without reusing this
-            transport.
+        reconnect: Function that makes a transport with the same inner and outer kinds for a different set of ranks,
+            without reusing this transport.
     """
 
     checks = True
@@ -162,7 +162,7 @@ class Hierarchical(Transport):
 
     @contextmanager
     def _name_missing_rank(self, deadline: float) -> Iterator[None]:
-        """Make a timeout name the late rank: a rank that waits for another host cannot tell which rank is late."""
+        """Make a timeout name the late rank, which a rank that waits for another host cannot identify itself."""
         timeout = deadline - clock.now()
         try:
             yield
@@ -173,7 +173,7 @@ class Hierarchical(Transport):
 
     # -- subgroups -----------------------------------------------------------------------------
     def split(self, group: Group) -> Transport:
-        """Return a transport for a subgroup: of both kinds, or of only one kind if that suffices."""
+        """Return a transport for a subgroup: a combination of inner and outer, or only one if that suffices."""
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
@@ -234,7 +234,7 @@ def over(
     outer: Callable[[Group], Transport],
     reconnect: Callable[[Group], Transport],
 ) -> Transport:
-    """Return the transport for these hosts: of both kinds, or of only one kind if that suffices. Collective.
+    """Return the transport for these hosts: inner and outer combined, or only one if that suffices. Collective.
 
     Args:
         group: All ranks.
@@ -242,7 +242,8 @@ def over(
         hosts: For each host, its ranks in the group.
         inner: Function that makes the transport among one host's ranks.
         outer: Function that makes the transport among ranks on several hosts.
-        reconnect: Function that makes a transport of the same kinds for ranks whose hosts are unknown.
+        reconnect: Function that makes a transport with the same inner and outer kinds for ranks whose hosts are
+            unknown.
     """
     if len(hosts) in (1, group.size):
         single = inner(group) if len(hosts) == 1 else outer(group)
@@ -262,7 +263,7 @@ def _bare(inner: Transport) -> Transport:
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
-    """Return the device types that both transports support directly, or that both stage in CPU memory."""
+    """Return each device type that both transports support directly, or both by staging in CPU memory."""
     both = {
         kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
     }
@@ -299,7 +300,7 @@ class TransportPair:
 
     @property
     def launcher(self) -> str:
-        """The launcher that one of the transports requires, or the default launcher."""
+        """The launcher that one of the transports requires; if none does, the default launcher."""
         launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
         return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
 
@@ -344,7 +345,7 @@ def transport_named(name: str) -> Connectable:
 
 
 def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
-    """Detect hosts: return sets of ranks that the named transport has proved able to connect. Collective."""
+    """Detect hosts: return the sets of ranks that the named transport has shown it can connect. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
 

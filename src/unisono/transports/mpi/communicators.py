@@ -115,7 +115,7 @@ class MpiCommunicators:
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
-        """Return communicators of the surviving ranks. Works even if other ranks of the base have died.
+        """Return communicators of the surviving ranks, even if other ranks of the base communicator have died.
 
         Args:
             ranks: The surviving ranks.
@@ -133,7 +133,7 @@ class MpiCommunicators:
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Release the communicators later. No call may be in progress in them. May be called from any thread."""
+        """Release the communicators later. No call on them may be in progress. May be called from any thread."""
         # Leave freeing to the next constructor: a finalizer may interrupt a thread that is inside MPI.
         ours = self._ours
         self._ours = []

@@ -25,8 +25,8 @@ class MpiAgreement:
 
     The first word identifies the call. If the sum equals this rank's word times the number of ranks, all words are
     equal, except with a probability of about 2**-60. The second word is for collectives in which each pair of ranks has
-    its own count: it adds the counts that a rank sends and subtracts the counts that it expects, each multiplied by an
-    odd factor for that pair. The sum is 0 if all counts match. The third word counts the ranks that pass `count=1`.
+    its own count: the counts that a rank sends minus the counts that the rank expects, each multiplied by an odd factor
+    for its pair. The sum over all ranks is 0 if all counts match. The third word counts the ranks that pass `count=1`.
 
     Each rank polls for the sum, so its wait ends at the deadline, on an abort, or when a rank is lost, even if other
     ranks never arrive.
@@ -38,7 +38,7 @@ class MpiAgreement:
 
     Attributes:
         number: Number of checks so far; the same on all ranks.
-        counted: Number of ranks that passed `count=1` in the last check.
+        counted: Number of ranks that passed `count=1` in the latest check.
     """
 
     def __init__(self, comms: MpiCommunicators, look: Callable[[Sequence[int]], object], spins: int) -> None:
@@ -118,7 +118,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return 64 bits that identify a call apart from its number, which calls on the fast path lack."""
+    """Return 64 bits that identify a call, disregarding its number, which calls on the fast path lack."""
     return hash_of(fingerprint.compared()[1:])
 
 

@@ -58,7 +58,7 @@ class MpiFastPath:
         algorithm: str | None,
         deadline: float,
     ) -> Status:
-        """Implement `FastPath`. Does not support explicit algorithms."""
+        """Implement `FastPath`, without support for explicit algorithms."""
         if algorithm is not None:
             return Status.UNSUPPORTED
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
@@ -95,7 +95,7 @@ class MpiFastPath:
         return Status.OK
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Implement `FastPath`. Always false, because every message needs an envelope."""
+        """Implement `FastPath`. Always return False, because every message needs an envelope."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
@@ -135,7 +135,7 @@ class MpiFastPath:
         read: list[int],
         written: list[int],
     ) -> Call:
-        """Return the call in the form for `run`. A list of equally long tensors is passed as one tensor."""
+        """Return the call in the form that `run` takes. A list of equally long tensors is passed as one tensor."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
         packed = None

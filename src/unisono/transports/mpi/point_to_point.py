@@ -1,7 +1,7 @@
 """Messages with MPI's sends and receives, directly on the tensors' memory.
 
 In MPI, a message that is longer than its receive is an error, and Open MPI 5 then writes past the end of the receive
-buffer. Therefore no long message is received before its length is known: an envelope announces it.
+buffer. Therefore no long message is received before an envelope has announced its length.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class MpiMessages:
         return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """Return whether an envelope of a user's message with this tag has arrived for which no receive is waiting."""
+        """Return whether the envelope of a user's message with this tag has arrived, but no receive waits for it."""
         comms = self.comms
         try:
             with comms.turn:
@@ -153,7 +153,7 @@ class Posted(CountdownWork):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Complete the work with an error if the block raises one."""
+        """If the `with` block raises an error, complete the work with it."""
         try:
             yield
         except self._all.comms.mpi.Exception as error:

@@ -81,8 +81,8 @@ def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
 class Reductions:
     """Prepares tensors for reductions in MPI.
 
-    MPI lacks sums and products of float16 and bfloat16. This module defines an operation for them that MPI calls back,
-    so elements are not converted, and take two bytes each in messages. Sums and products of 8- and 16-bit integers use
+    MPI lacks sums and products of float16 and bfloat16. For them, this module defines an operation that MPI calls back,
+    so elements need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers use
     such an operation as well, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum
     of floats, MPI loses NaNs and may return either of 0.0 and -0.0. Floats are therefore converted to integers in the
     same order, with NaN as the extreme value.

@@ -49,7 +49,7 @@ class MessageRequest(ABC):
 
     Attributes:
         message: The posted message.
-        requests: Requests in flight, in the order of completion.
+        requests: Requests in flight, in the order in which they complete.
         held: Memory that must not be freed before the requests complete.
     """
 

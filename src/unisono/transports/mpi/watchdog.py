@@ -30,7 +30,7 @@ class Watchdog:
     """Watchdog for blocking MPI calls. Before each call, set `deadline` of the communicators; clear it afterwards.
 
     A daemon thread checks the deadline ten times a second. When a call is overdue, the thread breaks the communicator,
-    as an abort does. If MPI can revoke communicators, this ends the call. If the call has not ended 3 s later, the
+    as an abort does; this ends the call if MPI can revoke communicators. If the call has not ended 3 s later, the
     thread aborts the job. With an MPI that survives rank failures, the thread terminates only this rank.
 
     Args:

@@ -35,7 +35,7 @@ _SLEEP_S = 0.0002
 
 
 class _RingReader(NamedTuple):
-    """The ring from a peer, and the generator that reads it, which each poll resumes."""
+    """The ring from a peer, and a generator that reads the ring whenever a poll resumes it."""
 
     peer: int
     ring: Ring
@@ -76,9 +76,9 @@ def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
 class ShmMailbox(Mailbox):
     """Mailbox between ranks on one host: each byte is copied twice, and there is no helper thread.
 
-    The sender writes to the ring and, if the receiver's sleep flag is set, wakes the receiver with a futex. The
-    receiver sets its flag, and then checks the rings again before it sleeps. On each side, acquiring a lock between the
-    two accesses keeps the processor from reordering them.
+    The sender writes to the ring and, if the receiver's sleep flag is set, wakes the receiver with a futex. Before it
+    sleeps, the receiver sets its flag and then checks the rings again. On each side, acquiring a lock between the two
+    accesses keeps the processor from reordering them.
 
     Memory for p ranks: 512 KiB per ordered pair, allocated on first touch.
     """

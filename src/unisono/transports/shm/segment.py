@@ -65,7 +65,7 @@ def map_shared(
 
 
 def _attempt(group: Group, action: Callable[[], T]) -> tuple[T | None, _Failure]:
-    """Return the result of `action`, or the reason for its failure, to be sent to all ranks."""
+    """Return the result of `action`, or the reason for its failure, which the caller sends to all ranks."""
     try:
         return action(), None
     except UnavailableError as error:
@@ -129,7 +129,7 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
 
 @contextmanager
 def _create_file(name: str, nbytes: int) -> Iterator[bytes]:
-    """Keep an anonymous file with a random number open for a `with` block; yield a handle for other ranks."""
+    """Keep an anonymous file with a random number open during a `with` block; yield a handle for other ranks."""
     token = secrets.token_bytes(16)
     descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
     try:

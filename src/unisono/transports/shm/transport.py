@@ -41,7 +41,7 @@ class ShmTransport(NativeTransport):
 
     Args:
         group, control, options: Arguments of `connect`.
-        background: Whether each rank has a processor to spare in addition to those of torch's threads.
+        background: Whether each rank has a spare processor, besides those for torch's threads.
     """
 
     calls: ShmFastPath
@@ -144,7 +144,7 @@ TRANSPORT = ShmTransport
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """Map a file with torch, because Python's mmap would keep a descriptor open, and a process has a limited number."""
+    """Map a file with torch: Python's mmap would keep one of the process's limited number of descriptors open."""
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
@@ -158,7 +158,7 @@ def _remove(memory: weakref.ref[SymmetricMemory], number: int) -> None:
 class SymmetricMemory:
     """Memory of one group in which all_reduce works in place, without copies.
 
-    Each call of `empty` creates its own anonymous file, with one equal slice per rank; tensors at the same offset of
+    Each call to `empty` creates its own anonymous file, with one equal slice per rank; tensors at the same offset of
     every slice are reduced together. The file is unmapped when the last tensor in it is freed.
 
     Args:

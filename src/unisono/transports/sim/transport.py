@@ -47,7 +47,7 @@ class _NetworkQueue(MessageQueue):
 
 
 class _SimWork(CountdownWork):
-    """Work whose `wait` lets other ranks run, and records for reports what this rank is waiting for."""
+    """Work whose `wait` lets other ranks run, and records what this rank is waiting for, to appear in reports."""
 
     def wait(self, timeout: Timeout | None = None) -> None:
         task = here()
@@ -62,8 +62,8 @@ class SimTransport(ThreadTransport):
 
     `un.simulate` and `un.launch(fn, nprocs, "sim")` use this transport. As in the thread transport, a send completes
     only when it has been received. A message starts to travel when both its send and its receive have been posted. Its
-    content is read from the sender's tensor only when it arrives, which exposes programs that modify a buffer too
-    early. Cost in real time: a few thread switches per message.
+    content is read from the sender's tensor only on arrival, which exposes programs that modify the tensor too early.
+    Cost in real time: a few thread switches per message.
     """
 
     simulated = True
@@ -201,7 +201,7 @@ class SimNetwork:
 
     Attributes:
         link: Link for all pairs not in `links`.
-        links: Links by (source, destination). Both are ranks in the whole simulation, not in a subgroup.
+        links: Links by (source, destination). Both ranks are numbered in the whole simulation, not in a subgroup.
         jitter: Largest fraction by which a message's latency is randomly extended; the seed determines the values.
         request_s: Response time of the control plane in seconds.
         notice_s: Delay until the other ranks are notified of a rank's death.

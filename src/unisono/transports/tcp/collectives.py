@@ -1,4 +1,4 @@
-"""Collectives over TCP connections in the native core: each runs all steps of an algorithm in one native call."""
+"""Collectives over TCP connections: the native core runs all steps of a collective's algorithm in one call."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _FAR_SLICE_BYTES = 64 << 20
 class TcpCollectives(NativeCalls):
     """Native collectives of one group. Every rank must make the same calls in the same order.
 
-    Each frame contains a hash of the call's operation, dtype, root, algorithm and lengths, and the call's number, which
-    the receiver compares with its own.
+    Each frame contains the call's number, and a hash of its operation, dtype, root, algorithm and lengths. The receiver
+    compares both with those of its own call.
 
     Args:
         group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.

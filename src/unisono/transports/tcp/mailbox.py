@@ -28,7 +28,7 @@ _MOST_VECTORS = 64
 
 
 class EnvelopeReader:
-    """Parser for the stream from one rank: frames, each followed by its message's bodies, which go into new memory."""
+    """Parser for one rank's stream: frames, each followed by its message's bodies, which are read into new memory."""
 
     def __init__(self, peer: int, connection: socket.socket, channel: FrameChannel) -> None:
         self.peer = peer
@@ -85,8 +85,9 @@ class EnvelopeReader:
 class TcpMailbox(Mailbox):
     """Mailbox over one connection per pair of ranks. Both ends prove that they know the job's secret.
 
-    As on the control plane, each message's header, with function names and sizes, is authenticated; the bytes of long
-    tensors are not. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are connected.
+    As on the control plane, each message's header, which contains function names and sizes, is authenticated; the bytes
+    of long tensors are not. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are
+    connected.
 
     Cost: one system call to send a message, and two to receive it.
     """

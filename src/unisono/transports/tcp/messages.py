@@ -30,7 +30,7 @@ class Stream:
         connection: A non-blocking connection.
 
     Attributes:
-        left: Whether the peer has sent its farewell, after its last message.
+        left: Whether the peer has sent its farewell, which follows its last message.
         lost: Whether the connection has ended, with or without a farewell.
     """
 
@@ -74,7 +74,7 @@ class Stream:
         return sent - ours
 
     def peek(self) -> memoryview:
-        """Return the buffered bytes without consuming them. Reads more if they are shorter than a header."""
+        """Return the buffered bytes without consuming them. Reads more if they don't fill a header."""
         if self._end - self._at < HEADER_BYTES:
             rest = bytes(self._buffer[self._at : self._end])
             self._buffer[: len(rest)] = rest

@@ -32,7 +32,7 @@ class Sockets:
         self._seen: set[int] = set()
 
     def listening(self, make: Callable[[], T]) -> T:
-        """Return the result of `make`, and record the ports that `make` opens for listening."""
+        """Return the result of `make`, and record the ports on which `make` starts to listen."""
         before = set(_listening())
         made = make()
         self._ports |= set(_listening()) - before

@@ -52,10 +52,10 @@ _threads = DaemonThreadPool("unisono torch")
 class TorchTransport(Transport):
     """Transport over a torch process group's backend, without torch's default group or its group registry.
 
-    Collectives are torch's own. On gloo, messages, and algorithms composed of messages, use unisono's own TCP sockets,
-    because a wait in gloo can be neither interrupted nor polled, and a message that does not fit its receive aborts the
-    process. On nccl, messages also use nccl, and waits are stream-ordered: see `_StreamWork`. Ranks compare their calls
-    while nccl runs them, and mismatched calls end in an abort.
+    Collectives are torch's own. With gloo, all messages, even those of which algorithms are composed, use unisono's own
+    TCP sockets, because a wait in gloo can be neither interrupted nor polled, and a message that does not fit its
+    receive aborts the process. With nccl, messages also use nccl, and waits are stream-ordered: see `_StreamWork`.
+    Ranks compare their calls while nccl runs them, and mismatched calls end in an abort.
     """
 
     native: frozenset[str] = frozenset(START)
@@ -237,7 +237,7 @@ class TorchTransport(Transport):
         self._end(cause, self._sockets.shut)
 
     def _land(self) -> None:
-        """Wait until nccl has moved all data or the group has failed: the caller's streams may need the results."""
+        """Wait until the group has failed or nccl has moved all data, which the caller's streams may still need."""
         deadline = clock.now() + self._options.timeout_s
         # Iterate over a copy, here and in `_end`, because a launch in another thread may still append its work.
         while not all(work.is_finished() for work in list(self._flying)):

@@ -3,7 +3,7 @@
 Ranks are found no matter which launcher started them, except ranks that are threads of one process.
 
   unisono status
-  unisono status 12345 --stacks      (the job of a process: a rank, or what started the ranks)
+  unisono status 12345 --stacks      (the job of process 12345: a rank, or the ranks' launcher)
   unisono status --json
 """
 

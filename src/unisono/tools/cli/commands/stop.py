@@ -2,7 +2,7 @@
 
 If the program never calls this method, its ranks continue.
 
-  unisono stop 12345                               (the job of a process: a rank, or what started the ranks)
+  unisono stop 12345                               (the job of process 12345: a rank, or the ranks' launcher)
   unisono stop 12345 --reason 'the node is needed'
   unisono stop 12345 --json
 """

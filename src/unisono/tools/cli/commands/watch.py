@@ -1,4 +1,4 @@
-"""Watch a training run on torch's own process groups, and report calls that differ between ranks instead of hanging.
+"""Watch a training run on torch's own process groups: if calls differ between ranks, report them instead of hanging.
 
 The command and the processes that it starts run unchanged, with UNISONO_WATCH in their environment.
 

@@ -23,7 +23,7 @@ _NCCL = "NCCL_SOCKET_IFNAME"
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Report the interface that the user chose, else that of the route to the first host, or of the default route."""
+    """Report the interface that the user chose, or else the one on the route to the first host or the default route."""
     wanted = requested_interface()
     if wanted is None:
         yield _way(target)

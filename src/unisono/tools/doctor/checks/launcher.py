@@ -31,7 +31,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def launched() -> Launched:
-    """Return this process's rank and launcher, as `init` would read them; without a launcher, `by` is empty."""
+    """Return this process's rank and launcher, as `init` would read them; `by` is empty without a launcher."""
     return bootstrap.launched() or Launched("", None, None)
 
 

@@ -1,4 +1,4 @@
-"""Table of optimizers that shard: classes from torch and other packages, under ZeRO-1, 2 and 3.
+"""Table of optimizers whose states can be sharded: classes from torch and other packages, under ZeRO-1, 2 and 3.
 
 Three ranks on threads train with gradients whose scale goes up and down, some of which are missing, two groups and a
 schedule; parameters have one to three dimensions, and one has 20,800 elements. A class that takes no groups of its own

@@ -131,7 +131,7 @@ class SlowRank:
         return max(0.0, waited_s - before_s) / max(now_s - begun_s, 1e-9)
 
     def _follow(self, straggler: Mapping[str, Any] | None, comm: _Comm) -> None:
-        """Log a newly named rank, and sample the stack for as long as a rank is named."""
+        """Log when another rank becomes the slow rank, and sample stacks for as long as there is a slow rank."""
         named = None if straggler is None else (straggler["rank"], straggler["doing"])
         if straggler is not None and named != self._named and comm.rank == 0:
             _log.warning("%s", _sentence(straggler))

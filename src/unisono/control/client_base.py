@@ -38,7 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Seconds allowed for the server to report the outcome after a timeout, even if its host is known to be unreachable.
+# Seconds allowed for the server to report the outcome after a timeout; fewer if its host is known to be unreachable.
 _GRACE_S = 5.0
 _AWAY_S = 0.2
 _AGAIN_S = 1.0

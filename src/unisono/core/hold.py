@@ -135,7 +135,7 @@ class Hold:
             self._gates[here] = gate
             # Suspend the engines that `step` has resumed.
             for engine in self._held:
-                # As in `step`: a communicator without an owner may be called by this thread.
+                # As in `step`: this thread might be the first to call a communicator that has no owner.
                 if engine.owner in (here, None):
                     engine.activity.life.change("hold")
         try:

@@ -41,7 +41,7 @@ class Reduction:
 
     Attributes:
         contents: Contents of each bucket.
-        sent: Number of buckets whose reduction has started, in order.
+        sent: Number of buckets whose reduction has started. Buckets start in the order of `contents`.
         asked: For each kind of request (unfrozen parameters, used gradients), whether any rank made such a request in
             this step.
         uneven: Whether any rank lacked a gradient in this step.

@@ -261,8 +261,8 @@ class Turns(Exchanges):
         began_s = clock.now() - behind_s
         if share.of_all:
             super()._reduce(fragment, exchange)
-        # Update the turn before the exchange completes, because training may contribute to the next turn as soon as it
-        # has completed.
+        # Update the turn before the exchange completes, because training may contribute to the next turn as soon as the
+        # exchange has completed.
         self._number += 1
         interval.due_s = max(began_s + self._interval_s, clock.now())
         # If every fragment has had a turn in which all ranks were leaving, there is nothing left to contribute.

@@ -188,7 +188,7 @@ _EVENTS = {
 
 
 def by_device(method: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a method to accept every call form, and to forward calls on other devices' tensors to those devices' groups.
+    """Wrap a method to accept every call form, and to forward calls with accelerator tensors to their devices' groups.
 
     Calls on CPU tensors appear as events in torch's profiler. An asynchronous call's event ends when the call returns.
     """

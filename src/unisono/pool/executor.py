@@ -370,7 +370,7 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # If the constructor is still waiting, it raises this error. Later, nobody reads the queue; instead, the
+            # If the constructor is still waiting, it raises this error. After that, nobody reads the queue, but the
             # tasks of a lost worker fail.
             self._begun.put(error)
 

@@ -1,4 +1,4 @@
-"""Exceptions from other ranks, raised on the caller's rank with their class and the remote traceback in their text."""
+"""Exceptions from other ranks. The caller's rank raises the same class, with the remote traceback in its text."""
 
 from __future__ import annotations
 

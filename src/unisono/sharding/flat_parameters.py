@@ -545,7 +545,7 @@ class ParameterBucket:
         self.gradient: FlatGradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
     def _cut(self) -> None:
-        """Make the parameters views of a flat tensor, and point the pieces to slices of this rank's part."""
+        """Turn the parameters into views of a flat tensor, and point the pieces to slices of this rank's part."""
         self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
         self._flat = self.parameters[0].new_zeros(layout.total)
         self._views = layout.views(self._flat, self.parameters)

@@ -158,7 +158,8 @@ def run(*words: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
 
 def test_output_passes_as_it_comes(folder: Path) -> None:
     (folder / "bytes.py").write_text(BYTES)
-    plain = subprocess.run([sys.executable, "bytes.py"], capture_output=True, check=True).stdout
+    # Ranks of `unisono run` are unbuffered.
+    plain = subprocess.run([sys.executable, "-u", "bytes.py"], capture_output=True, check=True).stdout
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     assert run("-n", "1", "--no-prefix", "bytes.py", env=environment).stdout == plain
     expected = plain.replace(b"\r", b"\r[0] ").replace(b"\n", b"\n[0] ")

@@ -31,7 +31,6 @@ from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, raise_caused, to_cause
 from unisono.core.flight_recorder import Activity, callers_place
 from unisono.core.group import Group
-from unisono.core.notebook import html_table
 from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.transport import HEARTBEAT_LEAST_S, Mailbox, Options, Transport, renewed
@@ -1995,6 +1994,8 @@ class Communicator(Place):
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"
 
     def _repr_html_(self) -> str:
+        from unisono.core.notebook import html_table
+
         failure = self.exception()
         state = "open" if failure is None else f"{type(failure).__name__}: {failure}"
         group = self._engine.group

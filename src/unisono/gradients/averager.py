@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.notebook import html_table
 from unisono.core.work import format_bytes
 from unisono.gradients.averaging import AveragerSettings, Averaging
 from unisono.gradients.weights import AllRanksDone, Weights, check_average
@@ -360,6 +359,8 @@ class GradientAverager:
         return f"<GradientAverager of {sizes}, rank {self.rank} of {self.size}>"
 
     def _repr_html_(self) -> str:
+        from unisono.core.notebook import html_table
+
         numbered = enumerate(self._averaging.buckets.ordered)
         rows = {f"bucket {i}": f"{format_bytes(b.memory.nbytes)}: {b.name}" for i, b in numbered}
         return html_table(repr(self)[1:-1], rows)

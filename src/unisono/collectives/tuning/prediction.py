@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, Step, find
 from unisono.collectives.tuning.cost_table import CostTable
-from unisono.core.notebook import html_table
 
 __all__ = ["Choice", "Machine", "compare", "predicted", "size_class"]
 
@@ -63,6 +62,8 @@ class Choice:
         return "\n".join((f"{self.collective}: {self.algorithm}, {self.why}", *lines))
 
     def _repr_html_(self) -> str:
+        from unisono.core.notebook import html_table
+
         return html_table(f"{self.collective}: {self.algorithm}, {self.why}", self.rows())
 
 

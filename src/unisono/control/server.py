@@ -316,7 +316,10 @@ class Connection:
         return self._channel.available(self.peer, Kind.REQUEST, Kind.CALL)
 
     def write(self, kind: Kind, content: bytes) -> None:
-        """Send a frame, now or once the peer has read earlier frames. Raises `OSError` if too much stays unread."""
+        """Send a frame, now or once the peer has read earlier frames.
+
+        Raises `OSError` if the connection has ended, or if too much stays unread.
+        """
         self._queue(self._channel.encode(kind, content))
 
     def _queue(self, data: bytes) -> None:

@@ -78,8 +78,8 @@ def _add_rules(dynamo: ModuleType) -> None:
         returned = convert(self, frame, *given)
         file = frame.f_code.co_filename
         if file.startswith(_FOLDER) and file != _REFUSES:
-            # Dynamo stores this strategy with the code object, and checks it once. With only the rule added above,
-            # Dynamo would still compile the functions that this frame calls.
+            # Dynamo stores this strategy with the code object, and checks it once. With only the rule that
+            # `trace_rules.add` added, Dynamo would still compile the functions that this frame calls.
             returned.frame_exec_strategy = plain
         return returned
 

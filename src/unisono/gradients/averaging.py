@@ -109,8 +109,8 @@ class Averaging(PassOwner):
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
     begin: The outermost autograd call is about to accumulate its first gradient.
-    begin held: As `begin`, but the calling thread would have to reduce buckets itself, or backward passes of other
-        models are open.
+    begin held: As `begin`, but the calling thread would have to reduce buckets itself, or this rank has other models
+        whose backward passes are watched.
     hold: A full bucket could not be sent, because another rank's pass has failed. This rank reacts at the end of its
         pass: if its own pass fails before that, there is nothing to repeat.
     reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails in this phase, the
@@ -273,8 +273,8 @@ class Averaging(PassOwner):
         """Hook on the last parameter of a chunk; runs after its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Outside a backward pass (such as in the rest of a pass that failed because two threads ran passes at the same
-        # time), p.grad belongs to the caller.
+        # Outside a backward pass, p.grad belongs to the caller. This hook can run then, for example in one thread after
+        # the backward() of another thread has made the model's pass fail.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:

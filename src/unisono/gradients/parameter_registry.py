@@ -108,7 +108,7 @@ class ParameterRegistry:
         """
         self.hooked = True
         # Claim the parameters only when they are hooked: an averager whose construction fails must leave them free. The
-        # claim ends when `_claim` is dropped.
+        # claim ends in `remove`, or when `_claim` is dropped.
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 

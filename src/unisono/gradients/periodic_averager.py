@@ -75,7 +75,7 @@ class PeriodicAverager(PeriodicAction):
     parameters' values counts as training. Names and shapes of parameters must not change. With `outer`, the parameter
     objects must not change either.
 
-    If Ctrl-C interrupts a call while it waits for a result, the next call waits again. If it interrupts an exchange or
+    If Ctrl-C interrupts a call that only waits for a result, the next call waits again. If it interrupts an exchange or
     a change to the parameters, all ranks raise a `CommError` from their next exchange on, until `move_to`.
 
     Args:
@@ -85,8 +85,7 @@ class PeriodicAverager(PeriodicAction):
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
             ranks that run at different speeds: each rank takes as many steps as it can in that time, and its
             contribution is weighted by its number of samples. To limit the wait for a late rank, pass
-            `every(timedelta(...), max_lag=...)`. With a `timedelta`, `outer` and
-            `reduce="mean"` are required.
+            `every(timedelta(...), max_lag=...)`. With a `timedelta`, `outer` and `reduce="mean"` are required.
         buffers: Also average a module's floating-point buffers.
         outer: An `OuterUpdate`, or None. With `outer`, ranks must start from equal parameters.
         fragments: Number of fragments of about equal size, in parameter order; or, for each fragment, a list of names
@@ -98,10 +97,10 @@ class PeriodicAverager(PeriodicAction):
         overlap_steps: Number of steps for which training continues before it applies a result, at most until the
             fragment is due again. 0: wait for each exchange.
         alpha: Weight of this rank's own parameters when they are mixed with a result, from 0 to less than 1; Streaming
-            DiLoCo uses 0.5. None: training continues from a predicted result, computed as if all ranks sent this rank's
-            contribution. When the true result arrives, its difference from the prediction is added (after Kale et al.,
-            Eager updates, 2025), which reduces the harm that the delay does to the loss. With `outer`, the outer
-            optimizer then runs twice per exchange: for the prediction and for the true result.
+            DiLoCo uses 0.5. None: with `overlap_steps`, training continues from a predicted result, computed as if all
+            ranks sent this rank's contribution. When the true result is applied, its difference from the prediction is
+            added (after Kale et al., Eager updates, 2025), which reduces the harm that the delay does to the loss. With
+            `outer`, the outer optimizer then runs twice per exchange: for the prediction and for the true result.
         bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
@@ -287,8 +286,8 @@ class PeriodicAverager(PeriodicAction):
 
         With `outer`, ranks are equal afterwards: one more exchange averages the changes in each fragment since it was
         last sent. The anchor moves by that mean without the outer optimizer, whose momentum is meant for a whole
-        interval. With a time in `every`, ranks take part in exchanges until all ranks have called `finish`. The next
-        step begins a new interval.
+        interval. With a time in `every`, ranks instead take part in the usual exchanges until all ranks have called
+        `finish`. The next step begins a new interval.
 
         Raises:
             CommError: An exchange failed.
@@ -323,7 +322,7 @@ class PeriodicAverager(PeriodicAction):
         """Hook, called after a module has loaded weights: training and the anchor continue from the loaded values.
 
         An exchange in flight was started with the old values, so it has no effect on the loaded parameters. All ranks
-        must load the same weights; the next exchange checks this by comparing the anchor.
+        must load the same weights; with `outer`, the next exchange checks this by comparing the anchor.
         """
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}

@@ -105,7 +105,7 @@ class Signature(NamedTuple):
     """The values of a call that are compared between ranks and shown in reports.
 
     Attributes:
-        same: Hash of the values that must be equal on all ranks.
+        same: Hash of the values that must be equal on all ranks, except the reduce operation.
         fingerprint: All values; the call number is always 0.
     """
 

@@ -250,7 +250,7 @@ class Watch:
     def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
         """Send a signature to the monitor; later reports refer to the signature by index."""
         if len(self._signatures) == _MOST_SIGNATURES:
-            # Start again at index 0: when an index is reused, the monitor drops the index's previous signature.
+            # Start again at index 0: when an index is reused, the monitor drops all signatures from that index on.
             self._signatures.clear()
         _, places, op, size = key
         found = len(self._signatures), signature_of(form, args, op, _line(places), size)
@@ -259,9 +259,9 @@ class Watch:
         return found
 
     def _compare(self, content: bytes, limit_s: float | None, place: dict[str, Any]) -> None:
-        """Wait until all ranks have made this call, but for at most `limit_s` seconds.
+        """Wait until all ranks have made this call, but for at most `limit_s` seconds, if there is a limit.
 
-        The limit is needed because ranks may legitimately make asynchronous calls in different orders.
+        Asynchronous calls need a limit, because ranks may legitimately make them in different orders.
         """
         try:
             self._control.compare(content, limit_s)

@@ -42,9 +42,11 @@ class Program:
 
     Attributes:
         connect: Function that creates the communicator of all ranks after the rendezvous.
-        options, wrap: Options of a replacement rank's communicator, and the wrapper around its transport.
+        options, wrap: Options of a replacement rank's communicator, and the wrapper around its transport. The options
+            also determine every rank's heartbeat.
         timeout_s: Seconds within which all ranks must arrive.
-        threads: Number of torch threads per rank; if None, `share_of_cores` divides a host's cores among its ranks.
+        threads: Number of torch threads per rank; if None, `share_of_cores` uses OMP_NUM_THREADS, or divides a host's
+            cores among its ranks.
     """
 
     fn: Callable[..., Any]
@@ -192,7 +194,7 @@ def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> Non
 
 
 def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
-    """Report that the engine has the outcome. The engine may still lose it: a retired Dask worker delivers nothing."""
+    """Report that the rank hands its outcome to the engine, which may lose it: retired Dask workers deliver nothing."""
     with suppress(CommError):
         watch.identify(f"{rank}/{attempt}/1")
     watch.close()

@@ -270,8 +270,8 @@ class Client:
             self.replies.cancel(call)
             raise
         if self.closed or peer in self._dispatcher.ended:
-            # While this call was being sent, the peer left or this agent was closed. All pending calls then failed,
-            # perhaps before this call was one of them.
+            # While this call was being sent, the peer left or this agent was closed. The pending calls to the peer, or
+            # of this agent, then failed, perhaps before this call was one of them.
             self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _wait(self, call: PendingCall) -> None:

@@ -45,8 +45,8 @@ class Exclusive {
     std::atomic<bool>& busy_;
 };
 
-// Ranks compare the first three words in the first round of a call. The last word is not compared, but each rank can
-// read the other ranks' words.
+// Ranks compare the first three words in the first round of a call, and the call fails if they differ. The last word
+// may differ; each rank can read the other ranks' last words.
 struct Signature {
     uint64_t words[4];
 };

@@ -1732,9 +1732,10 @@ class Communicator(Place):
         Call it in a training loop, every 100 steps or so. A report covers the collectives since the previous report,
         but at least the last 100 and at most the last 2,048. For a reliable result, a report should cover at least 20
         training steps. A rank is named if it lags behind the other ranks by 2 % of the time (8 % with two ranks), more
-        steadily than chance would explain. Rank 0 logs the named rank once, as a warning on the logger `unisono`. From
-        then on ranks sample their stacks 200 times a second, and later calls of this method report what the slow rank
-        is doing. All times are host times, so a kernel that is waiting on a GPU adds nothing.
+        steadily than chance would explain. Rank 0 logs a warning on the logger `unisono` when the named rank, or what
+        it is doing, changes. While a rank is named, ranks sample their stacks 200 times a second, and later calls of
+        this method report what the slow rank is doing. All times are host times, so a kernel that is waiting on a GPU
+        adds nothing.
 
         Returns: A dict, equal on all ranks: "calls" (number of collectives that all ranks have recorded), "seconds"
         (the time that these collectives span), "outside_s" (for each rank, the part of that time spent outside this

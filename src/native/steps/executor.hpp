@@ -384,8 +384,8 @@ class Executor {
         for (int peer = 0; peer < size_; peer++) {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
-            // If a complete header is waiting, its frame belongs to a later step, and nothing behind it needs to be
-            // read yet.
+            // If a complete header is waiting, its frame belongs to a later step or call, or is the peer's last frame.
+            // Nothing behind it needs to be read yet.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
@@ -416,8 +416,8 @@ class Executor {
                 if (header->call != number_ || header->signature != call_->signature ||
                     !(heard || header->kind == FrameKind::data))
                     return Status::mismatch;
-                // Set short messages aside, because a mismatch frame may be queued behind them. No mismatch frame can
-                // follow a long message, which is sent only after all ranks have agreed.
+                // Set short messages aside, because a mismatch frame may be queued behind them. No mismatch frame of
+                // this call can follow a long message, which is sent only after all ranks have agreed.
                 const bool waits = header->nbytes > kEagerBytes || agreement_ == Agreement::lengths;
                 if (!heard && !in && waits) return Status::ok;
                 moved = true;

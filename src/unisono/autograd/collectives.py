@@ -479,8 +479,8 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
 
     Args:
         tensor: Tensor of the shape, dtype and device to receive. Its elements are not used, and its gradient is zero.
-            If it requires a gradient, that gradient is the token (see `send`) of the message that the backward pass
-            sends; a second backward pass needs it.
+            If it requires a gradient, that gradient depends on the token (see `send`) of the message that the backward
+            pass sends, so a second backward pass must include it.
         comm: The communicator.
         src: The sending rank, not this rank.
         tag: As for `Communicator.recv`.

@@ -101,7 +101,8 @@ def _nothing() -> None:
 class Rendezvous:
     """This process's rank in the job, and its connection to the control plane.
 
-    The process has already joined the group, but must join it again to be notified of failures.
+    The process has already joined the group of all ranks. To be notified of failures, it must join again with a
+    callback.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.

@@ -122,8 +122,8 @@ def find(request: InitRequest) -> Rendezvous:
 def step() -> SlurmStep | None:
     """Return the step to which this process belongs as a task; None outside a step.
 
-    The body of an sbatch script also has a SLURM_PROCID, although the script is not a rank. In the script, unlike in a
-    task of a step, SLURM_TASK_PID is set but the step number is not.
+    The body of an sbatch script also has a SLURM_PROCID, although the script is not a rank. The script has a
+    SLURM_TASK_PID but no step number, whereas a task of a step has both.
 
     Raises:
         ValueError: A variable is invalid.

@@ -377,10 +377,10 @@ def cost_of(text: bytes | bytearray) -> int:
 
 
 def _check_cost(cost: int, nbytes: int) -> None:
-    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
+    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of files.
 
-    Loading is allowed twice as much memory as the checkpoint has bytes. Up to `HELD` bytes of tensors are in memory
-    twice. Other tensors are in memory only once, so values are allowed the memory of their second copy.
+    Loading may use `GRANTED` bytes of memory more than twice the size of the checkpoint's files. Up to `HELD` bytes of
+    tensors are in memory twice. Other tensors are in memory only once, so values may use the memory of a second copy.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

@@ -107,7 +107,10 @@ class SaveLock:
                 raise CheckpointError(_held_by(other))
 
     def abandon(self) -> None:
-        """Leave the lock for the next save, which then removes the replaced files: this save may not be durable yet."""
+        """Leave the lock for the next save, because this save may not be durable yet.
+
+        The next save removes the files that this save replaced, once its own manifest is published.
+        """
         if self._held:
             self.release()
             with suppress(OSError):

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported early, because its functions capture the default group of that moment
+import torch.distributed.nn  # imported early: its functions capture the default group that exists at import
 
 # This function is missing from torch's type annotations.
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]

@@ -247,7 +247,7 @@ def over(
     """
     if len(hosts) in (1, group.size):
         single = inner(group) if len(hosts) == 1 else outer(group)
-        # If a rank on another host joins later, the group needs a different transport.
+        # If ranks join later, this transport may no longer suffice, so detect the hosts anew then.
         single.reconnect = reconnect
         return single
     return Hierarchical(group, control, options, _in_order(hosts), inner, outer, reconnect)

@@ -44,7 +44,10 @@ class Sockets:
             self._seen.add(_number(end))
 
     def shut(self) -> bool:
-        """Shut down the connections that earlier scans found; return whether there are new connections. Thread-safe."""
+        """Shut down the connections that earlier scans found; return whether there are new connections. Idempotent.
+
+        Any thread can call this.
+        """
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:

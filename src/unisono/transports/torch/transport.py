@@ -262,7 +262,7 @@ class TorchTransport(Transport):
             for known in stuck if self._cuda else ():
                 # The stream will not produce the requested results any more.
                 known.fail(cause)
-            # The works can be dropped here, because callers hold their own references.
+            # Forget the works. A caller that waits for one holds its own reference.
             self._flying = deque()
             backend = self._backend
             if not self._owned:

@@ -308,7 +308,7 @@ class NativeCalls(ABC):
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Run a call that takes the general path; if the caller chose an algorithm, use its steps."""
+        """Run a call that takes the general path: with its `steps` or, if it has none, with the core's own steps."""
         number = self._families[call.name]
         codes = self._codes_of(call)
         root = -1 if call.root is None else call.root

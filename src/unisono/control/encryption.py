@@ -116,11 +116,11 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
     """Return the socket through which to talk to a peer: the near end of a relay, which takes over the connection.
 
     Args:
-        connection: The connection. If another socket is returned, use only that one: it owns the connection.
+        connection: The connection. If encrypted, the relay takes its descriptor, and this socket object is closed.
         context: Result of `tls_context`; if None, connections are not encrypted, and the result is the connection
             itself.
-        timeout: Seconds to wait until the peer is trusted. If None, return at once; the relay closes the socket later
-            if the peer is not trusted.
+        timeout: Seconds to wait until the peer is trusted. If None, return at once; the relay closes the connection
+            later if the peer is not trusted, and the returned socket then reports the end of the stream.
 
     Raises:
         OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not respond.

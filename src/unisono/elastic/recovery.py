@@ -246,7 +246,8 @@ class Recovery:
         except (PeerLostError, CommTimeoutError):
             return False
         except CommError as error:
-            # Torch's own backends raise a plain `CommError` for many failures, including the loss of a rank.
+            # With torch's backends, the loss of a rank may raise a plain `CommError`, because their errors cannot
+            # always be distinguished.
             if type(error) is not CommError:
                 raise
             return False

@@ -73,7 +73,7 @@ class LinkedRanks(Closing):
         return [self.links[rank]]
 
     def ends(self, limit_s: float | None) -> list[Outcome]:
-        """Wait until at least one rank has ended, or for `limit_s` seconds (None for no limit); return the outcomes."""
+        """Wait until a rank reports or ends, or for `limit_s` seconds (None for no limit); return the outcomes."""
         signs = {rank: self.signs(rank) for rank in self.running}
         ready = wait([sign for each in signs.values() for sign in each], limit_s)
         over = [rank for rank, each in signs.items() if not {*each}.isdisjoint(ready)]

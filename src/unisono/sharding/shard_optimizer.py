@@ -274,14 +274,15 @@ class _Trial:
     """A trial: the same steps by one optimizer on whole parameters, and by three ranks' optimizers on slices.
 
     Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. For each distinct
-    parameter group of the user, the trial has a parameter of 160 x 160 elements, which is above optimizers' size
-    thresholds, and small parameters with 2 dimensions and with each number of dimensions in the user's group. Gradient
-    norms range from 1e-3 to 1e3. After 12 steps, all states are loaded into new optimizers, which make 3 more steps.
+    parameter group of the user, and for each dtype and device in it, the trial has a parameter of 160 x 160 elements,
+    which is above optimizers' size thresholds, and small parameters with 2 dimensions and with each number of
+    dimensions in the user's group. Gradient norms range from 1e-3 to 1e3. After 12 steps, all states are loaded into
+    new optimizers, which make 3 more steps.
 
     Args:
         optimizer_class, groups, defaults: As for `check_elementwise`.
         missing: Whether some gradients are missing.
-        at_least: Minimum number of groups, reached by repeating the last group.
+        at_least: Minimum number of groups, reached by repeating the last group with only its first parameter.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class _Trial:
     def _draw(
         self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
     ) -> torch.Tensor:
-        """Return random elements of increasing magnitude, so that a slice's norm or mean is not the parameter's."""
+        """Return random elements whose scale follows a slope, so that a slice's norm or mean is not the parameter's."""
         count = math.prod(shape)
         drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
             1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"

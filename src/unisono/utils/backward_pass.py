@@ -54,7 +54,7 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     whose forward passes communicate therefore raise an error if a rank has failed. If they raise none, all ranks have
     reached the end of this backward pass, and any other broken model has been broken since an earlier backward pass.
 
-    Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews all
+    Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews
     models that do not wait; this renewal is collective. If a rank that does not know of the failure first waited in one
     of the waiting models, both ranks would block forever.
     """
@@ -67,9 +67,9 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         if tracker.owner.gathers:
             tracker.complete()
     if is_broken:
-        # Renew all models before any of them communicates, including models that are not broken. Another rank that does
-        # not know of the failure may be waiting in an unbroken model. Renewing that model ends the wait, and the other
-        # rank repeats its backward pass.
+        # Renew all models, including unbroken ones, before any further model communicates. Another rank that does not
+        # know of the failure may be waiting in an unbroken model. Renewing that model ends the wait, and the other rank
+        # repeats its backward pass.
         for tracker in begun:
             tracker.owner.renew()
     for tracker in ordered:
@@ -105,7 +105,10 @@ class PassOwner:
         return False
 
     def renew(self) -> None:
-        """Restore communication. If any model is broken, this is called for all models before any `end`. Collective."""
+        """Restore communication. Collective. Called for all models of a backward pass if one of them is broken.
+
+        This comes after `end` of the models whose forward passes communicate, and before `end` of the others.
+        """
 
 
 class BackwardTracker:

@@ -21,8 +21,8 @@ class Weighted(Partitioner):
     `un.data.apportion`).
 
     Args:
-        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the shares
-            of the `DataPartitioner` or sampler are used.
+        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the
+            `sizes` of the `DataPartitioner`, or equal shares in a sampler.
         partition: The inner partitioner, which assigns the samples; `shuffled` if None.
 
     Balance: as guaranteed by the inner partitioner, relative to the shares used.

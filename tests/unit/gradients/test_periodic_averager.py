@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from failing_posts import FailedPostError, Posts, run_failing
 from pairwise import short
 
 import unisono as un
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
-from unisono.errors import ClosedError, MismatchError, PeerLostError
+from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError
 from unisono.gradients import DiLoCo, Gossip, LocalSGD, OuterUpdate, PeriodicAverager, SlowMo, every
 from unisono.gradients.topology import mixing, ring
 from unisono.testing import run_ranks
@@ -220,6 +221,38 @@ def test_what_a_rank_has_learnt_outlives_an_exchange_that_failed() -> None:
     ends = un.simulate(program, 3, on_failure="continue").results
     # The first step of the outer optimizer takes 0.7 (1 + 0.9) of a change.
     assert ends[:2] == [pytest.approx((1.33 * 4, 6.0, 1.33 * 6))] * 2
+
+
+def repeat_failed_average(comm: un.Communicator, posts: Posts, kind: str) -> tuple[bool, list[float], list[float]]:
+    """Let rank 1 fail after some messages; return whether this rank did, and its weights then and after a repetition.
+
+    The tensor is so long that ranks sum it in two rounds.
+    """
+    weight = torch.full((40_000,), float(comm.rank))
+    averager = LocalSGD([weight], comm, 1) if kind == "LocalSGD" else Gossip([weight], comm)
+    average = averager.step if kind == "LocalSGD" else averager.average
+    if comm.rank == 1:
+        posts[1] = 1
+    failed = False
+    try:
+        average()
+    except (FailedPostError, CommError):
+        failed = True
+    kept = weight.unique().tolist()
+    averager.move_to(comm)
+    average()
+    return failed, kept, weight.unique().tolist()
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "Gossip"])
+def test_failed_average_leaves_no_partial_sums_in_the_parameters(kind: str) -> None:
+    found = run_failing(repeat_failed_average, 4, kind)
+    assert found[1][0]
+    for rank, (failed, kept, _) in enumerate(found):
+        # All that some ranks have waited for may have arrived before rank 1 has failed.
+        assert kept == [rank if failed else 1.5]
+    mean = sum(kept[0] for _, kept, _ in found) / 4
+    assert [averaged for _, _, averaged in found] == [[mean]] * 4
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, False)])

@@ -3,14 +3,14 @@
 Results (two network namespaces on one machine of 2 cores, float32, one thread per rank) are in docs/benchmarks.md. To
 measure on your machine, as root:
 
-    python benchmarks/two_hosts.py [--seconds 4] [--most 16M] [--ranks 2 4] [--links free near far] [--step]
+    python benchmarks/two_hosts.py [--seconds 4] [--most 16M] [--ranks 2 4] [--links free near far]
 
 Hosts are those of `unisono.testing.Network`. Gloo is torch's own ProcessGroupGloo of the same ranks, over the same
 interface. Ratios are gloo's time over that of shm+tcp, or the reverse where it says so, the median of neighbouring
 samples, with quartiles; results are checked outside the clock. Beside each is what the link gave when it was idle
 again, and the share of a core that the relay took meanwhile, if there was one. Bytes are those that the interface of
 host 0 sent, with all headers and acknowledgements, as multiples of the message. A ring over all p ranks sends 2(p-1)/p.
-With `--step`, a training step with DDP on gloo is measured beside one with a GradientAverager on shm+tcp.
+A training step with DDP on gloo is measured beside one with a GradientAverager on shm+tcp.
 """
 
 from __future__ import annotations
@@ -203,7 +203,6 @@ def options() -> argparse.Namespace:
     made.add_argument("--most", default="16M", help="leave out larger messages (%(default)s)")
     made.add_argument("--ranks", type=int, nargs="+", default=[2], help="on each host (%(default)s)")
     made.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
-    made.add_argument("--step", action="store_true", help="measure training steps too")
     return made.parse_args()
 
 
@@ -221,7 +220,7 @@ def main() -> None:
             backend=BACKEND, ranks=2 * each, sizes=sizes, against=(PEER,), seconds=given.seconds, least=5
         )
         for link in given.links:
-            found += measured(link, settings, given.seconds if given.step else 0.0)
+            found += measured(link, settings, given.seconds)
     print(*found, sep="\n")
 
 

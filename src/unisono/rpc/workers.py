@@ -26,6 +26,9 @@ def run_task(task: Task) -> None:
     """Run a task. Tasks report their own errors; an error that escapes is logged, and must not end the thread."""
     try:
         task()
+    except KeyboardInterrupt:
+        # Only the main thread gets it, in a call that waits; the caller must not miss the Ctrl-C.
+        raise
     except BaseException:
         # Catch even `SystemExit`, which would end the thread silently: no more messages would be received, or a worker
         # would be counted as idle forever.

@@ -215,7 +215,10 @@ class Averaging(PassOwner):
         self.registry.watch_gradients(self._tracker.arrive)
         # Watch the outputs, to detect a backward pass that fails before it reaches a parameter or that reaches no
         # parameter.
-        self.registry.watch_forward(self.check, self._watch_outputs, traced=self._settings.find_unused)
+        # If ranks may lack gradients, a rank takes part in averaging even if its backward pass reaches no parameter.
+        find_unused = self._settings.find_unused
+        reached = self._on_output_gradient if find_unused else self._tracker.follow
+        self.registry.watch_forward(self.check, partial(watch_outputs, arrived=reached), traced=find_unused)
         # Gradients arrive roughly in reverse order of the parameters.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
@@ -288,11 +291,6 @@ class Averaging(PassOwner):
             except AbortedError:
                 self._change("hold")
 
-    def _watch_outputs(self, returned: Any) -> None:
-        # If ranks may lack gradients, a rank takes part in averaging even if its backward pass reaches no parameter.
-        find_unused = self._settings.find_unused
-        watch_outputs(returned, self._on_output_gradient if find_unused else self._tracker.follow)
-
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
         """Hook: a backward pass has reached an output of the model."""
         if self.registry.hooked and adds_to_leaves(self.registry.ids):
@@ -317,7 +315,10 @@ class Averaging(PassOwner):
         # A hook that the caller has added must run before the averager's hooks, so register the averager's hooks again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
-        held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        held: list[tuple[int, torch.Tensor]] = []
+        for index, parameter in enumerate(self._parameters):
+            if (grad := parameter.grad) is not None:
+                held.append((index, grad))
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
         # With several models, send nothing before the end of the pass, where all ranks use the same order of models.
@@ -336,7 +337,9 @@ class Averaging(PassOwner):
         arrived = saved.arrived()
         taken = self._reduction.taken()
         # Torch adds no gradient to a parameter that was frozen after its forward pass.
-        unchanged = [i for i in self._tracker.arrived - arrived - taken if self._parameters[i].requires_grad]
+        unchanged = self._tracker.arrived - arrived - taken
+        if unchanged:
+            unchanged = {i for i in unchanged if self._parameters[i].requires_grad}
         problem = None
         if unchanged or self._hooks.count:
             used = self._hooks.used([i for i in unchanged if self._parameters[i].grad is None])

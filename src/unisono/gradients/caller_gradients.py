@@ -15,6 +15,7 @@ __all__ = ["CallerHooks", "SavedGradients"]
 
 _post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 _version = attrgetter("_version")
+_grad = attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -157,11 +158,11 @@ class SavedGradients:
 
     def arrived(self) -> set[int]:
         """Return the indices of parameters whose p.grad is set and is a different tensor than before the pass."""
-        return {
-            index
-            for index, parameter in enumerate(self._parameters)
-            if parameter.grad is not None and parameter.grad is not self.staying.get(index)
-        }
+        arrived: set[int] = set()
+        for index, grad in enumerate(map(_grad, self._parameters)):
+            if grad is not None and grad is not self.staying.get(index):
+                arrived.add(index)
+        return arrived
 
     def merge(self) -> None:
         """Add the gradients that were set aside back into p.grad."""

@@ -29,6 +29,10 @@ _dtype = attrgetter("dtype")
 _version = attrgetter("_version")
 
 
+_Paused = list[tuple[dict[int, Any], int, Any]]
+"""Hooks of submodules that are paused during a forward of the model: each hook's table, its key there, and the hook."""
+
+
 class ParameterRegistry:
     """The parameters of one averager.
 
@@ -76,13 +80,13 @@ class ParameterRegistry:
         self._dtypes = list(map(_dtype, self.parameters))
         self.hooked: bool = False
         self._handles: list[Any] = []
-        self._paused: list[tuple[dict[int, Any], int, Any]] = []
+        self._paused: _Paused = []
         self._members = ModelMembers(model, named)
 
     # -- checks ---------------------------------------------------------------------------------
     def problem(self) -> str | None:
         """Return text that names a parameter that was replaced, swapped, added or converted, and so is not averaged."""
-        problem = self._members.problem()
+        problem = None if self._members.same() else self._members.problem()
         if problem is None:
             # Compare the addresses of the C++ tensors, because a swap keeps the Python objects in the model.
             same = list(map(_implementation, self.parameters)) == self._implementations
@@ -112,7 +116,7 @@ class ParameterRegistry:
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
-    def watch_forward(self, check: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
+    def watch_forward(self, check: Callable[[], None], after: Callable[[Any], object], *, traced: bool) -> None:
         """Call `check` before each forward of the model or a submodule, or during tracing if the forward is compiled.
 
         Args:
@@ -124,24 +128,9 @@ class ParameterRegistry:
         if model is None:
             return
 
-        def start(*_: Any) -> None:
-            # Pause the submodules' hooks: running all of them would take longer than this single check.
-            for table, number, _hook in self._paused:
-                table.pop(number, None)
-            check()
-
-        def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
-            compiled = traced and torch.compiler.is_dynamo_compiling()
-            if not compiled:
-                for table, number, hook in self._paused:
-                    table[number] = hook
-            # `returned` is None if the forward pass has raised.
-            if returned is not None and (not traced or compiled or not in_functional_call()):
-                after(returned)
-
         self._handles += [
-            model.register_forward_pre_hook(_ModuleHook(start, constant=_constant(check))),
-            model.register_forward_hook(_ModuleHook(finish, traced=traced), always_call=True),
+            model.register_forward_pre_hook(_BeforeForward(check, self._paused)),
+            model.register_forward_hook(_AfterForward(after, self._paused, traced=traced), always_call=True),
         ]
         self._watch_writes(model)
         hook = _ModuleHook(lambda *_: check())
@@ -234,32 +223,68 @@ class _ModuleHook:
     """A hook that does nothing on copies of the model, including pickled copies, because copies are not averaged.
 
     Args:
-        call: The hook; None for no hook.
-        traced: Whether to call the hook when Dynamo traces the forward.
-        constant: Function to call instead of the hook while Dynamo traces.
+        call: Function to call, except in a compiled forward; None for no function.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., None] | None = None,
-        *,
-        traced: bool = False,
-        constant: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
-        self._traced = traced
-        self._constant = constant
 
     def __call__(self, *arguments: Any) -> None:
-        if self._call is None:
-            return
-        if self._traced or not torch.compiler.is_dynamo_compiling():
+        if self._call is not None and not torch.compiler.is_dynamo_compiling():
             self._call(*arguments)
-        elif self._constant is not None:
-            self._constant()
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
         return _ModuleHook, ()
+
+
+class _BeforeForward(_ModuleHook):
+    """Hook that checks the parameters before each forward of the model, or when Dynamo traces the forward.
+
+    Args:
+        check: Function that raises if a parameter has changed.
+        paused: The submodules' hooks. Running all of them would take longer than this single check.
+    """
+
+    def __init__(self, check: Callable[[], None], paused: _Paused) -> None:
+        super().__init__()
+        self._check = check
+        self._paused = paused
+        self._constant = _constant(check)
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._constant()
+            return
+        for table, number, _hook in self._paused:
+            table.pop(number, None)
+        self._check()
+
+
+class _AfterForward(_ModuleHook):
+    """Hook that passes on what each forward of the model has returned.
+
+    Args:
+        after: Function to call with the returned value.
+        paused: The submodules' hooks, which are put back.
+        traced: Whether to call `after` if the forward is compiled.
+    """
+
+    def __init__(self, after: Callable[[Any], object], paused: _Paused, *, traced: bool) -> None:
+        super().__init__()
+        self._after = after
+        self._paused = paused
+        self._traced = traced
+
+    def __call__(self, _module: torch.nn.Module, _given: Any, returned: Any) -> None:
+        compiled = torch.compiler.is_dynamo_compiling()
+        if compiled and not self._traced:
+            return
+        if not compiled:
+            for table, number, hook in self._paused:
+                table[number] = hook
+        # `returned` is None if the forward pass has raised.
+        if returned is not None and (not self._traced or compiled or not in_functional_call()):
+            self._after(returned)
 
 
 def _constant(check: Callable[[], None]) -> Callable[[], int]:

@@ -64,7 +64,10 @@ class Reduction:
 
     def taken(self) -> set[int]:
         """Return the parameters whose gradient on this rank is in its bucket."""
-        return set().union(*(compress(contents.bucket.indices, contents.inside) for contents in self.contents))
+        taken: set[int] = set()
+        for contents in self.contents:
+            taken.update(compress(contents.bucket.indices, contents.inside))
+        return taken
 
     def has_mean(self, index: int) -> bool:
         """Return whether any rank had a gradient of a parameter in this pass."""

@@ -40,6 +40,7 @@ _current_node: Callable[[], Any] = _current_autograd_node
 
 
 _in_order = attrgetter("owner.waits", "number")
+_is_open = attrgetter("is_open")
 
 
 def _end_passes(trackers: list[BackwardTracker]) -> None:
@@ -61,8 +62,10 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     if _is_nested():
         return
     ordered = sorted(trackers, key=_in_order)
-    begun = [tracker for tracker in ordered if tracker.is_open]
-    is_broken = any(tracker.owner.is_broken() for tracker in begun)
+    begun = list(filter(_is_open, ordered))
+    is_broken = False
+    for tracker in begun:
+        is_broken = is_broken or tracker.owner.is_broken()
     for tracker in begun:
         if tracker.owner.gathers:
             tracker.complete()
@@ -216,7 +219,7 @@ class BackwardTracker:
         if token is None:
             # Use a partial, not a bound method: a method's frame in an error's traceback would keep the token alive.
             token = partial(_end_passes, [])
-            _tokens[number] = weakref.ref(token, lambda _: _tokens.pop(number, None))
+            _tokens[number] = weakref.ref(token, partial(_tokens.pop, number))
             _queue_callback(token)
         token.args[0].append(self)
         self._tasks[number] = weakref.ref(token, lambda _: self.abandon(number))

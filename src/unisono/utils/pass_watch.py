@@ -80,6 +80,8 @@ class PassWatch:
 
     def announce(self, number: int) -> None:
         """Notify the other models of this rank that a graph task has reached this model first."""
+        if len(self.peers) == 1:
+            return
         for peer in self._live():
             if peer is not self:
                 peer.on_pass(number)

@@ -46,8 +46,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// First signature word of calls that ranks compare using a hash: calls without kernels (kGeneralCall), and calls that
-// run an algorithm's steps (kStepsCall).
+// First word of a signature that contains a hash of the call: kGeneralCall for calls without kernels, kStepsCall for
+// calls that run an algorithm's steps.
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -147,7 +147,7 @@ class Calls {
         return start(op, dtype, divides);
     }
 
-    // Runs a call of Python's general path, with the steps of an algorithm that the caller has chosen. If the ranks'
+    // Runs a call from Python's general path, with the steps of the algorithm that the caller has chosen. If the ranks'
     // parts differ in length, `lengths` contains the length of each rank's part.
     Failure call_program(const Program& program, int type, int op, int dtype, int root,
                          const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,

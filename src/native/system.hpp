@@ -93,8 +93,8 @@ class Wakeup {
 };
 
 // Writing to a closed connection must fail instead of raising SIGPIPE, which would terminate the process. On Linux, a
-// flag of each send prevents the signal; on macOS, a socket option does, because only the latest versions of macOS have
-// the flag.
+// flag passed to each send prevents the signal; on macOS, a socket option does, because only the latest versions of
+// macOS have the flag.
 #if defined(__APPLE__)
 inline constexpr int kNoSignal = 0;
 inline void raise_no_signal(int socket) {

@@ -43,7 +43,7 @@ inline T apply(T a, T b) {
     }
 }
 
-// `to` may equal `a` or `b`, but must not partly overlap either.
+// `to` may equal `a` or `b`, but must not overlap them partially.
 using Kernel = void (*)(const char* a, const char* b, char* to, size_t count);
 
 template <ReduceOp op, class T>

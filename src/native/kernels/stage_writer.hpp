@@ -31,7 +31,7 @@ class StageWriter {
         const double start = monotonic_s();
         (non_temporal ? copy_non_temporal : copy_temporal)(to, from, nbytes);
         const double measured = (monotonic_s() - start) / static_cast<double>(nbytes);
-        // Let the recorded cost at most double, because the scheduler may have interrupted this copy.
+        // Increase the recorded cost at most twofold, because the scheduler may have interrupted this copy.
         cost = cost > 0 && measured > 2 * cost ? 2 * cost : measured;
     }
 
@@ -76,8 +76,8 @@ class StageWriter {
         return to;
     }
 
-    // Whether partial sums can be written to the first target. They cannot if it is also the third row or a later one:
-    // they would overwrite that row before the tree reads it.
+    // Whether partial sums can be written to the first target. If that target is also the third row or a later one,
+    // partial sums would overwrite the row before the tree reads it.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         if (targets.empty()) return false;
         return rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end();

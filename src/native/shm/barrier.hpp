@@ -35,8 +35,8 @@ class SharedBarrier {
     }
 
     // Publishes that this rank's data for the next round is staged, and waits until the other ranks' data is staged.
-    // The counter is stored in release order and loaded in acquire order, so a rank that sees the new count also sees
-    // the staged data and the signature.
+    // The counter is stored with release semantics and loaded with acquire semantics, so a rank that sees the new count
+    // also sees the staged data and the signature.
     Outcome arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
         const uint64_t number = round() + 1;
         const int field = kSignatures + 8 * static_cast<int>(number & 1);
@@ -51,8 +51,9 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of the given rank's signature in this round. The word remains valid until this rank arrives in the
-    // next round: the given rank overwrites it for the round after that, once all ranks have arrived in the next round.
+    // The last word of the given rank's signature in this round, n. The given rank overwrites the word in round n + 2,
+    // which it begins only after all ranks have arrived in round n + 1. So the word remains valid until this rank
+    // arrives in round n + 1.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
@@ -61,7 +62,7 @@ class SharedBarrier {
     void leave() { publish(kLeft, 1); }
     bool has_left(int rank) const { return at(rank, kLeft).load(std::memory_order_seq_cst) != 0; }
 
-    // Publishes that this rank's share is reduced.
+    // Signals that this rank has reduced its share.
     uint64_t publish_reduced() {
         const uint64_t number = own(kReduced).load(std::memory_order_relaxed) + 1;
         publish(kReduced, number);

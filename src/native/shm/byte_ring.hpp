@@ -38,7 +38,7 @@ struct ByteRing {
     uint64_t contiguous(uint64_t count, uint64_t limit) const {
         return std::min(limit, nbytes - (count & (nbytes - 1)));
     }
-    // Rounds `count`, where a part of a message ends, up to the cache line where the next part begins.
+    // Returns where the next part of a message begins if a part ends at `count`: `count` rounded up to a cache line.
     static uint64_t padded(uint64_t count) { return (count + kCacheLine - 1) & ~(kCacheLine - 1); }
 
     // Copy bytes into the ring (put) or out of it (get) from the position of `count` on, wrapping at the end of the
@@ -84,8 +84,8 @@ class ByteRings {
 
     ByteRing between(int from, int to) const { return memory_.between(from, to); }
 
-    // Stores in release order, so this rank's earlier writes to the ring, or reads from it, are complete before the
-    // peer sees the new count.
+    // Stores the counter with release semantics, so this rank's earlier writes to the ring, or reads from it, are
+    // complete before the peer sees the new count.
     void publish(Word& counter, uint64_t value, int peer) const {
         counter.store(value, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);

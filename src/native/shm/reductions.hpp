@@ -30,7 +30,7 @@ class Reductions {
     // From now on, ranks compare the offsets of their tensors in symmetric memory. Must be called on every rank before
     // the first segment is allocated.
     void expect_symmetric_memory() { has_symmetric_memory_ = true; }
-    // Any thread can call these two safely.
+    // `add_segment` and `remove_segment` are thread-safe.
     void add_segment(const Segment& segment) {
         const std::lock_guard held(lock_);
         segments_.push_back(segment);
@@ -128,7 +128,8 @@ class Reductions {
     // Size of the smallest tensor that is reduced in place. Once symmetric memory is allocated, a tensor of at least
     // this size needs one more round if it is not in symmetric memory.
     static constexpr size_t kInPlaceBytes = 64 << 10;
-    // Flag in the payload: this rank calls for an average, so the rank that reduces the sum also divides it.
+    // Flag in the payload: this rank's result must be divided. If all ranks set the flag, the rank that reduces a share
+    // also divides it.
     static constexpr uint64_t kAverages = 1ull << 63;
     static constexpr int kOffsetBits = 44;
 

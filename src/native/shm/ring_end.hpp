@@ -52,8 +52,8 @@ class RingEnd {
     // Removes a part of this length, and its padding, from the ring.
     void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
 
-    // Copies arrived bytes to `into`, and returns their number. `into` is the memory for the bytes of a part that are
-    // still to be read.
+    // Copies the next available bytes to `into`, and returns their number. `into` is the memory for the bytes of a part
+    // that are still to be read.
     uint64_t read(nanobind::handle into) {
         const PythonMemory part(into, PyBUF_WRITABLE);
         const uint64_t count = read_count(), step = std::min({part.nbytes(), available(), ring_.nbytes / 4});

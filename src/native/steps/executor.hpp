@@ -3,10 +3,10 @@
 // call's signature, for comparison. If every rank's result depends on all contributions, receiving the data proves that
 // the calls match. Short calls therefore receive into internal memory, and copy the result to the caller's memory at
 // the end. Before long calls, and during the short calls of a rooted collective, ranks confirm their calls with a
-// dissemination barrier. In its round k, each rank sends a "heard" frame to the rank 2^k places after it, as soon as it
-// has received its "heard" frames of the earlier rounds. Ranks that can compare their calls in another way, such as
-// with a barrier in shared memory, do so before the call. Source: Hensgen, Finkel and Manber, "Two algorithms for
-// barrier synchronization", IJPP 17(1), 1988.
+// dissemination barrier. In round k of the barrier, each rank sends a "heard" frame to the rank 2^k places after it,
+// once it has received the "heard" frames that were sent to it in all earlier rounds. Ranks that can compare their
+// calls in another way, such as with a barrier in shared memory, do so before the call. Source: Hensgen, Finkel and
+// Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -102,11 +102,11 @@ class Executor {
         return outcome;
     }
 
-    // Sets the length of the slices of long calls; it must be the same on all ranks. Each slice goes through all steps,
-    // so it adds the latencies of all steps.
+    // Sets the length of the slices of long calls; it must be the same on all ranks. Slices run through all steps one
+    // after another, so each slice adds the latencies of all steps to the call.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // Ends the current call and all later calls. Any thread can call this safely.
+    // Ends every current and future wait of this executor. Any thread can call this safely.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();
@@ -129,8 +129,8 @@ class Executor {
     enum class Agreement {
         // Ranks compared their calls in shared memory before this call.
         known,
-        // Ranks are exchanging the lengths of their messages. Data follows only if the lengths match, so a frame that
-        // isn't a length remains unread on its link.
+        // Ranks are exchanging the lengths of their messages. Data follows only if the lengths match, so a data frame
+        // that follows a peer's length remains unread on its link.
         lengths,
         // A long call: "heard" frames travel before the first byte of data.
         before_data,
@@ -178,7 +178,7 @@ class Executor {
         bool complete() const { return begun && got == total; }
     };
 
-    // Whether a call has all chunks of its program, and has message lengths either for every rank or for none.
+    // Whether a call has all chunks that its program refers to, and message lengths either for every rank or for none.
     bool fits(const StepsCall& call) const {
         const size_t chunks = call.chunks.size(), lengths = call.sends.size();
         if (lengths != call.receives.size() || (lengths && lengths != links_.size())) return false;
@@ -385,7 +385,7 @@ class Executor {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
             // If a complete header is waiting, its frame belongs to a later step or call, or is the peer's last frame.
-            // Nothing behind it needs to be read yet.
+            // Nothing behind the header needs to be read yet.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
@@ -406,7 +406,8 @@ class Executor {
                 if (!link.aside_is_whole()) return Status::ok;
                 const bool aside = in && link.first_aside();
                 const FrameHeader* header = aside ? link.first_aside() : link.peek();
-                // The peer may already have finished this call, and have begun its next call or left.
+                // The peer may already have finished this call. The header may then belong to the peer's next call or
+                // farewell.
                 if (!header || header->call == number_ + 1) return Status::ok;
                 if (header->kind == FrameKind::farewell) {
                     link.mark_left();

@@ -39,7 +39,7 @@ class Link {
     bool left() const { return left_; }
     void mark_left() { left_ = true; }
 
-    // Queues a frame. The memory of its parts must remain valid until the frame is sent.
+    // Queues a frame. The memory of `parts` must remain valid until the frame is sent.
     void queue(const FrameHeader& header, std::vector<iovec> parts) {
         out_.push_back({header, std::move(parts), 0});
     }
@@ -86,7 +86,7 @@ class Link {
         aside_.push_back({header_, std::vector<char>(header_.nbytes), 0, 0});
         skip_header();
     }
-    // Reads what has arrived of the frames that were set aside; returns whether all of these frames are complete.
+    // Reads the bytes that have arrived for frames set aside; returns whether all of these frames are complete.
     bool aside_is_whole() {
         if (aside_.empty()) return true;
         Aside& last = aside_.back();

@@ -255,7 +255,7 @@ def all_reduce(
     _check_floating(tensor, "all_reduce")
     if scale is not None:
         check_scale(scale, parse_op(op), tensor.dtype)
-        # Have ranks compare their scales together with the next collective, the all_reduce below.
+        # Make the next collective, the all_reduce below, also compare the ranks' scales.
         comm.agree(scale, "scale")
         tensor = tensor * scale
     n = [tensor.numel()]

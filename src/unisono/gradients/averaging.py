@@ -276,8 +276,8 @@ class Averaging(PassOwner):
         """Hook on the last parameter of a chunk; runs after its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Outside a backward pass, p.grad belongs to the caller. This hook can run then, for example in one thread after
-        # the backward() of another thread has made the model's pass fail.
+        # Outside a backward pass, p.grad belongs to the caller. This hook may still run: for example, one thread's
+        # backward() may have made the model's pass fail while another thread's backward() continues.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
@@ -322,8 +322,8 @@ class Averaging(PassOwner):
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
         # With several models, send nothing before the end of the pass, where all ranks use the same order of models.
-        # Otherwise, a rank could fail while a later model's bucket is in flight, and other ranks would repeat the pass,
-        # or wait for its repetition, although an earlier model's pass has already finished.
+        # Otherwise, if a rank failed while a later model's bucket is in flight, other ranks would repeat the pass, or
+        # wait for it to be repeated, although an earlier model has already finished its pass.
         early = len(self._watch.peers) == 1
         # Change the phase last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
@@ -366,7 +366,8 @@ class Averaging(PassOwner):
         self._change("reduce")
         while True:
             try:
-                # Only this rank knows that a hook took a gradient; the request makes all ranks raise an error together.
+                # Only this rank knows that a hook has used a gradient before it was averaged. Sending this as a request
+                # makes all ranks raise an error together.
                 reduction.reduce_all(saved, arrived, requests=(bool(thawed), bool(problem)))
                 break
             except AbortedError as aborted:

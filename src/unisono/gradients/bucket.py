@@ -73,7 +73,7 @@ class GradientBucket:
         ]
         self.complete: list[tuple[bool, bool]] = [(True, False)] * len(numels)
         self.shapes: list[torch.Size] = [p.shape for p in parameters]
-        # On an accelerator, copy each gradient by itself, on the stream that its hook runs on.
+        # On an accelerator, copy each gradient separately, on the stream that its hook runs on.
         self.chunks: list[Sequence[int]] = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
         self.low: int = self.flat.data_ptr()
         self.high: int = self.low + self.flat.nbytes

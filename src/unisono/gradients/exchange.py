@@ -86,7 +86,8 @@ class Exchange:
     def wait(self) -> None:
         """Wait for the result; if the exchange has failed, raise its error. If interrupted, wait again."""
         self.done.wait()
-        # On accelerators, `done` may be completed before the result has been computed, so also wait for their streams.
+        # On accelerators, `done` may be completed before the result has been computed, so also wait for the streams
+        # that compute it.
         wait_for(self.streams)
 
 

@@ -97,7 +97,7 @@ class Exchanges(ABC):
         self._fragments = fragments
         self._anchor = anchor
         self._settings = settings
-        # Allow time for all fragments: an exchange may be queued behind the exchanges of all others.
+        # Allow time for all fragments: an exchange may be queued behind the exchanges of all other fragments.
         self._limit_s = (_CALLS * engine_of(comm).options.timeout_s + grace_s) * len(fragments)
         self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
 
@@ -236,7 +236,7 @@ class Exchanges(ABC):
                 self._reduce(fragment, exchange)
         except BaseException as raised:
             error = raised
-            # Discard the values that `_compare` has passed: otherwise, this thread's next collective on another
+            # Discard the values that `_compare` has left pending: otherwise, this thread's next collective on another
             # communicator of the same ranks would compare them.
             engine_of(self._comm).agreements.take(0)
             self._fail(raised)
@@ -294,8 +294,8 @@ class Exchanges(ABC):
         part = [fragment.anchor[i] for i in kept]
         changes = [exchange.tensors[i] for i in kept]
         # Don't take an outer step for the last exchange: the outer optimizer would move the anchor by its momentum,
-        # which is meant for a whole interval. In three trainings of 1,000 steps, an outer step at the end made the loss
-        # 6 % worse.
+        # which is meant for a whole interval. In three training runs of 1,000 steps, an outer step at the end made the
+        # loss 6 % worse.
         if exchange.is_last:
             for there, change in zip(part, changes, strict=True):
                 there.sub_(change)
@@ -315,7 +315,7 @@ class Exchanges(ABC):
             else:
                 here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
         if ahead is None and not exchange.alpha and not exchange.loaded:
-            # The parameters equal the anchor again, so count the samples of the next change from zero.
+            # The parameters equal the anchor again, so restart the count of samples for the next contribution.
             fragment.samples = 0
 
     def _apply_due(self, step: int, tensors: Tensors) -> bool:

@@ -63,8 +63,9 @@ class _GossipExchanges(StepExchanges):
     """Exchanges in which each rank communicates with its neighbours only."""
 
     def _compare(self, state: Mapping[str, Any]) -> None:
-        # Ranks communicate only with neighbours, so no collective can compare these values. Average them with the
-        # neighbours' values instead: the average changes a value only if neighbours have other values.
+        # Ranks communicate only with neighbours, so no collective can compare these values. Instead, average this
+        # rank's values with its neighbours' values: the average differs from this rank's values only if a neighbour has
+        # different ones.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._settings.reduce(mixed, self._comm, state["rounds"])

@@ -80,8 +80,8 @@ class NanGuard:
             hook.remove()
         named = named_tensors(self._model)
         self._hooks = [hook_gradient(parameter, partial(self._look, name)) for name, parameter in named]
-        # Identify parameters by their C++ implementations, to which the hooks belong: a swap gives a parameter another
-        # implementation.
+        # Identify parameters by their C++ tensor objects, to which the hooks belong: `torch.utils.swap_tensors` gives a
+        # parameter a different one.
         self._hooked = {parameter._cdata for _, parameter in named}
         self._members = ModelMembers(self._model, named)
 

@@ -228,7 +228,8 @@ class PeriodicAverager(PeriodicAction):
         common = type(self).__name__, self._comm, self._fragments
         if self._timed is None:
             return self._by_steps(*common, self._anchor, self._exchange_settings, self._schedules)
-        # Timed exchanges weight the contributions, which only works for changes from an anchor.
+        # Timed exchanges multiply each rank's contribution by a weight, which is correct only if contributions are
+        # changes from an anchor.
         assert self._anchor is not None
         interval_s = positive_timeout(self._timed.interval, "every") / len(self._fragments)
         lag = self._timed.max_lag
@@ -303,10 +304,11 @@ class PeriodicAverager(PeriodicAction):
         named = floating(self.named)
         names = dict(self._known).keys() ^ dict(named).keys()
         odd = [name for name, _ in (*self._known, *named) if name in names]
-        # Without an anchor, the loop body never runs, because plain averages simply use the parameter that replaced
-        # another.
+        # Without an anchor, `self.anchor` is empty, so this loop checks nothing: a plain average uses the model's
+        # current parameters, even if they have replaced earlier ones.
         for (name, tensor), (_, known), there in zip(named, self._known, self.anchor, strict=False):
-            # Only parameters must remain the same objects, because a forward pass may replace a buffer.
+            # A parameter must be the same object as before; a buffer need not be, because a forward pass may replace
+            # it.
             is_new = tensor is not known and isinstance(tensor, torch.nn.Parameter)
             if is_new or tensor.shape != there.shape or tensor.device != there.device:
                 odd.append(name)
@@ -327,7 +329,7 @@ class PeriodicAverager(PeriodicAction):
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
         own = chain(module.named_parameters(name, recurse=False), module.named_buffers(name, recurse=False))
-        # In timed exchanges, the worker may be stepping the anchor at this moment.
+        # In timed exchanges, the worker thread may be taking an outer step on the anchor at this moment.
         with self._exchanges.held():
             for key, tensor in own:
                 index = numbers.get(key, numbers.get(id(tensor)))
@@ -456,7 +458,8 @@ class PeriodicAverager(PeriodicAction):
                 elif exchange is not None:
                     self._take_back(fragment, exchange)
                 fragment.codecs = [codec and codec.clone() for codec in fragment.codecs]
-                # Compare the anchors in the next exchange: a rank may have loaded weights that the others have not.
+                # Compare the anchors in the next exchange: a rank may have loaded weights that the other ranks have not
+                # loaded.
                 fragment.is_loaded = self.outer is not None
         self._connect(comm)
         progress = self._comm.all_gather_object((sum(fragment.rounds for fragment in self._fragments), self.steps))
@@ -464,8 +467,8 @@ class PeriodicAverager(PeriodicAction):
         leader = progress.index(max(progress))
         state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
         rounds, steps = progress[leader]
-        # A rank that has made no step may be new and have another anchor, so it also loads the leader's state. It has
-        # not trained, so it loses nothing.
+        # A rank that has taken no step may be new and have a different anchor, so it also loads the leader's state. It
+        # has not trained, so it loses nothing.
         if progress[comm.rank][0] < rounds or (steps and not self.steps):
             self.load_state_dict(state)
             with torch.no_grad():
@@ -486,9 +489,11 @@ class PeriodicAverager(PeriodicAction):
         if ahead is not None:
             parts = zip(self._tensors(fragment), fragment.anchor, ahead.own, ahead.expected, strict=False)
             for index, (here, there, own, expected) in enumerate(parts):
-                # Training continued from the prediction, except in parameters for which other values were loaded since.
+                # Training continued from the prediction, except in parameters that have been loaded with other values
+                # since then.
                 if index not in exchange.loaded:
-                    # Replace the prediction by this rank's values before it: the anchor minus the contribution.
+                    # Replace the prediction with the values that this rank had before: the anchor minus the
+                    # contribution. Training since then is kept.
                     here.add_(there - own - expected)
 
 

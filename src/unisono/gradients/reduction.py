@@ -139,7 +139,7 @@ class Reduction:
         contents = self.contents[self.sent]
         last = self.sent == len(self.contents) - 1
         comm = self._comms.data
-        # Check for a failure before p.grad is cleared, so that undoing the pass needs no rewind.
+        # Check for a failure before p.grad is cleared, so that the pass can be undone without `rewind`.
         if (failure := comm.exception()) is not None:
             # Another rank's pass has failed.
             raise failure.locate(rank=comm.rank, size=comm.size, operation="all_reduce")

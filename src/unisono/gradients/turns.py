@@ -207,8 +207,8 @@ class Turns(Exchanges):
                 # Drop the task, so that its tensors do not stay alive until the next turn.
                 del task
         except BaseException as raised:
-            # The error may come from the outer optimizer, for example, in a turn that training missed. The next
-            # training step raises it.
+            # The error may come from the outer optimizer, for example in a turn to which training did not contribute in
+            # time. The next training step raises it.
             self._fail(raised)
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
@@ -235,7 +235,7 @@ class Turns(Exchanges):
     def _miss(self, interval: _Interval) -> Callable[[], None]:
         """Take part without a contribution, because the training thread did not finish a step in time."""
         fragment = self._in_turn
-        # If training has not applied this fragment's previous result yet, step the anchor with that result now.
+        # If training has not applied this fragment's previous result yet, apply it to the anchor now.
         self.apply(fragment, None)
         fragment.missed += 1
         _log.warning(
@@ -247,7 +247,8 @@ class Turns(Exchanges):
         )
         share = Share(0, False, max(0.0, clock.now() - interval.due_s), self._rates)
         nothing = [torch.zeros_like(there) for there in fragment.anchor]
-        # The result is due immediately, so that training continues from the anchor after its next step.
+        # Make the result due immediately: the training thread applies it after its next step, and continues from the
+        # anchor.
         exchange = Exchange(interval.step, nothing, self._completion(nothing), None, share=share)
         return self._started(interval, fragment, exchange)
 
@@ -282,7 +283,7 @@ class Turns(Exchanges):
         rows: list[list[float]] = everyone.view(self._comm.size, -1).tolist()
         interval.left = interval.left + 1 if all(row[1] for row in rows) else 0
         share.of_all = sum(row[0] for row in rows)
-        # A late rank may be at a different point of its learning rate schedule, so all ranks use the learning rates of
+        # A late rank may be at a different point in its learning rate schedule, so all ranks use the learning rates of
         # the first rank that was on time.
         share.rates = next((row[3:] for row in rows if row[0]), share.rates)
         for tensor in tensors if share.of_all else ():

@@ -77,8 +77,8 @@ class Onebit(TwoStage):
         return blocks * (4 + length // 8)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        # The encoded block is the orthogonal projection of the block onto its signs, so Pythagoras gives the loss. The
-        # mean magnitude is at least norm / count.
+        # The encoded block is the orthogonal projection of the block onto its signs, so the norm of the encoding error
+        # follows from the Pythagorean theorem. The mean magnitude is at least norm / count.
         mean = torch.maximum(mean, norm / count)
         return (norm.square() - count * mean.square()).clamp_(min=0).sqrt() + norm * 1e-6
 

@@ -79,7 +79,7 @@ class Randomk(SteppedCodec):
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
         if not flat.numel():
             return 0.0
-        # In the worst case, the smallest element of each stretch is drawn.
+        # In the worst case, the element drawn from each stretch is the one of smallest magnitude.
         starts = self._starts(flat.numel())
         squares = flat.double().square()
         smallest = sum(float(part.min()) for part in squares.tensor_split(starts[1:-1]))

@@ -96,7 +96,8 @@ def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[
     if all(part.step == 1 for part in ranges):
         in_order = sorted((part for part in ranges if part), key=_start)
         return list(in_order)
-    # The parts are interleaved, so all positions from the furthest part's next position onwards are unused.
+    # The parts are interleaved, and each part's next position is its `start`, so all positions from the largest `start`
+    # onwards are unused.
     edge = min(count, max(part.start for part in ranges))
     early = sorted(position for part in ranges for position in range(part.start, min(edge, part.stop), part.step))
     tail = range(edge, count)

@@ -431,8 +431,9 @@ class EpochProgress:
     def advance(self, count: int) -> None:
         self.taken += count
         if count and self.complete:
-            # A batch that is shorter than earlier batches is the last batch on all ranks. If the iteration had already
-            # ended, a loader has prefetched batches, so it is unknown whether other ranks have used one more sample.
+            # A batch that is shorter than earlier batches is the last batch on all ranks. If the iteration ended before
+            # its last samples were committed, a loader is prefetching batches, so it is unknown whether other ranks
+            # have used one more sample.
             self.through = True if count < self.batch else None if self.ended else False
         self.batch = max(self.batch, count)
 

@@ -72,8 +72,8 @@ class ShardComms:
         self._pairs = [ReplaceableComms(comm)]
         self.steps: Communicator = self._pairs[0].base
         try:
-            # Check before duplicating the mesh's communicators: `dup` is collective, so in groups that do not fit,
-            # ranks would wait for each other.
+            # Check before duplicating the mesh's communicators: `dup` is collective, so if the ranks' groups did not
+            # form a grid, ranks would wait for each other.
             _check_mesh(self.steps, mesh)
         except BaseException:
             self.close()
@@ -163,7 +163,8 @@ _Place = tuple[str, int, int]
 
 def _check_mesh(comm: Communicator, mesh: object) -> None:
     """Raise on every rank unless the mesh's groups are the rows and columns of a grid of all ranks. Collective."""
-    # In place of an invalid mesh, gather a text: a rank that raised alone would leave the other ranks waiting.
+    # If this rank's mesh is invalid, gather a description of it instead of raising: a rank that raised alone would
+    # leave the other ranks waiting.
     gathered: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_places_of(mesh))
     if all(each is None for each in gathered):
         return
@@ -204,8 +205,8 @@ def _mesh_problem(gathered: list[tuple[_Place, _Place] | str | None]) -> str | N
         first = places.setdefault((replica, part), rank)
         if first != rank:
             return f"ranks {first} and {rank} have the same place ({replica}, {part}) in mesh"
-        # Sizes and numbers alone would accept groups that are not rows and columns of one grid, so compare names as
-        # well.
+        # If only sizes and ranks were compared, groups that are not rows and columns of one grid would be accepted, so
+        # compare the groups' names as well.
         for kind, name in ((("shard", replica), column), (("replicate", part), row)):
             known, other = groups.setdefault(kind, (name, rank))
             if known != name:

@@ -131,8 +131,8 @@ class FlatParameters:
         self.gathered: bool = False
         self._comms = comms
         self._work: Work | None = None
-        # Version counter of gathered parameters. Autograd rejects a parameter that it saved at another version, and the
-        # counters of freed parameters are higher.
+        # Version counter of gathered parameters. Freed parameters have a higher one, so that autograd rejects them: it
+        # compares a tensor's version with the version at which it saved the tensor.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
         # Take the strides from `empty_like`, because they have no gaps: `restore` gives dense memory even to a
@@ -150,14 +150,15 @@ class FlatParameters:
         if first.requires_grad:
             self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype, self.part.device)
         for name, parameter in named:
-            # The code that refuses the use of a freed parameter gets only the tensor, so the tensor carries its name.
+            # The code that refuses the use of a freed parameter gets only the tensor, so store the parameter's name in
+            # the tensor.
             parameter.__dict__["_sharded_name"] = name
         self._make_whole()
 
     def _cut(self, padding: int) -> None:
         """Allocate this rank's part, with undefined elements, and point the pieces to its slices."""
         self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
-        # The padding belongs to no piece, but each gather sends it, so it must not be undefined memory.
+        # The padding belongs to no piece, but each gather sends it, so it must be initialized.
         self.part: torch.Tensor = torch.zeros(
             self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device
         )
@@ -222,8 +223,8 @@ class FlatParameters:
         # Change the class and keep the object, because modules, hooks and the user's code refer to it.
         for parameter, cls in zip(self.parameters, classes, strict=False):
             parameter.__class__ = cls
-        # Autograd does not check the class of its saved tensors, but checks their version. Without the higher version,
-        # a backward pass that had bypassed the hooks would read freed memory and crash the process.
+        # Autograd does not check the class of its saved tensors, but checks their version. If freed parameters had the
+        # same version, a backward pass that had bypassed the hooks would read freed memory and crash the process.
         version = self._version if gathered else self._version + 1
         torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), (version,) * len(self.parameters))
 
@@ -232,8 +233,8 @@ class FlatParameters:
         if self._work is not None:
             work = self._work
             self._work = None
-            # The gather writes to the memory until it ends. Its error is not lost: the next call on the communicator
-            # raises it.
+            # The gather writes to the memory until it ends. If the gather fails, its error is not lost: the next call
+            # on the communicator raises it.
             with suppress(CommError):
                 work.wait()
         if self.gathered:
@@ -248,7 +249,8 @@ class FlatParameters:
 
     def written(self) -> str | None:
         """Return the name of a gathered parameter that was modified in place, or None."""
-        # Skip freed parameters, whose counters `_show` has raised: they differ without any write.
+        # Skip freed parameters: `_show` has increased their version counters, so these differ from `_version` even
+        # without a write.
         if self.gathered:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter._version != self._version:
@@ -283,7 +285,7 @@ class FlatParameters:
         """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
         if writeback:
             self.part.copy_(self.layout.part_of(flat, self._comms.rank))
-        # Point the parameters back before `free`, because freed parameters refuse the assignment.
+        # Point the parameters to `_places` again before `free`, because freed parameters refuse the assignment.
         self._point_to(self._places)
         self.changed()
         self.free()
@@ -473,7 +475,7 @@ class FlatGradient:
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
-        # Zero the padding, because it is also sent: undefined memory there changed the digests of `un.record`.
+        # Zero the padding, because it is also sent: uninitialized memory there would change the digests of `un.record`.
         whole[self._layout.used :].zero_()
         self.reduced |= self.taken
         self.taken = set()
@@ -553,7 +555,7 @@ class ParameterBucket:
             view.copy_(parameter)
             parameter.data = view
         self._part = layout.part_of(self._flat, self._comms.rank)
-        # If the dtypes are equal, this is the part itself, and the optimizer updates the flat tensor in place.
+        # If the dtypes are equal, `to` returns the part itself, and the optimizer updates the flat tensor in place.
         self._master = self._part.to(self._dtype)
         _move_pieces(self.pieces, layout, self._comms, self._master)
 
@@ -603,8 +605,8 @@ class ParameterBucket:
     def follow_parameters(self) -> None:
         """Update the master copy where this rank's part was written since the last step, such as from a checkpoint."""
         if self.has_master:
-            # Keep the elements of the master that still round to the part's elements: their low bits hold updates that
-            # the parameters' dtype cannot represent.
+            # Keep each element of the master copy that still rounds to the part's element: its low bits hold updates
+            # that the parameters' dtype cannot represent.
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
@@ -612,8 +614,8 @@ class ParameterBucket:
         """Start gathering the updated parts of all ranks in the shard group. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
-        # Don't use `live`: a rank that fails in its next pass aborts it, while another rank may still be waiting for
-        # parts of this step.
+        # Don't use the communicators in `live`: a rank that fails in its next pass aborts them, while another rank may
+        # still be waiting for parts of this step.
         return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
 
 

@@ -356,7 +356,7 @@ class ShardedModel:
         """
         self._runtime.check_idle("move_to()")
         self._comms.move_to(comm, mesh)
-        # The memory order of freed parameters is unknown, so don't compare it.
+        # The memory format of freed parameters is unknown, so don't compare it.
         alike = [
             (p.name, torch.empty(p.shape, dtype=p.tensor.dtype, device="meta", requires_grad=p.tensor.requires_grad))
             for p in self._pieces.values()

@@ -161,7 +161,8 @@ class _GatherOrder:
     """
 
     def __init__(self) -> None:
-        # For each unit, in forward (False) and in backward (True), the unit that was gathered after it.
+        # For each unit, the unit that was gathered after it. The key is (False, unit) in forward, and (True, unit) in
+        # backward.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
         # The last unit gathered in this forward pass, and the last unit gathered in the previous forward pass.
@@ -306,7 +307,8 @@ class Runtime(PassOwner):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def __getstate__(self) -> Any:
-        # A deep copy of the model calls this method, because it also copies the hooks.
+        # `copy.deepcopy` of the model calls this method, because it also copies the model's hooks, which refer to this
+        # object.
         raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -340,7 +342,8 @@ class Runtime(PassOwner):
         watched = 0
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
-        # If a backward pass repeats this forward (checkpointing), it next computes gradients that need the unit.
+        # Keep the unit if a backward pass is repeating this forward (checkpointing): the gradients that it computes
+        # next need the unit.
         if not self._in_backward():
             if self._depth == 0:
                 self._watch.stop()
@@ -412,7 +415,7 @@ class Runtime(PassOwner):
             self._comms.abort(problem)
             raise RuntimeError(f"{problem}. Call remove(), and shard the changed model")
         self._stream.begin()
-        # Watch from here on, because `_recover` is collective and may be part of a deadlock between models.
+        # Start watching before `_recover`, which is collective and may be part of a deadlock between models.
         self._watch.start()
         try:
             self._recover()
@@ -457,8 +460,8 @@ class Runtime(PassOwner):
         if not overlaps:
             following = None
         with torch.no_grad():
-            # Start this unit's gathers first: the computation waits for them, and gathers run in the order of the
-            # calls.
+            # Start this unit's gathers first: the computation waits for them, and all gathers run in the order in which
+            # they are called.
             for flat in (*unit.flats, *(following.flats if following is not None else ())):
                 flat.start_gather(async_op=overlaps)
             for flat in unit.flats:
@@ -468,7 +471,7 @@ class Runtime(PassOwner):
     def _reduce(self, running: _Pass, unit: Unit) -> None:
         """Start averaging a unit's gradients, once the previous reduction is complete."""
         with torch.no_grad():
-            # Finish the previous unit's reduction first. Otherwise, the whole gradients of all units would stay in
+            # Finish the previous unit's reduction first. Otherwise, the unsharded gradients of all units would stay in
             # memory until the end of the pass.
             for _, gradient in running.reducing.trained if running.reducing is not None else ():
                 gradient.finish_reduce()
@@ -481,8 +484,8 @@ class Runtime(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         self._change("begin")
-        # Read `sync` now, because contexts that hooks enter during the outermost pass must not change its value for
-        # this pass.
+        # Read `sync` now: if a hook enters `no_sync` during the outermost pass, that must not change the value for this
+        # pass.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
         for _, gradient in self._trained:
@@ -572,8 +575,8 @@ class Runtime(PassOwner):
             self.check_reduced("optimizer.step()", places)
         except RuntimeError as error:
             problem = error
-        # GradScaler deletes these attributes only after a step that succeeds. Pop them, so that a later step without a
-        # GradScaler is not refused as well.
+        # GradScaler deletes these attributes only after a step that succeeds. Remove them here, because a later step
+        # without a GradScaler would otherwise be refused too.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
         if any(scaled):
             problem = RuntimeError(
@@ -582,7 +585,7 @@ class Runtime(PassOwner):
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
         # Without this barrier, a rank that fails in its next pass could interrupt another rank's check. With it, either
-        # all ranks make the step or none does.
+        # all ranks take the step or none does.
         self._comms.steps.barrier()
         self._change("agree")
 
@@ -617,8 +620,9 @@ class Runtime(PassOwner):
         self.check_idle("full_parameters()")
         self._recover()
         self.free()
-        # Show nothing until everything is gathered. If a gather failed in between, the parameters already shown would
-        # remain views of their temporary tensor, and all later steps would compute with its old values.
+        # Call `show_whole` only after everything is gathered. If a gather failed in between, the parameters already
+        # passed to `show_whole` would remain views of their temporary tensor, and all later steps would compute with
+        # its old values.
         wholes = [flat.gather_whole() for flat in self._flats]
         try:
             for flat, whole in zip(self._flats, wholes, strict=True):

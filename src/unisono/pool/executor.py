@@ -288,7 +288,7 @@ class Pool(Executor):
                 agent.rpc_async(rank, self._rank.stop)
             agent.shutdown()
         except CommError:
-            # A worker was lost during the shutdown. Because a shutdown is collective, only close this rank's agent.
+            # A worker was lost during the collective shutdown, so close this rank's agent alone.
             agent.close()
         if self._own is not None:
             self._own.close()

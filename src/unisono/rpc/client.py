@@ -270,8 +270,8 @@ class Client:
             self.replies.cancel(call)
             raise
         if self.closed or peer in self._dispatcher.ended:
-            # While this call was being sent, the peer left or this agent was closed. The pending calls to the peer, or
-            # of this agent, then failed, perhaps before this call was one of them.
+            # While this call was being sent, the peer left or this agent was closed. All pending calls (to the peer, or
+            # of this agent) were then failed, but this call may have been added only afterwards.
             self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _wait(self, call: PendingCall) -> None:
@@ -285,7 +285,7 @@ class Client:
 
     def close(self) -> None:
         """Reject new calls, and end open calls with an error."""
-        # Set this first, because a call that is being sent checks `closed` after it has been added to the table.
+        # Set this first: a thread that is sending a new call adds it to the table, and checks `closed` only afterwards.
         self.closed = True
         for call in self.calls.open():
             self.replies.fail(call, self.closed_error())

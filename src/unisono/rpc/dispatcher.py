@@ -63,8 +63,8 @@ class Dispatcher:
             todo: Queue to which the remaining tasks are added, each with a flag: whether the task is short.
         """
         if not self._lock.acquire(blocking=False):
-            # A thread that waits for a reply is already polling. It wakes the receiving thread if it leaves messages
-            # behind.
+            # A thread that waits for a reply is already polling. That thread wakes the receiving thread if it leaves
+            # messages behind.
             return False
         self._thread = threading.get_ident()
         try:
@@ -133,7 +133,7 @@ class Dispatcher:
     def newly_lost(self) -> set[int]:
         """Return the ranks lost since this method was last called. Their messages are dropped from now on."""
         lost = self._box.lost.keys() - self.ended
-        # Update `ended` before the loss is handled: a call that is being sent checks it, because the call may be added
-        # after all pending calls have failed.
+        # Update `ended` before the loss is handled: a new call may be added after all pending calls have failed, so the
+        # thread that sends it checks `ended` afterwards.
         self.ended |= lost
         return lost

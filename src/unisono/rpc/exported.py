@@ -105,7 +105,7 @@ def expose(target: T) -> T:
         raise TypeError(f"only functions and classes can be exposed, not a {type(target).__name__}")
     name = name_of(target)
     mark = _Mark(name, target)
-    # Functions written in C cannot be marked, but their names are in the table.
+    # A function written in C cannot carry the mark, but `_Mark` has added its name to the table of exposed functions.
     with contextlib.suppress(AttributeError, TypeError):
         setattr(target, _MARK, mark)
     return target

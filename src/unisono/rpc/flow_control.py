@@ -42,8 +42,8 @@ class FlowControl:
                 left = deadline - clock.now()
                 if left <= 0:
                     return False
-                # Wait in slices, because a debugger may stop the library's clock. Also, `leave` wakes a single thread,
-                # whose call may be too large for the free room, although another thread's call would fit.
+                # Wait in slices for two reasons: a debugger may stop the library's clock, and `leave` wakes a single
+                # thread, whose call may be too large for the freed capacity although another thread's call would fit.
                 self._available.wait(min(left, _WAIT_SLICE_S))
             self._calls += 1
             self._bytes += nbytes

@@ -39,7 +39,8 @@ class LocalOptimizer:
     def step(self, context: int) -> None:
         """Do one optimizer step with the gradients of a context. `.grad` is restored afterwards."""
         gradients = get_gradients(context)
-        # Ranks that train asynchronously may run optimizer steps at the same time, so reserve the parameters.
+        # Ranks that train asynchronously may run optimizer steps at the same time, so `swapped` reserves the parameters
+        # for this thread.
         with current_contexts().leaves.swapped(self._params, gradients):
             self._optimizer.step()
 

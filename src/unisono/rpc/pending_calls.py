@@ -46,8 +46,8 @@ class PendingCalls:
         self.windows: list[FlowControl] = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
         self.number: Callable[[], int] = itertools.count(1).__next__
         # The next two fields need no lock: each operation on one of them is atomic, and only one thread's `dict.pop`
-        # finds a call. So that `_unfinished` contains every open call, it changes first when a call begins, and last
-        # when the call ends.
+        # finds a call. `_unfinished` must contain every open call, so a call is added to it before `_open`, and removed
+        # from it after `_open`.
         self._open: dict[int, PendingCall] = {}
         self._unfinished: set[int] = set()
         # Guards the fields below.

@@ -56,8 +56,8 @@ class Receiver:
         self._due = due
         self._initializer = initializer
         self._name = name
-        # Used only by the thread whose turn it is. A deputy that takes over finds the tasks that the replaced thread
-        # left.
+        # Used only by the thread whose turn it is. If the deputy (see `Turn`) takes over, it finds the tasks that the
+        # replaced thread has left.
         self._todo: deque[tuple[Task, bool]] = deque()
         self._closed = False
 
@@ -104,8 +104,8 @@ class Receiver:
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
-                # Look for lost ranks only after handling messages: messages received from a rank count, even if the
-                # rank has since been lost.
+                # Look for lost ranks only after handling messages: a message that has arrived counts, even if its
+                # sender has since been lost.
                 due, tasks = self._due()
                 look_at = now + _LOOK_S
                 if tasks:
@@ -123,6 +123,6 @@ class Receiver:
             if not short:
                 self._workers.run(task)
             elif not turn.run(task):
-                # The queue and the mailbox are the deputy's now.
+                # The queue and the mailbox now belong to the deputy.
                 return False
         return True

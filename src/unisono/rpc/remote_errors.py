@@ -60,8 +60,8 @@ def packed(error: BaseException) -> _Report:
     if isinstance(error, RemoteError):
         # The error was raised on a third rank, so report its original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
-        # Use the text without traceback: `trace` already has the traceback, and the text would double in length with
-        # each rank that passes it on.
+        # Use the text without the traceback: `trace` already has the traceback, and the text would double in length
+        # with each rank that passes it on.
         text = error.remote_text
     else:
         kind = type(error)

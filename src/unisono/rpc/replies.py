@@ -53,7 +53,7 @@ class Replies:
         """End a call without a reply, and notify its peer; return False if the reply arrived in the meantime."""
         if self._calls.take(call.number) is None:
             return False
-        # Notify the peer before running the future's callbacks, which may take long.
+        # Notify the peer before running the future's callbacks, which may take a long time.
         self.cancel(call)
         self._end(call, error)
         return True
@@ -104,7 +104,8 @@ class Replies:
 
     def _complete(self, call: PendingCall, future: CallFuture) -> None:
         """Complete a future and run its callbacks in this thread. A future that is complete remains unchanged."""
-        # A callback may wait for another call and complete that one too, so restore the previous call afterwards.
+        # A callback may wait for another call, which is then completed in this thread, so restore the previous call
+        # afterwards.
         before = getattr(self._completing, "call", None)
         self._completing.call = call
         within = context.set(call.within[0])

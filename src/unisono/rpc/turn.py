@@ -42,8 +42,8 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        # Guards all fields, so that both threads agree on whether a function ended in time or its thread has been
-        # replaced, and on whether a function began before the deputy fell asleep or must wake it.
+        # Guards all fields, so that both threads agree whether a function ended in time or its thread has been
+        # replaced, and whether the thread that begins a function must wake the deputy.
         self._lock = threading.Lock()
         self._state = TurnState.RECEIVING
         self._runs = 0

@@ -27,7 +27,8 @@ def run_task(task: Task) -> None:
     try:
         task()
     except KeyboardInterrupt:
-        # Only the main thread gets it, in a call that waits; the caller must not miss the Ctrl-C.
+        # Only the main thread gets a Ctrl-C, and it runs tasks only inside a call that waits. The caller must not miss
+        # the Ctrl-C.
         raise
     except BaseException:
         # Catch even `SystemExit`, which would end the thread silently: no more messages would be received, or a worker
@@ -76,8 +77,8 @@ class Workers:
 
     def not_counted(self) -> AbstractContextManager[object]:
         """Return a context in which this thread may wait for another rank without being counted."""
-        # Don't subtract a thread that was never counted, because it is not a worker, or that has been subtracted by an
-        # outer wait.
+        # Don't subtract a thread that is not counted: either it is not a worker, or an outer wait has already
+        # subtracted it.
         return self._aside() if threading.get_ident() in self._counted else _NOT_HERE
 
     @contextmanager

@@ -142,7 +142,7 @@ class DistributedPass:
                 if not self._awaited[key]:
                     complete.append((record, self._gathered.pop(key)))
             if not self._retain_graph and output.record is not None:
-                # The message's part of the graph has been freed, so its record is of no more use.
+                # The message's part of the graph has been freed, so its record is no longer needed.
                 context.sent.pop(number, None)
             return complete, None if self._left else self._gradients
 

@@ -177,8 +177,8 @@ class PartialSums(Pieces):
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         # Look up this rank's own contributions before marking the chunks as received. If a step receives several
-        # contributions to a chunk, only the chunk's first target refers to this rank's own, so `_store` uses only that
-        # target.
+        # contributions to a chunk, only the first call of this method for that chunk finds this rank's own
+        # contribution, so `_store` uses that call's target.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)

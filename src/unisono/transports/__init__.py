@@ -11,7 +11,7 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "unisono.transports",
     "TRANSPORT",
-    # The package `torch` implements all backends of torch.distributed.
+    # The package `unisono.transports.torch` implements all backends of torch.distributed.
     aliases={"gloo": "torch", "nccl": "torch", "ucc": "torch", "xccl": "torch"},
     helpers=("hierarchical", "tagged_messages"),
 )

@@ -145,8 +145,8 @@ class InFlightMessage:
             with torch.inference_mode(taken.is_inference()), torch.no_grad():
                 taken.copy_(given)
         except Exception as error:
-            # The copy has failed, for example for lack of memory. Fail both works, because the message will never
-            # arrive.
+            # The copy has failed, for example for lack of memory. Fail both the send and the receive, because the
+            # message will never arrive.
             self.send.complete(error)
             self.recv.complete(error)
             return

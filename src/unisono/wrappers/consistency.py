@@ -163,8 +163,8 @@ class Checked(Wrapper):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         work = super().run(call, over)
         collective = FAMILIES[call.name]
-        # The hash of a sum is not known in advance, so results of a reduction are compared only if all ranks receive
-        # the sum.
+        # The hash of a sum cannot be computed from the hashes of its terms, so results of a reduction can only be
+        # compared with each other. This requires that all ranks receive the sum.
         if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
             return work
         return ChainedWork(work, lambda: self._compare_results(call, collective))
@@ -200,7 +200,8 @@ class Checked(Wrapper):
         """Return the control-plane key of a message's hash. Sender and receiver compute the key independently."""
         receives = isinstance(message, Recv)
         source, target = (message.peer, self.rank) if receives else (self.rank, message.peer)
-        # Count sends and receives separately, because this rank counts both for messages to itself.
+        # Count sends and receives separately: for a message to itself, this rank counts both, and they must get the
+        # same number.
         stream = receives, source, target, message.tag
         self._counted[stream] += 1
         number = self._counted[stream]

@@ -75,7 +75,8 @@ class HostLinks:
         started = clock.now()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
-            # A host whose digest differs stops reading as well, so complete only the exchanges with the other hosts.
+            # If the digests of two hosts differ, neither host reads on, so complete only the exchanges with the other
+            # hosts.
             if not alike:
                 return False
             watch = select.poll()

@@ -211,8 +211,8 @@ def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object
     """Keep MPI's requests, and the memory that each request accesses, alive until the requests are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # This function may run in any thread, and even inside its own sweep, which may trigger destructors that call it. So
-    # skip the sweep if one is already in progress.
+    # Any thread may call this function, even a thread that is in the sweep below: the sweep may trigger destructors
+    # that call it. So skip the sweep if one is already in progress.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:

@@ -50,8 +50,8 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
         # Usually, the whole message is in the ring and contiguous, and can be parsed there.
         message, end = parse(peer, available)
         if message is None:
-            # Otherwise read the message into new memory as it arrives. A bytearray would be zeroed, and so allocated,
-            # at once, even if most of the message never arrives.
+            # Otherwise read the message into new memory as it arrives. A bytearray would zero all of the memory at
+            # once, and so make the system allocate it, even if most of the message never arrives.
             memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             frame = view_of(memory)
             yield from _rest(frame, ring)

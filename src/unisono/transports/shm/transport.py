@@ -71,8 +71,8 @@ class ShmTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
-        # Join the group without a callback: here it serves only to exchange values, and the communicator reports
-        # failures.
+        # Join the group without a failure callback: at first, the membership serves only to exchange values. The
+        # communicator joins again, with a callback.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         mine = why_no_shm(), core_build(), spare
@@ -95,7 +95,7 @@ class ShmTransport(NativeTransport):
         return ShmTransport(group, self._control, self._options, background=self.background)
 
     def reconfigure(self, group: Group) -> ShmTransport:
-        # Connect anew, because new ranks may have another build of the native core, or fewer processors.
+        # Connect anew, because new ranks may have a different build of the native core, or fewer processors.
         return self.connect(group, self._control, self._options)
 
     def mailbox(self, group: Group) -> Mailbox:

@@ -47,8 +47,8 @@ class TcpTransport(NativeTransport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
-        # Join the group without a callback: here it serves only to exchange values, and the communicator reports
-        # failures.
+        # Join the group without a failure callback: at first, the membership serves only to exchange values. The
+        # communicator joins again, with a callback.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)

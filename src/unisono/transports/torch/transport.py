@@ -79,7 +79,7 @@ class TorchTransport(Transport):
         self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        # Works in flight, in the order in which they were started. NCCL completes them in the same order.
+        # `Work` objects in flight, in the order in which they were started. NCCL completes them in the same order.
         self._flying: deque[_BackendWork] = deque()
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
@@ -116,8 +116,8 @@ class TorchTransport(Transport):
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
         refuse_unencrypted(options.backend)
-        # Join the group without a callback: here it serves only to exchange values, and the communicator reports
-        # failures.
+        # Join the group without a failure callback: at first, the membership serves only to exchange values. The
+        # communicator joins again, with a callback.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)
         made._sockets.look()
@@ -138,7 +138,8 @@ class TorchTransport(Transport):
         return self._made(group, self._control, self._options, lazy=True)
 
     def mailbox(self, group: Group) -> Mailbox:
-        # Use separate connections, so that mail, which no caller waits for, is not mixed with messages.
+        # Use separate connections, so that messages for the mailbox, which no caller waits for, are not mixed with
+        # other messages.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
     def reconfigure(self, group: Group) -> TorchTransport:
@@ -252,7 +253,7 @@ class TorchTransport(Transport):
         """
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
-        # A launch may hold the lock forever: nccl connects ranks in a launch, and waits for ranks that make another
+        # A launch may hold the lock forever: nccl connects ranks in a launch, and waits for ranks that make a different
         # call or are lost.
         launching = not self._lock.acquire(timeout=_LAUNCH_S)
         try:
@@ -262,7 +263,7 @@ class TorchTransport(Transport):
             for known in stuck if self._cuda else ():
                 # The stream will not produce the requested results any more.
                 known.fail(cause)
-            # Forget the works. A caller that waits for one holds its own reference.
+            # Forget the work in flight. A caller that waits for a `Work` object holds its own reference to it.
             self._flying = deque()
             backend = self._backend
             if not self._owned:
@@ -273,7 +274,8 @@ class TorchTransport(Transport):
                 self._lock.release()
         if self._cuda and first:
             # `abort` ends launches and kernels that wait for a lost rank. `shutdown` is needed because a group that is
-            # only dropped leaks, and torch warns about it. On a failed device, both calls raise an error.
+            # only dropped leaks, and torch warns about it. On a failed device, `abort` and `shutdown` both raise an
+            # error.
             with suppress(RuntimeError):
                 (backend.abort if stuck or launching else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):

@@ -46,7 +46,8 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int, segments: int = 4) -> Cost:
-    # The busiest rank is at place 2 of the first tree. It has two children and, with 4 or more ranks, a parent.
+    # The busiest rank is the node at position 2 of the first tree, with two children and, with 4 or more ranks, a
+    # parent.
     half = elements(numel, 2 * segments, 0, segments)
     more = min(size - 2, 2)
     return Cost(2 * (size.bit_length() + segments - 2), (more + 2) * segments, numel + more * half)

@@ -27,8 +27,9 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # One pair per run of 1, then 2, then 4, ... chunks: how many chunks of the run are longer, and how many longer
-    # chunks are sent by the rank that sends the most of them.
+    # One pair per run of adjacent chunks; each pass of the loop merges two runs into one. A pair is the number of
+    # longer chunks in the run, and the largest number of longer chunks that one of the run's owners sends to the
+    # others.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:
         pairs = zip(runs[::2], runs[1::2], strict=True)

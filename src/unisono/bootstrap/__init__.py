@@ -113,7 +113,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # This process descends from a rank that torchrun started, but its variables have been changed since. At
-            # their address, torchrun's agent serves no store.
+            # This process descends from a rank that torchrun started, but its variables have been changed since.
+            # torchrun's agent serves no store at the address that they give now.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

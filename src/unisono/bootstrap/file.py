@@ -56,7 +56,8 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
 
 
 def _path(url: str) -> Path:
-    # File names may contain "#" and "?". They may even contain "%20", although `Path.as_uri` encodes a space as "%20".
+    # File names may contain "#", "?" and even "%20". `Path.as_uri` encodes a space as "%20", so decode the name, unless
+    # only the directory of the undecoded name exists.
     name = url.removeprefix("file://")
     path = Path(unquote(name))
     if not path.parent.is_dir() and Path(name).parent.is_dir():

@@ -265,8 +265,7 @@ class MpiAbortGuard:
     def _uncaught(self, status: object) -> None:
         if not self._over():
             sys.stderr.write(f"{self._who} ends the job by sys.exit({status!r})\n")
-            # A status that is not an integer has already been printed; as after a plain `sys.exit`, it means exit code
-            # 1.
+            # A status that is not an integer has already been printed. It means exit code 1, as in `sys.exit`.
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:

@@ -41,7 +41,8 @@ START = "srun python train.py"
 
 _log = logging.getLogger("unisono")
 
-# Steps that srun has not started (batch script, interactive, external) are numbered downwards from the highest number.
+# Special steps, which are not started by srun (batch script, interactive, external), are numbered downwards from the
+# highest number.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _FIRST_PORT = 15000

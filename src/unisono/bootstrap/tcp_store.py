@@ -130,7 +130,8 @@ def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
             return host_in(peer.getpeername())
 
     def client() -> TCPStore:
-        # Use the address that has answered, because torch would wait at every address of a host name.
+        # Use the address that has answered: given a host name, torch would wait for each of the host's addresses in
+        # turn.
         host = reach((at.host, at.port), max(claim.left_s, 0.1), knock)
         return _client(host, at.port, at.where, _ANSWERS_WITHIN_S)
 

@@ -295,8 +295,8 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # This notifies the other ranks, which raise the same error; the answer to the exchange contains the
-            # outcome.
+            # This notifies the other ranks, which raise the same error. The reply to the "exchange" request contains
+            # the outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 
@@ -362,8 +362,8 @@ class ControlClient(ControlPlane, ABC):
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
         def unreported(_number: int) -> tuple[Any, ...]:
-            # Fail the whole group: if only this rank gave up, it would pass a boundary that the verdict does not take
-            # into account.
+            # Fail the whole group: if only this rank gave up, it would pass another step boundary, at which the verdict
+            # may later make all ranks stop.
             return "unreported", group.name, timeout, hang_report(self, group).report
 
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)

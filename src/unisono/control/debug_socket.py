@@ -70,8 +70,8 @@ class _HeldRank:
         """Return the program's frames, innermost first, without those of launchers and installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
         found: list[FrameType] = []
-        # Stop at the launcher: multiprocessing calls it from code in a string, whose frame would pass for one of the
-        # program's.
+        # Stop at the launcher's frame: multiprocessing calls the launcher from code given as a string, whose frame
+        # would pass for one of the program's.
         while (
             frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
         ):

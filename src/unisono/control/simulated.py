@@ -70,8 +70,8 @@ class SimulatedControl(LocalControl):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         words = self._requests.pop(waiter.number, ("",))
-        # An exchange that a rank never joins is a deadlock. A wait for a key is not: nobody needs to set the key, so
-        # the wait lasts until its deadline.
+        # An exchange that a rank never joins is a deadlock. A wait for a key is not a deadlock even if nobody sets the
+        # key; it lasts until its deadline.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
             return super()._wait(waiter, timeout)
 

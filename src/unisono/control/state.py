@@ -73,7 +73,7 @@ class ControlState:
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
             raise ValueError(f"unknown request {verb!r}")
-        # Check the form now: arguments are stored, and used later for other clients, which would otherwise get the
+        # Check the arguments now: they are stored, and used later to serve other clients, which would otherwise get the
         # error.
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)

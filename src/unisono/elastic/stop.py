@@ -287,7 +287,7 @@ class StopSources(Closing):
                 comm.request_stop(reason)
         except CommError:
             # The control plane is lost or busy. The ranks may be rebuilding the communicator, so try again later. If
-            # they are not, their own calls also fail.
+            # they are not rebuilding it, their own calls also fail.
             return False
         return True
 

@@ -183,7 +183,7 @@ def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
     notes: list[str] = []
     for outcome in sorted(failures, key=attrgetter("rank")):
         error = outcome.error
-        # Show other ranks' errors if their first lines differ, for example because an assertion failed with other
+        # Show other ranks' errors if their first lines differ, for example because an assertion failed with different
         # values. Omit every `CommError`, because it is a consequence of another rank's error.
         if error is not None and not isinstance(error, CommError):
             line = text_of(error).partition("\n")[0]

@@ -91,7 +91,8 @@ class _Attempt:
         # The supervisor does not start any ranks, because each host starts all of its ranks at once.
         self._supervisor = Supervisor(lambda rank, attempt: None, self._ends, ranks, on_failure, grace_s=SCRIPT_GRACE_S)
         self._size = self._job.size or self._job.ranks
-        # Pairs of a rank that has ended and its exit status, or of -1 and the number of a received signal.
+        # Each item is the number of a rank that has ended and its exit status, or -1 and the number of a received
+        # signal.
         self._events: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
         self._reports: dict[int, Report | None] = {}

@@ -79,7 +79,7 @@ def _load() -> str | None:
     except Exception as error:
         return f"the import of torch failed ({type(error).__name__}: {error})"
     finally:
-        # Ranks inherit the blocked state. Each rank unblocks the signal when it is ready to handle it.
+        # Ranks inherit the signal mask. Each rank unblocks the signal when it is ready to handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, interrupts)
     threads = len([*Path("/proc/self/task").iterdir()]) - 1

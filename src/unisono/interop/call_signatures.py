@@ -139,7 +139,8 @@ def signature_of(form: Form, args: tuple[Any, ...], op: str | None, place: Place
         shape=tuple(tensors[0][0]) if len(tensors) == 1 else None,
         site=place,
     )
-    # Hash without the reduce operation: torch may hide it, and a hidden operation must match every other operation.
+    # Leave the reduce operation out of the hash: torch may hide it, and a call whose operation is hidden must match a
+    # call with any operation.
     return Signature(hash_of(fingerprint._replace(op=None).compared()), fingerprint)
 
 

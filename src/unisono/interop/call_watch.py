@@ -108,7 +108,7 @@ class Watch:
         self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._cause: Cause | None = None
-        # Set once the cause is printed. A process that exits because of the cause must print it first.
+        # Set after the cause has been printed. A process that exits because of the cause must print it first.
         self._reported = threading.Event()
         # The number of this rank's threads that are in a call, and whether a thread has raised the watch's error.
         self._inside = 0

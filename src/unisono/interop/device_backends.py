@@ -85,7 +85,7 @@ class DeviceBackends:
         """Return a device's group; raise `ValueError` if none is configured, `UnavailableError` if there are hooks."""
         kind = device.type
         if self.has_hooks:
-            # The hooks are registered with `through`, so a call on a device's group would not run them.
+            # The hooks are registered on the group `through`, so a call on a device's group would not run them.
             raise UnavailableError(f"a group with hooks carries tensors on the CPU alone, not on {device}")
         if kind not in self._made:
             names = self.names()
@@ -217,8 +217,8 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             through = self.others.through
             with CALLS.kept() as works:
                 ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
-            # With hooks, C++ returns a work that can only wait for our work, so return our work. Calls with fake
-            # tensors create no work.
+            # With hooks, C++ returns an object that can only wait for our work, so return our work itself. Calls with
+            # fake tensors create no work.
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:

@@ -113,7 +113,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor chooses its tensors' device by this name. Only "gloo" makes it use the CPU alone.
+        # Torch's ShardedTensor chooses its tensors' device by this name. It is sure to choose the CPU only for "gloo".
         return "unisono" if self.others.names() else "gloo"
 
     @property

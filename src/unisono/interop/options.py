@@ -114,8 +114,8 @@ def unversioned(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-# Works that are kept alive. The deque is global and bounded, because there is no way to know which works torch's C++
-# code still refers to.
+# `UnisonoWork` objects that are kept alive. The deque is global and bounded, because there is no way to know which of
+# them torch's C++ code still refers to.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 

@@ -196,7 +196,8 @@ def _for_ranks(chosen: Any) -> Any:
 
     # Drop the default deadline of a few hundred milliseconds, because an example may have to start its ranks.
     deadline = None if chosen.deadline == settings().deadline else chosen.deadline
-    # Skip Hypothesis's explanations: they would name lines of this library, which ran in this process, not lines of the
-    # test. One bug may cause different failures on several ranks; it is enough to report one of them.
+    # Skip Hypothesis's explanations: they would name lines of this library, which starts the ranks, not lines of the
+    # test, which the ranks run. One bug may cause different failures on several ranks; it is enough to report one of
+    # them.
     phases = [phase for phase in chosen.phases if phase is not Phase.explain]
     return settings(chosen, deadline=deadline, phases=phases, report_multiple_bugs=False)

@@ -1477,7 +1477,7 @@ class Communicator(Place):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        # The color becomes part of the group's name, in which True and 1 must be equal.
+        # The color becomes part of the group's name, so convert it: True and 1 must give the same name.
         color = color if color is None else int(color)
         self._splits += 1
         group = self._engine.group

@@ -143,7 +143,7 @@ class Engine:
         if self.owner != get_ident() and not self.any_thread:
             self.own(operation)
         if self.life.phase is not _OPEN:
-            # Check in a loop, because the ranks may be held again before this thread has run.
+            # Check in a loop, because a debugger may hold the ranks again before this thread has run.
             while self.life.phase is Phase.HELD:
                 HOLD.wait()
             self.failures.check(operation)
@@ -383,7 +383,8 @@ class Engine:
         call = self._make(at, what, output, input, op, root, algorithm, timeout, splits, lengths, origin, scale)
         if self.is_inside:
             raise self._called_inside(what.name)
-        # Add and take values to compare only after all checks, because a rejected collective must do neither.
+        # Add the scale to the pending values, and take these for this call, only after all checks: a rejected
+        # collective must do neither.
         if scale is not None and self.checked:
             self.agreements.add(scale, "scale")
         fingerprint = call.fingerprint
@@ -405,8 +406,8 @@ class Engine:
                 self._perform(call, transport, then)
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
-            # Add one default timeout, so that the hang report that names the missing ranks is finished before this wait
-            # ends.
+            # Wait one default timeout longer than the collective may take, so that the hang report, which names the
+            # missing ranks, is finished before this wait ends.
             done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:
@@ -443,7 +444,7 @@ class Engine:
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
         """Return once the collective may write to memory, because all ranks have compared it and the pending values."""
         if call.agreed is not None:
-            # Pass empty steps, so that every transport compares the values as a separate collective.
+            # Set `steps`, because some transports compare a call without steps only later, for example in `run`.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
@@ -501,8 +502,8 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # Count this time as time outside collectives: for a queued collective, only the program's waits are time
-        # inside.
+        # Count this time as time outside collectives: while a queued collective runs, the program does other work.
+        # `_Queued.wait` subtracts the time for which the program waits.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 

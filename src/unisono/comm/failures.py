@@ -129,7 +129,7 @@ class Failures:
         if not self._life.closed:
             # Set this before the group breaks, because `settle` may be called at any time.
             self._differed = True
-            # If the control plane is lost, its loss is already known as the first cause.
+            # If the control plane is lost, its loss is already recorded as the first cause.
             with suppress(CommError):
                 self._report(error, fingerprint.operation, fingerprint.call)
 

@@ -84,8 +84,8 @@ class PointToPointMailbox(Mailbox):
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
-        # Some transports connect two ranks at their first message, and one pair at a time, so use the same order of
-        # pairs on all ranks.
+        # Some transports connect two ranks only when these exchange their first message, and connect one pair at a
+        # time, so use the same order of pairs on all ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
             transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()

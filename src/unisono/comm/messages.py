@@ -149,7 +149,7 @@ class Matching(Work):
         return self._begun
 
     def _late(self, waited_s: float) -> CommTimeoutError:
-        # Don't name this rank: while it waits, it cannot send to itself.
+        # Leave this rank out of the error message: while it waits, it cannot send to itself.
         peers = self._queue.without_oneself(self.peers) or self.peers
         more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
         ranks = f"{'ranks' if len(peers) > 1 else 'rank'} {', '.join(map(str, peers[:_NAMED]))}{more}"

@@ -188,7 +188,7 @@ def run_uneven(
     except MismatchError as error:
         raise engine.failures.report(error, what.name) from None
     except (TypeError, ValueError):
-        # Count the second collective: it has a number, although no rank runs it.
+        # No rank runs the second collective, but count it: an asynchronous call reserves its number in advance.
         engine.activity.calls += 1
         raise
     engine.block(

@@ -105,7 +105,7 @@ class SlowRank:
             self._core_wait_share(comm.backend == "sim"),
             [] if self._samples is None else self._samples.since(oldest),
         )
-        # Send lists: encoding them takes half as long as encoding named tuples.
+        # Send a list: encoding it takes half as long as encoding a named tuple.
         parts = comm.gather_object(comm._engine.measured("times of calls", lambda: list(part)))
         found: dict[str, Any] | None = None
         if parts is not None:

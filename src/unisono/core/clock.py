@@ -45,8 +45,8 @@ def real() -> float:
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]
-        # Retry if the clock was stopped or resumed between the two reads, because `stands` does not belong to `at_s` in
-        # this case.
+        # Retry if the clock was stopped or resumed between the two reads, because `stands` and `at_s` then do not
+        # match.
         if stands is _stands:
             return at_s - stands[0]
 

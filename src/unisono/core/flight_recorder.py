@@ -126,7 +126,7 @@ class Activity:
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Record | None = None
-        # In a common queue, messages would displace the collectives that `metrics` evaluates.
+        # In a shared queue, messages would displace the collectives that `metrics` evaluates.
         self._collectives: deque[Record] = deque(maxlen=_KEPT)
         self._messages: deque[Record] = deque(maxlen=_FEW)
         self.keep: Callable[[Record], None] = self._collectives.append
@@ -219,7 +219,7 @@ class Activity:
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
-        # `calls` counts a fast-path call only once the call is done.
+        # A fast-path call is added to `calls` only after it has ended.
         come = now[1] if inside and now is not None else None
         return {
             "group": self.group.name,

@@ -62,9 +62,9 @@ class Life:
     def __init__(self) -> None:
         self.phase: Phase = Phase.OPEN
         self.cause: Cause | None = None
-        # Three threads change the phase: the program's, the control plane's for failures, and the thread that holds the
-        # ranks. A lock of `_thread` also works in simulations; this one is reentrant, because a signal handler may
-        # interrupt `change`.
+        # The phase is changed by the program's threads, by the library's threads that report failures, and by the
+        # thread that holds or releases the ranks for a debugger. A lock from `_thread` also works in simulations, which
+        # replace the locks of `threading`; this one is reentrant, because a signal handler may interrupt `change`.
         self._lock = _thread.RLock()
 
     @property

@@ -56,7 +56,7 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
         yield
     finally:
         for owner, name, value, old in before:
-            # Restore only what is unchanged: a context that began earlier may have ended first, and restored an earlier
-            # value.
+            # Restore only attributes that still have this context's value: a context that began earlier may have ended
+            # first, and already restored an older value.
             if getattr(owner, name) is value:
                 setattr(owner, name, old)

@@ -43,7 +43,8 @@ class RepeatableBarrier:
         self._comm = comm
         self._number = 1
         engine = engine_of(comm)
-        # One activity for all calls: a rank that still has to arrive is recognised by its lower count of calls.
+        # Use one activity for all calls of `wait`: hang reports recognise a rank that has not arrived by its lower
+        # number of calls.
         self._activity = Activity(engine.group.child("barriers", range(comm.size)))
         self.name: str = self._activity.group.name
         engine.control.watch(self._activity)
@@ -58,13 +59,14 @@ class RepeatableBarrier:
         while given_up:
             group = self._group(self._number)
             with self._activity.exchanging("split"):
-                # Ask for a cause before joining. If the call fails only afterwards, this rank raises the error like the
-                # other ranks, and all of them come to the next call together.
+                # Before joining, find out whether the other ranks have already given up this call; if so, skip it. If
+                # the call fails later, this rank raises the error like the other ranks. In both cases, all ranks meet
+                # in the next call.
                 given_up = control.first_cause(group) is not None
                 control.join(group)
                 try:
-                    # Check the communicator after joining. A rank that breaks it also aborts the barrier, but if no
-                    # rank had joined the barrier's group by then, only the communicator shows the failure.
+                    # Check the communicator after joining. A rank that breaks the communicator also aborts the barrier,
+                    # but if no rank had joined the barrier's group by then, only the communicator shows the failure.
                     if (error := self._comm.exception()) is not None:
                         raise error
                     if not given_up:

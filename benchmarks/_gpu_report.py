@@ -111,7 +111,10 @@ def report(kind: str, seconds: float) -> str:
     count = torch.get_device_module(kind).device_count()
     card = torch.cuda.get_device_name(0) if kind == "cuda" else kind
     what = f"Results of `make gpu` on {datetime.now(UTC).date()}: {count} x {card}, torch {torch.__version__}."
-    columns = f"Times in ms: per all_reduce, by message size, and per backward pass through {LAYERS} layers of {WIDTH}."
+    columns = (
+        "Times in ms: per all_reduce, by message size, and per backward pass through"
+        f" {LAYERS} layers of {WIDTH} x {WIDTH} weights."
+    )
     ratio = "The ratio to torch's own group, measured in one run, is in brackets: lower is better."
     lines = ["# Benchmarks on GPUs", "", what, columns, ratio, ""]
     for backend, ranks, other in places(kind):

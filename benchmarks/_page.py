@@ -19,7 +19,7 @@ HEAD = """\
 
 {method}
 
-![Own time over torch's: training steps against DDP, and all_reduce against gloo](pictures/speed.svg)
+![Time of training steps relative to DDP, and of all_reduce relative to gloo](pictures/speed.svg)
 
 ## What to expect
 
@@ -27,19 +27,15 @@ HEAD = """\
 
 unisono is faster if the ratio is below 1. Ratios carry over to other machines better than times.
 
-![Own time over gloo's, by message size](pictures/benchmarks.svg)
+![Time of all_reduce relative to gloo, by message size](pictures/benchmarks.svg)
 
-This picture shows `all_reduce` for all message sizes: medians, with quartiles as thin vertical lines, for ordinary
-memory and warm caches.
+The picture shows medians, with quartiles as thin vertical lines, for ordinary memory and warm caches.
 """
 METHOD = (
-    "`make bench` made these measurements{where}. Candidates take turns in one run, and a ratio is the median over"
-    " adjacent samples, with quartiles in brackets; all results were verified. On this virtual machine, a program can"
-    " take several times as long while its two processors are far apart on the host."
-)
-BOUNDS = (
-    "Many programs compare their figures with bounds that we set ourselves to notice slowdowns; the raw output says"
-    " which bounds were met."
+    "`make bench` made these measurements{where}. The compared implementations alternate within a run. Each ratio is"
+    " the median over pairs of adjacent samples, with quartiles in brackets. All results were verified. A program can"
+    " take several times as long while the host runs this virtual machine's two processors on distant cores. Bounds are"
+    " limits that we set ourselves to notice slowdowns; the raw output says which were met."
 )
 
 
@@ -57,7 +53,7 @@ QUESTIONS = (
     Question(
         "Network: tcp and gloo",
         "network",
-        "Time of an all_reduce on backend tcp, and its ratio to torch's gloo and to Open MPI over TCP, all over one"
+        "Time of an all_reduce on backend tcp, and its ratio to torch's gloo and to Open MPI over TCP, on one"
         " host's loopback device.",
         _tables.sweep,
     ),
@@ -128,7 +124,6 @@ def page() -> str:
             HEAD.format(method=filled(METHOD.format(where=where)), expected=_tables.expected(outputs)),
             *(section(question, known[question.program]) for question in QUESTIONS),
             "## Raw output of other programs\n",
-            filled(BOUNDS) + "\n",
             *others,
             "",
         ]
@@ -170,7 +165,7 @@ def entry(script: Path, raw: Raw | None) -> str:
 def ended(raw: Raw) -> str:
     """Return the date of a run, and how many of its bounds were not met."""
     missed = sum("MISSED" in line for line in raw.output.splitlines())
-    return raw.date + (f", {missed} bound{'s' if missed > 1 else ''} not met" if missed else "")
+    return raw.date + (f" ({missed} bound{'s' if missed > 1 else ''} not met)" if missed else "")
 
 
 def write() -> None:

@@ -137,7 +137,7 @@ def expected(outputs: dict[str, str]) -> str:
     for what, peer, ratio in (*collectives(outputs), *others(outputs)):
         ratios.setdefault((what, peer), []).append(ratio)
     rows = [(what, peer, span(found)) for (what, peer), found in ratios.items()]
-    return markdown(("what", "compared with", "own time over theirs"), rows) if rows else ""
+    return markdown(("what", "compared with", "time relative to theirs"), rows) if rows else ""
 
 
 def collectives(outputs: dict[str, str]) -> Iterator[tuple[str, str, float]]:

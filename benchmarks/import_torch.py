@@ -1,4 +1,4 @@
-"""Cost of unisono's entry point in `import torch`.
+"""Time that unisono's entry point adds to `import torch`.
 
 Results are in docs/benchmarks.md. To measure on your machine:
 

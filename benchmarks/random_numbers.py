@@ -1,4 +1,4 @@
-"""Cost of a random operator while some ranks are threads, and afterwards.
+"""Cost of an operator that draws random numbers, while some ranks are threads and afterwards.
 
 Results (one thread) are in docs/benchmarks.md. To measure on your machine:
 

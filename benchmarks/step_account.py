@@ -1,4 +1,4 @@
-"""Where the time of an averaged step goes: each part of a `GradientAverager`, in microseconds of the training thread.
+"""Microseconds that the training thread spends in each part of a `GradientAverager`, per step.
 
     python benchmarks/step_account.py [--ranks 2] [--backends shm tcp] [--models mlp deep] [--seconds 4]
 

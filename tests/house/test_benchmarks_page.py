@@ -54,7 +54,7 @@ def test_list_of_programs_counts_missed_bounds(tmp_path: Path) -> None:
     run = raw.Raw("python benchmarks/question.py", "2026-01-02, 2 cores", "met     a: 2, at least 1 wanted\n")
     assert page.entry(script, run).endswith("`question.py`, 2026-01-02.")
     run = raw.Raw(run.command, run.conditions, run.output + "MISSED  b: 2, at least 3 wanted\n" * 2)
-    assert page.entry(script, run).endswith("`question.py`, 2026-01-02, 2 bounds not met.")
+    assert page.entry(script, run).endswith("`question.py`, 2026-01-02 (2 bounds not met).")
 
 
 def test_table_and_picture_of_the_network(folder: Path) -> None:

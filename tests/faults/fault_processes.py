@@ -34,7 +34,7 @@ def _(comm: Any) -> None:
     names_odd=False,
     breaks=False,
     impossible={
-        "thread": "a fork of threads keeps one of them",
+        "thread": "a fork keeps only the forking thread",
     },
 )
 def _(comm: Any) -> None:
@@ -48,7 +48,7 @@ def _(comm: Any) -> None:
     names_odd=False,
     breaks=False,
     impossible={
-        "thread": "threads are of one process",
+        "thread": "all thread ranks share one process",
     },
 )
 def _(comm: Any) -> None:

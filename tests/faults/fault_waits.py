@@ -58,7 +58,7 @@ def _(comm: Any) -> None:
     DeadlockError,
     within_s=SHORT_S + LATE_S,
     impossible={
-        "shm": "rings of 128 KiB buffer short messages; see the next row",
+        "shm": "ring buffers of 128 KiB hold short messages; see the next row",
         "tcp": "short messages are buffered; see the next row",
         "gloo": "short messages are buffered; see the next row",
         "mpi": "short messages are buffered; see the next row",

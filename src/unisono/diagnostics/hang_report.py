@@ -32,8 +32,8 @@ class Hang(NamedTuple):
         report: Lines that describe what each rank is doing, to append to an error's message.
         deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next
             rank has not started.
-        missing: Ranks that the collective waits for, as far as known: ranks that are not in any call; if there are
-            none, ranks that do not respond; if there are none of these either, ranks that are still in an earlier call.
+        missing: Ranks that the collective waits for, as far as known. The first of these sets that is not empty: ranks
+            that are not in any call; ranks that do not respond; ranks that are still in an earlier call.
         verdict: `missing` as a sentence, or empty.
         waits: For each rank in the cycle, the group in which it waits, and the number of calls that it has made in that
             group.
@@ -148,7 +148,7 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the entry of the communicator in which a rank waits, or of the last one entered if it waits in several."""
+    """Return the entry of the communicator that a rank waits in; if it waits in several, of the one entered last."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 

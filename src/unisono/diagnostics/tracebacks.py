@@ -37,7 +37,7 @@ def format_error(error: BaseException, rank: int | None = None, size: int | None
     """Return an error's traceback as text, without internal frames, prefixed with the rank.
 
     Args:
-        error: An error that was raised, so that it has a traceback.
+        error: The error. It has a traceback only if it was raised.
         rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
 
     Example:
@@ -58,9 +58,9 @@ def brief_error(error: BaseException, rank: int | None, size: int | None, instea
     """Return one line about a failure that another rank shows in full.
 
     Args:
-        error: An error that was raised, so that it has a traceback.
+        error: The error. It has a traceback only if it was raised.
         rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
-        instead: Text to replace the error's sentence.
+        instead: Text to show in place of the error's class and message.
 
     Example:
         >>> print(brief_error(KeyError("lr"), 1, 4), end="")
@@ -123,12 +123,12 @@ def _shown(files: list[str]) -> list[int]:
 
 
 def _is_ours(files: list[str]) -> bool:
-    """Return whether this library raised the error whose traceback has these files."""
+    """Return whether this library raised an error, given the files of its traceback's frames."""
     return bool(files) and is_internal(files[-1])
 
 
 def _hide_frames(report: traceback.TracebackException) -> int:
-    """Remove internal frames from a report and its causes, and return how many were removed."""
+    """Remove internal frames from an error's report, including its causes and sub-errors; return their number."""
     frames = list(report.stack)
     files = [frame.filename for frame in frames]
     kept = [frames[index] for index in _shown(files)]
@@ -196,9 +196,8 @@ class _ErrorDisplay:
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show an error, or leave it to torchrun's report. A single write keeps ranks' output from interleaving.
 
-        This rank shows only one line if another rank shows the error in full. This applies to the loss of a peer; to a
-        mismatch, which all ranks raise and rank 0 shows in full; and under torchrun, to every error after this host's
-        first one.
+        This rank shows only one line for an error that another rank shows in full: the loss of a peer; a mismatch,
+        which all ranks raise and rank 0 shows; and under torchrun, every error after this host's first one.
         """
         # A forked child inherits this hook, but must not write to its parent's report file.
         file = self._report if self._process == os.getpid() else None
@@ -237,7 +236,7 @@ class _ErrorDisplay:
         return "" if elsewhere else brief_error(error, self._rank, self._size, hint)
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:
-        """Show an error in a notebook cell, as IPython's handler for custom exceptions."""
+        """Handler for IPython's `set_custom_exc`: show an error in a notebook cell."""
         if not self._concerns(error):
             return shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         lines = _name_cells(format_error(error, self._rank, self._size), shell).splitlines()
@@ -287,8 +286,8 @@ class TorchrunReport:
     """Access to the error file of this process, from which torchrun builds its report.
 
     Attributes:
-        prints: Whether torchrun prints the recorded error. Torchrun does so only in its last attempt, after which it
-            doesn't restart the ranks.
+        prints: Whether torchrun prints the recorded error. True only in torchrun's last attempt, after which it doesn't
+            restart the ranks.
     """
 
     def __init__(self) -> None:
@@ -311,7 +310,7 @@ class TorchrunReport:
         """Register this error as the host's first one and return None, or return the error that is already registered.
 
         Args:
-            error: A few words with which other ranks refer to this error.
+            error: A short description that other ranks use to refer to this error.
         """
         if self._path is None or self._first is None:
             return None

@@ -33,17 +33,17 @@ def join(
     Backend, default timeout, chunk size and checks are the job's. The new rank gets the highest rank number.
 
     Args:
-        init_method: As passed to `init` by the job's ranks: "tcp://host:port" or "file:///path".
+        init_method: The `init_method` that the job's ranks passed to `init`: "tcp://host:port" or "file:///path".
         pid: PID of one of the job's processes, in place of `init_method`. The process of any rank or the launching
             process will do, if it runs on this host as the same user.
         timeout: Maximum time until the job's ranks admit this rank, in seconds or as a `timedelta`.
         device: As for `init`.
-        secret: As for `init`; not needed with `pid` or "file:///path".
+        secret: The job's secret, as for `init`; not needed with `pid` or "file:///path".
         wrap: As for `init`.
 
     Returns:
-        The communicator of the job's ranks and all new ranks. Its `close` also closes this process's control
-        connection.
+        The communicator of the job's ranks and all new ranks. Closing the communicator also closes this process's
+        control connection.
 
     Raises:
         ValueError: Neither or both of `init_method` and `pid` were passed, or `timeout` is not a positive number.

@@ -144,7 +144,7 @@ def _scaled(client: Any, size: int) -> Iterator[None]:
 
 
 class DaskWorkers(Executor):
-    """Executor that runs each task on the next worker of a list, and tasks beyond the list on spare workers.
+    """Executor that runs each task on the next worker in a list and, once the list is used up, on spare workers.
 
     Args:
         client: Dask's client.
@@ -176,7 +176,7 @@ class DaskWorkers(Executor):
         return future
 
     def why_lost(self, future: Future[Any]) -> str | None:
-        """Return why the task is lost if its worker has left the cluster, else None.
+        """If a task's worker has left the cluster, return the reason why the task is lost; otherwise, return None.
 
         Dask itself would wait forever for another worker at the same address.
         """

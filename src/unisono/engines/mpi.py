@@ -20,8 +20,8 @@ class Mpi(Engine):
     implementations terminate the whole job, including the caller.
 
     Args:
-        options: Options of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`. They apply to workers that MPI
-            starts itself.
+        options: Options of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts
+            itself.
 
     Example:
         >>> engine = un.engines.Mpi(env={"OMP_NUM_THREADS": "1"})

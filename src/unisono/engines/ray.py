@@ -1,4 +1,4 @@
-"""Runs ranks as Ray actors. Each has a bundle of one placement group, which Ray reserves completely or not at all."""
+"""Runs ranks as Ray actors, one per bundle of a placement group, which Ray reserves completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Ray(Engine):
     """Engine for Ray: each rank is a separate actor, which lives as long as the launch.
 
     A placement group reserves the resources of all ranks. If Ray is not initialized, `ray.init()` connects to the
-    cluster at RAY_ADDRESS, or starts a cluster on this host, until the launch ends. Workers must be able to import
-    unisono; Ray's runtime environments can install it.
+    cluster at RAY_ADDRESS or starts one on this host, and Ray is shut down when the launch ends. Workers must be able
+    to import unisono; Ray's runtime environments can install it.
 
     Args:
         num_cpus, num_gpus, resources: Resources per rank, as in `ray.remote`.

@@ -24,7 +24,7 @@ class OuterUpdate:
 
     Args:
         optimizer: Function that takes the anchor's tensors and returns the outer optimizer.
-        anchor_dtype: Dtype of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
+        anchor_dtype: Dtype of the anchor's real tensors; if None, float32, or the parameter's dtype if that is wider.
         compression: A codec from `un.compression` for averaging the changes. Complex parameters are sent uncompressed.
 
     Raises:

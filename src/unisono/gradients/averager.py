@@ -34,7 +34,8 @@ class GradientAverager:
 
     Args:
         model: A module, or its parameters.
-        comm: Communicator of the ranks that average. The averager derives three dedicated communicators from it.
+        comm: Communicator of the ranks whose gradients are averaged. The averager derives three dedicated communicators
+            from it.
         bucket_cap_mb: Maximum message size in MiB, a trade-off between latency and overlap. The default is 25 if
             messages are compressed or sent during the backward pass (`comm.overlaps`), and otherwise unlimited.
         first_bucket_mb: Maximum size of the first message in MiB. The default is 1 if each rank has a spare CPU core
@@ -65,8 +66,8 @@ class GradientAverager:
     If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If the rank had
     already sent some gradients, all ranks drop the pass; the next pass is correct. The n-th pass of every rank belongs
     to the same step. So if a rank skips a batch, for example after an exception in forward, its next pass joins the
-    other ranks' current step. That rank must also skip the optimizer step of the skipped batch. This is not checked,
-    but you can compare models with `un.checkpoint.assert_in_sync`.
+    other ranks' current step. The rank must then also skip the optimizer step for that batch. A missing or extra
+    optimizer step is not detected, but you can compare models with `un.checkpoint.assert_in_sync`.
 
     If several models each have an averager, all ranks must run the models' backward passes in the same order, or in one
     `backward()` of a common loss. With a common loss, sharded models finish their passes first; then averagers finish
@@ -189,7 +190,7 @@ class GradientAverager:
 
         Collective. A rank that leaves the loop keeps taking part in the averaging, without contributing, until all
         ranks have left it; means are taken over the ranks that still have data. At the end, all ranks receive the
-        parameters of one of the ranks that made the most steps.
+        parameters of one of the ranks that took the most steps.
 
         Cost: an additional all_gather of 16 bytes per step.
 
@@ -235,11 +236,12 @@ class GradientAverager:
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after construction, because it would not be averaged.
 
-        The averager checks this itself before each forward and after each backward pass. Call `check` at other times.
+        The averager checks this itself before each forward and after each backward pass. Call this method to check at
+        any other time.
 
         Raises:
-            RuntimeError: A parameter has changed in this way; the error names it. On the other ranks, the next
-                `backward()` raises `AbortedError`.
+            RuntimeError: A parameter was replaced, swapped or added; the error names the parameter. On the other ranks,
+                the next `backward()` raises `AbortedError`.
         """
         self._averaging.check()
 
@@ -289,7 +291,7 @@ class GradientAverager:
         return list(map(buckets.names_of, buckets.ordered))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps made and the state of the codecs, which differs between ranks."""
+        """Return the number of steps taken and the state of the codecs, which differs between ranks."""
         codecs = self._codecs()
         states = [codec.state_dict() for _, codec in codecs]
         return {"steps": self._averaging.steps, "buckets": [names for names, _ in codecs], "codecs": states}

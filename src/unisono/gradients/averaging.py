@@ -109,10 +109,10 @@ class Averaging(PassOwner):
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
     begin: The outermost autograd call is about to accumulate its first gradient.
-    begin held: As `begin`, but the calling thread would have to reduce buckets itself, or this rank has other models
-        whose backward passes are watched.
-    hold: A full bucket could not be sent, because another rank's pass has failed. This rank reacts at the end of its
-        pass: if its own pass fails before that, there is nothing to repeat.
+    begin held: Replaces `begin` if the calling thread would have to reduce buckets itself, or if this rank has other
+        models whose backward passes are watched.
+    hold: A full bucket could not be sent, because another rank's pass has failed. This rank handles the failure only at
+        the end of its own pass: if its own pass fails before that, there is nothing to repeat.
     reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails in this phase, the
         reduction is repeated with that rank's next pass, provided that this rank has copies of the buckets it sent.
     average: All buckets are reduced. In this phase, late gradients are added, and errors that all ranks detect are
@@ -129,7 +129,7 @@ class Averaging(PassOwner):
     Args:
         model: The module; None if only parameters were passed.
         named: All parameters, with their names.
-        comm: Communicator of the ranks that average. Construction is collective.
+        comm: Communicator of the ranks whose gradients are averaged. Construction is collective.
         settings: Arguments of the averager.
         weights: The ranks' weights in each step.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
@@ -137,10 +137,10 @@ class Averaging(PassOwner):
 
     Attributes:
         phase: Phase of the backward pass.
-        steps: Number of steps made.
+        steps: Number of steps taken.
         syncing: Whether backward passes average gradients; False in `no_sync`.
         registry, comms, buckets: The averager's parameters, communicators and buckets.
-        boundaries: Step boundaries of `comm`.
+        boundaries: Count of the step boundaries that this rank has passed on `comm`.
     """
 
     waits = True

@@ -1,4 +1,4 @@
-"""One message: several parameters' gradients in contiguous memory, and a header that marks which ones this rank has."""
+"""One message: several gradients in contiguous memory, and a header that shows which of them this rank has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 512 << 10
 
 
 class GradientBucket:
-    """Memory of one message: the gradients of some parameters. After the reduction, each `p.grad` is a view of it.
+    """Memory for the gradients sent in one message. After the reduction, each `p.grad` is a view of this memory.
 
     A bucket persists from step to step; its state in one step is a `BucketContents`.
 
@@ -112,7 +112,7 @@ class BucketContents:
         started: Whether the bucket is being reduced, or has been.
         work: The reduction, while it is in flight.
         found: The result of `read_header`; empty before it is called.
-        asked: For each kind of request, whether any rank has made it; set by `read_header`.
+        asked: For each kind of request, whether any rank made such a request; set by `read_header`.
         observed_s: Start time of a traced reduction, from `time.perf_counter`.
     """
 
@@ -190,7 +190,7 @@ class BucketContents:
             torch.mul(grad, bucket.scale, out=view)
 
     def follow_streams(self) -> None:
-        """Order later work on this stream after the copies that hooks made on other streams."""
+        """Make later work on this stream wait for the copies that hooks made on other streams."""
         wait_for(self._streams)
         self._streams.clear()
 
@@ -207,11 +207,11 @@ class BucketContents:
 
         Args:
             arrived: Indices of the parameters that received a gradient, whether or not it is in the bucket yet.
-            earlier: By index, p.grad from before the pass, which is added to the new gradient.
+            earlier: Gradients from before the pass, by parameter index, to be added to the new gradients.
             factor: This rank's weight.
             here: Whether this rank has data. A rank without data reports its gradients neither as present nor as
                 missing.
-            flags: For each kind of request, whether this rank makes it.
+            flags: For each kind of request, whether this rank makes such a request.
             backup: Whether to keep a copy, for `rewind`.
         """
         bucket = self.bucket

@@ -42,7 +42,7 @@ class Buckets:
 
     Attributes:
         ordered: The buckets.
-        where: For each parameter that has a bucket, the bucket's number and the slot in it.
+        where: For each parameter that has a bucket, the bucket's index in `ordered`, and the parameter's slot.
         background: Whether buckets are sent while other buckets fill.
         codec: The codec that was passed.
         comm: The communicator for which the memory was allocated. After a failed pass, `comms.data` may be a new
@@ -130,7 +130,7 @@ class Buckets:
         """Return the indices of the gradients that are stored in the buckets' memory, each in its own slot.
 
         Args:
-            held: Index and p.grad of parameters.
+            held: Pairs of a parameter's index and its p.grad.
 
         Raises:
             RuntimeError: A gradient is stored in the slot of another parameter, whose mean would overwrite it.

@@ -123,9 +123,9 @@ class SavedGradients:
         stays: Indices of the parameters that keep p.grad in place.
 
     Attributes:
-        aside: By index, the earlier gradient, to be added to the gradient that the pass computes.
-        owned: By index, the caller's tensor that was p.grad, into which the result is written.
-        staying: By index, the tensor that was left in p.grad. The pass may replace it.
+        aside: Earlier gradients by parameter index, to be added to the gradients that the pass computes.
+        owned: p.grad tensors that belong to the caller, by parameter index; the results are written into them.
+        staying: Tensors left in p.grad, by parameter index. The pass may set p.grad to a different tensor.
     """
 
     def __init__(

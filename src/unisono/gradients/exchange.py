@@ -50,8 +50,8 @@ class Ahead:
 class Exchange:
     """An exchange of one fragment: its tensors are this rank's contributions, and later the result.
 
-    `Fragment.exchange` refers to an exchange from its start until its result is applied. A failed exchange stays there,
-    because `PeriodicAverager.move_to` has to repeat it.
+    `Fragment.exchange` refers to an exchange from its start until its result is applied. It keeps referring to a failed
+    exchange, because `PeriodicAverager.move_to` has to repeat that exchange.
 
     All attributes belong to the thread that owns the fragments (see `Turns`), except that the thread that reduces
     writes `tensors` and `share` before it completes `done`.
@@ -62,12 +62,12 @@ class Exchange:
         done: Completed by the thread that reduces.
         alpha: Weight of this rank's own parameters when they are mixed with the result; None for no mixing.
         in_place: Whether the contributions are the parameters themselves, so that the result need not be copied.
-        is_last: Whether this exchange is the final one, which moves the anchor by the mean change without the outer
-            optimizer.
+        is_last: Whether this is the final exchange, whose mean change is applied to the anchor directly, without a step
+            of the outer optimizer.
         ahead: The predicted result, if training continues from a prediction.
         share: This rank's data in a timed exchange; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
-        loaded: Positions in `tensors` of parameters for which the model has loaded new values since the exchange began.
+        loaded: Positions, in `tensors`, of the parameters that were loaded with new values since the exchange began.
             The results for these parameters have no effect, and the contributions are not repeated if the exchange
             fails.
     """

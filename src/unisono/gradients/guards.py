@@ -95,8 +95,8 @@ class NanGuard:
         """Raise on all ranks if any rank has seen a NaN or an infinity since the last check. Collective.
 
         Raises:
-            NotFiniteError: On every rank; names the first affected rank (also the error's `peer`), and the parameter
-                whose gradient was affected.
+            NotFiniteError: Raised on every rank. The error names the first affected rank (which is also its `peer`),
+                and the parameter whose gradient was affected.
         """
         # A parameter that was added after the last call of the whole model's `forward` has no hook yet. Inspect its
         # p.grad instead.
@@ -181,13 +181,14 @@ class DivergenceGuard(PeriodicAction):
     Args:
         model: A module, or its parameters.
         comm: Communicator of the ranks to compare.
-        every: Number of steps between checks, an `every(...)`, or a function of the step's number (from 1).
+        every: Number of steps between checks, a schedule returned by `every(...)`, or a function of the step's number
+            (from 1).
         buffers: Also check a module's buffers. BatchNorm's buffers differ between ranks, unless you use
             `SyncBatchNorm`.
 
     Raises:
-        MismatchError: From `step` and `check`, on every rank; says which parameters differ, and on which ranks.
-            Training may continue, for example after `un.broadcast_parameters`.
+        MismatchError: Raised by `step` and `check` on every rank; the message says which parameters differ, and on
+            which ranks. Training may continue, for example after `un.broadcast_parameters`.
 
     Cost: reads the parameters once (about 1 ns per 4 bytes on one core), and gathers 8 bytes per rank. A single changed
     parameter element is always detected; changes of several elements cancel out with probability 2**-32.
@@ -229,22 +230,24 @@ def agree_step(
 
     This function uses `Communicator.agree`: the values are compared in the next collective of the thread that runs the
     optimizer, without an extra message. Every 100 steps, it also compares values that no collective has compared yet,
-    for example because an averager communicates in its own thread. Call `agree_step` on every rank before the same
-    step.
+    for example because an averager communicates in its own thread. All ranks must call `agree_step` after the same
+    number of optimizer steps.
 
     Args:
-        model: Module whose parameters and buffers should be the same on all ranks. It must not be sharded.
-        optimizer: Optimizer whose state and options, such as the learning rate, should be the same on all ranks. It
-            must not be sharded.
+        model: Unsharded module whose parameters and buffers should be the same on all ranks.
+        optimizer: Unsharded optimizer whose state and options, such as the learning rate, should be the same on all
+            ranks.
         comm: Communicator of the ranks to compare.
-        every: A number of steps, an `every(...)`, or a function of the step's number, which counts from 1.
+        every: Number of steps between comparisons, a schedule returned by `every(...)`, or a function of the step's
+            number, which counts from 1.
 
     Returns: A handle; its `remove()` ends the comparison.
 
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
-        MismatchError: From the collective that compares, on every rank. The error names the first value that differs
-            and the ranks that have each variant, or a rank that has made a different number of steps.
+        MismatchError: Raised on every rank by the collective that compares the values. The error names the first value
+            that differs and, for each variant, the ranks that have it; or a rank that has taken a different number of
+            steps.
 
     Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and
     a round trip to the control plane.

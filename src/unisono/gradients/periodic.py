@@ -58,11 +58,11 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """Schedule that `every` returns for a `timedelta`: ranks exchange at the same time, each at its own step.
+    """Schedule that `every` returns for a `timedelta`: exchanges at the same time on all ranks, whatever their steps.
 
     Attributes:
         interval: Time from one exchange of all parameters to the next.
-        max_lag: How long an exchange waits for a late rank; None: the time between exchanges.
+        max_lag: How long an exchange waits for a late rank; if None, the time between exchanges.
     """
 
     interval: timedelta
@@ -91,7 +91,7 @@ def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None
             these steps.
         max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. The
             exchange then proceeds without the late rank's contribution, and that rank, after its next step, continues
-            from the ranks' common parameters (the anchor). None: the time between exchanges.
+            from the ranks' common parameters (the anchor). Defaults to the time between exchanges.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
@@ -134,7 +134,7 @@ class PeriodicAction(ABC):
     Args:
         model: A module, or its parameters, with or without names.
         comm: Communicator of the ranks that take part. All ranks need the same parameters, but values may differ.
-        every: A number of steps, an `every(...)`, or a function of the step's number.
+        every: Number of steps between actions, a schedule returned by `every(...)`, or a function of the step's number.
         buffers: Whether to include a module's buffers.
         settings: Other values that must be the same on all ranks, by name.
 
@@ -183,7 +183,7 @@ class PeriodicAction(ABC):
 
     @abstractmethod
     def _act(self) -> None:
-        """Run the action for a due step. Collective; called under `no_grad`."""
+        """Run the action. Collective; called under `no_grad` after each step that the schedule selects."""
 
     def step(self) -> bool:
         """Count a step, and run the action if it is due. Call this after each `optimizer.step()`.

@@ -26,9 +26,10 @@ class Reduction:
     """Reduction of all buckets in one step: a bucket's reduction starts once it and all earlier buckets are full.
 
     The last bucket's reduction starts at the end of the backward pass, when the requests in its header are known. If
-    the calling thread would have to run the reductions itself, all of them start at the end of the pass, and the sums
-    are divided instead of the contributions, which is more accurate and touches less memory. If the backend makes
-    progress in the background, contributions are divided while they are copied into the bucket.
+    the calling thread would have to run the reductions itself, all reductions start at the end of the pass. In this
+    case, each sum is divided after the reduction, which is more accurate and accesses less memory than dividing the
+    contributions. If the backend makes progress in the background, contributions are divided while they are copied into
+    the bucket.
 
     This object is dropped when the step has ended, or when the pass after a failed pass begins. Passes in `no_sync`
     belong to the step of the next pass outside `no_sync`.
@@ -82,17 +83,17 @@ class Reduction:
     # -- in a pass ------------------------------------------------------------------------------
     @torch.no_grad()
     def advance(self, saved: SavedGradients) -> None:
-        """Start the buckets that are full, except the last. Raises `AbortedError` if another rank's pass has failed."""
+        """Start reducing full buckets, except the last. Raises `AbortedError` if another rank's pass has failed."""
         while self.sent < len(self.contents) - 1 and 0 not in self.contents[self.sent].inside:
             self._start(saved)
 
     def reduce_all(
         self, saved: SavedGradients, arrived: Set[int], first: int = 0, *, requests: Sequence[bool] = ()
     ) -> None:
-        """Start the remaining buckets, and wait for all. Raises `AbortedError` if another rank's pass has failed.
+        """Reduce the remaining buckets, and wait for all. Raises `AbortedError` if another rank's pass has failed.
 
         Args:
-            saved: p.grad from before the pass, to be added to the new gradients.
+            saved: Gradients from before the pass, to be added to the new gradients.
             arrived: Indices of the parameters that received a gradient, whether or not it is in a bucket yet.
             first: The first bucket to wait for.
             requests: For each kind of request except late gradients, whether this rank makes such a request.
@@ -215,7 +216,7 @@ class Reduction:
 
     @contextmanager
     def _observed(self, contents: BucketContents) -> Iterator[None]:
-        """Trace the `with` block as starting or awaiting a bucket's reduction; report the bucket once it is reduced."""
+        """Trace the `with` block, which starts or awaits a bucket's reduction; report the bucket once it is reduced."""
         group = engine_of(self._comms.data).group
         bucket = contents.bucket
         nbytes = bucket.memory.nbytes

@@ -30,8 +30,9 @@ class TrimmedMean:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Rank 0 logs a warning on the logger "unisono" for each rank whose contribution is more than 5 times as far from the
-    result as the median rank's. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
+    For each rank whose contribution's distance from the result is more than 5 times the median distance, rank 0 logs a
+    warning on the logger "unisono". Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning
+    (2018).
 
     Args:
         trim: Number of values dropped at each end, at least 1; None keeps only the one or two middle values, which
@@ -61,7 +62,7 @@ class TrimmedMean:
         Args:
             flat: A one-dimensional, contiguous tensor of a real or complex dtype. Real and imaginary parts are trimmed
                 separately.
-            comm: Communicator of the ranks that average.
+            comm: Communicator of the ranks whose tensors are averaged.
             turn: Ignored.
 
         Raises:
@@ -105,7 +106,7 @@ class ClippedMean:
 
         Args:
             flat: A one-dimensional, contiguous tensor of a real or complex dtype.
-            comm: Communicator of the ranks that average.
+            comm: Communicator of the ranks whose tensors are averaged.
             turn: Ignored.
         """
         values, rows = _pieces(flat, comm)
@@ -121,7 +122,7 @@ class ClippedMean:
 
 
 def _pieces(flat: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a real view of `flat`, and this rank's piece of all ranks' tensors, of shape (ranks, elements)."""
+    """Return `flat` viewed as real numbers, and this rank's piece of each rank's tensor, of shape (ranks, elements)."""
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     length = math.ceil(values.numel() / comm.size)
     given = functional.pad(values, (0, length * comm.size - values.numel()))

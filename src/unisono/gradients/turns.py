@@ -33,7 +33,7 @@ class _Interval:
 
     Attributes:
         due_s: Time at which the current turn begins.
-        left: Number of consecutive turns in which all ranks were leaving.
+        left: Number of consecutive turns in which all ranks contributed from `finish`.
         is_over: Whether all ranks have left.
         last: The latest exchange.
         step: The step that training has reached.
@@ -51,24 +51,24 @@ class _Interval:
 
 
 class Turns(Exchanges):
-    """Exchanges at set times (turns) between ranks that run at different speeds, one fragment after another.
+    """Exchanges of fragments at set times (turns), one fragment per turn, between ranks that run at different speeds.
 
     A turn begins one interval after the previous turn. In a turn's exchange, ranks learn how late the last rank joined,
-    and derive the time at which the turn began. So they need not compare their clocks. The training thread contributes
-    to a turn at the end of a step. If it does not do so within `max_lag_s`, the worker thread contributes zeros with
-    zero weight in its place, so that no rank has to wait.
+    and derive the time at which the turn began, without comparing clocks. The training thread contributes to a turn at
+    the end of a step. If the training thread does not contribute within `max_lag_s`, the worker thread contributes
+    zeros with zero weight in its place, so that no rank has to wait.
 
     There are two threads:
 
-    - Only the worker advances from one turn to the next. It waits for the training thread's contribution until the turn
-      must proceed, runs the exchange, and then schedules the next turn.
+    - Only the worker advances from one turn to the next. In each turn, the worker waits for the training thread's
+      contribution until the turn must proceed, runs the exchange, and then schedules the next turn.
     - The fragments, the anchor and its optimizer belong to the thread that holds the lock. The training thread
       acquires the lock when it enters a method, and releases the lock on return. The worker acquires the lock only
       if the training thread is late, to step the anchor in its place. The worker never waits for the lock: if the
       training thread holds it, that thread is about to contribute. While the worker holds the lock, it waits for no
       other rank. So the training thread waits for at most one step of the anchor, and only if it was late.
 
-    What happens if a rank leaves during an exchange depends on how it leaves:
+    If a rank leaves or stalls during an exchange:
 
     - A rank that has called `finish` contributes its remaining samples, and then takes part in each turn until all
       ranks have called `finish` (each exchange reports which ranks have). The other ranks are not affected.
@@ -212,7 +212,7 @@ class Turns(Exchanges):
             self._fail(raised)
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
-        """Wait for the training thread's contribution, or take part without it; return the task, or None at the end."""
+        """Wait for training's contribution, or take part without it. Return the task, or None to stop the worker."""
         late_s = interval.due_s + self._max_lag_s
         while True:
             try:

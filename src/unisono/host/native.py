@@ -1,4 +1,4 @@
-"""The native core, a C++ module that is built if a compiler is available. The backends shm and tcp need it."""
+"""The native core: a C++ module, built if a compiler is available, and required by the backends shm and tcp."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NativeCore(Protocol):
         """Return the size in bytes of the rings between `size` ranks."""
 
     def rings(self, memory: object, rank: int, size: int, ring_bytes: int, /) -> tuple[list[Ring], list[Ring]]:
-        """Return a rank's outgoing rings and its incoming rings: one of each for every rank."""
+        """Return a rank's outgoing and incoming rings: two lists with one ring for each rank of the group."""
 
     def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
         """Copy memory, given lists of destination addresses, source addresses, and lengths in bytes."""

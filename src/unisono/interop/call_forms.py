@@ -1,4 +1,4 @@
-"""Converts the arguments of every form that torch accepts for a process group's method into `UnisonoGroup`'s form."""
+"""Converts the arguments of process-group methods from any form that torch accepts to `UnisonoGroup`'s form."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class _WatchedGroup:
 
     Attributes:
         index: Number by which reports refer to the group.
-        size: Number of its ranks.
+        size: Number of ranks in the group.
         text: Name of the group in error messages.
         calls: Number of collectives called.
         activity: The calls in progress, for hang reports.
@@ -83,7 +83,7 @@ class _WatchedGroup:
 
 
 class Watch:
-    """The watch over this process's process groups, created by `watch`. As a context manager, it closes on exit.
+    """Watches this process's process groups; created by `watch`. A context manager that closes the watch on exit.
 
     An error that propagates out of the context manager is reported to the other ranks.
 
@@ -304,8 +304,8 @@ class Watch:
     def on_process_exit(self, error: BaseException | None) -> None:
         """If an error ends this process, wait for a report of another rank's failure that may have caused it.
 
-        If ranks' calls differed but the program has made its last call, the program can no longer raise the error. Exit
-        with an error status, because its result may be wrong.
+        If ranks' calls differed, and the program ends without another call that could raise the error, the process
+        exits with an error status, because the program's result may be wrong.
         """
         if error is None and not self._raised and self._cause is not None and self._cause.kind == "MismatchError":
             self._end("has finished")
@@ -353,8 +353,8 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        group: The ranks that take part; the default group if None. All groups that contain only these ranks are
-            watched, including groups created later.
+        group: Group whose ranks take part; the default group if None. All groups that contain only ranks of this group
+            are watched, including groups created later.
         check: "after": a separate process compares the calls while they run, so no call waits. If calls differ, each
             rank prints an error and raises it in its next call; a rank that makes no further call exits with status 70.
             "before": a call waits until all ranks have made the same call, and only then runs; an asynchronous call
@@ -362,7 +362,7 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
         timeout: Seconds, or a `timedelta`, after which missing ranks are reported; by default nine tenths of each
             group's timeout.
 
-    Returns: The watch; call its `close` to end it.
+    Returns: A `Watch`; call its `close()` to stop watching.
 
     Raises:
         ValueError: There is no default group; `check` or `timeout` is invalid; the process is already watched or not in

@@ -2,7 +2,8 @@
 
 All callers of a C++ group, such as `dist.all_reduce`, DDP's reducer or a functional collective, call an operator such
 as `c10d::allreduce_`. Our kernel is registered for the dispatch key `BackendSelect`, which comes after autograd, modes
-and FakeTensor but before the kernels of all devices. It receives each call with all its arguments and forwards it.
+and FakeTensor but before the kernels of all devices. The kernel receives each call with all its arguments, and forwards
+the call.
 
 A Python group is called directly, which is faster, but torch's tools do not see the call. If the tools must see a call,
 it is instead made on a C++ group that has no backend. That group calls the operator, and our kernel then calls the
@@ -62,7 +63,7 @@ class _Calls(threading.local):
 
     @contextmanager
     def kept(self) -> Iterator[list[Any]]:
-        """Yield the works created in the block. C++ returns the same work object only while Python refers to it."""
+        """Yield the `Work`s created in the block. C++ returns the same object only while Python refers to it."""
         works: list[Any] = []
         self._works.append(works)
         try:
@@ -168,7 +169,7 @@ _lock = threading.Lock()
 
 
 def take_calls(called: dist.ProcessGroup, group: Any) -> None:
-    """Redirect operators called on a process group to one of our groups from now on. Idempotent.
+    """From now on, forward operator calls on a process group to one of our groups. Idempotent.
 
     Args:
         called: The group that operators are called on: our group, or a C++ group that only our group refers to.
@@ -258,6 +259,6 @@ _OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 def result_of(made: Any) -> dist.Work | None:
-    """Return the work among an operator's results."""
+    """Return the `Work` contained in an operator's results, or None."""
     boxed = made[-1] if isinstance(made, tuple) else made
     return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None

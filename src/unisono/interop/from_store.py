@@ -38,7 +38,7 @@ _REACH_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """This rank's objects after joining a group.
+    """This rank's handles to a group that it has joined.
 
     Attributes:
         comm: The communicator, usable from any thread.

@@ -53,13 +53,13 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
-    """Torch process group that uses a unisono communicator. Torch creates it; see `register`.
+    """Torch process group that uses a unisono communicator. Created by torch; see `register`.
 
-    Any thread may call it, including autograd's. Python callers and torch's C++ code look up methods by name. Some
-    names exist only for Python callers, and some only for C++.
+    Any thread may call the group's methods, including autograd's threads. Python callers and torch's C++ code look up
+    methods by name. Some names exist only for Python callers, and some only for C++.
 
-    Objects that may outlive the group, such as a work, must not refer to it: the group must leave the other ranks as
-    soon as the program drops it.
+    Objects that may outlive the group, such as `Work`s, must not refer to the group: the group must leave the other
+    ranks as soon as the program drops it.
 
     Args:
         store: Torch's store, used only by this group.
@@ -67,7 +67,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: Timeout for joining, and default timeout of every operation.
         group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
-        connect: Function that creates a communicator of the ranks: `meet`, or a replacement if the ranks are already
+        connect: Function that creates a communicator of the ranks: `meet`, or another function if the ranks are already
             connected.
     """
 
@@ -539,7 +539,7 @@ def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) ->
 
 
 def _row(lists: _Lists) -> _Tensors:
-    """Return the only list in a list. Reject a tensor, which could be mistaken for a list of its rows."""
+    """Return a nested list's single inner list. Reject a tensor, which could be mistaken for a list of its rows."""
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise TypeError(f"the list for all ranks stands in a list, not {[type(row).__name__ for row in lists]}")
     return [plain(t) for t in lists[0]]

@@ -1,9 +1,9 @@
 """Routes calls through torch's own kernels, which have run a group's hooks since torch 2.14.
 
 The kernel of an operator, such as `c10d::allreduce_`, runs a C++ group's hooks before and after the backend's method. A
-Python group is called directly, so its own hooks would never run. Its hooks are therefore registered with the C++ group
-that represents it in the dispatcher. From then on, calls are made on the C++ group, whose backend forwards them to the
-Python group.
+Python group is called directly, so its own hooks would never run. The hooks are therefore registered with the C++ group
+that represents the Python group in the dispatcher. From then on, calls are made on the C++ group, whose backend
+forwards them to the Python group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Carrier(Backend):
 
 
 def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Give a C++ group that has no backend a CPU backend that forwards calls to one of our groups."""
+    """Register a CPU backend with a C++ group that has no backend; it forwards calls to one of our groups."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     # A group with a default backend reads its rank from that backend.
     carrier = Carrier(group)

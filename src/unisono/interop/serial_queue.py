@@ -24,7 +24,7 @@ _queues: weakref.WeakValueDictionary[int, SerialQueue] = weakref.WeakValueDictio
 
 
 class _QueuedJob(Completion):
-    """Queued job. A thread that waits for it runs it and the jobs before it, unless another thread is running jobs."""
+    """Queued job. A thread that waits for the job runs all jobs up to it, unless another thread is running jobs."""
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
         # The wait itself has no timeout, because every job has its own timeout.
@@ -155,10 +155,10 @@ _GRACE_S = 0.005
 
 
 class Progress:
-    """Background progress of messages. Torch users rely on it, but not every transport provides it.
+    """Background progress of messages, which torch users rely on, but not every transport provides.
 
-    If a waiting thread completes a message within 5 ms, the message needs no help. Otherwise, the background thread
-    requests the message's future, which starts a thread that completes the message.
+    The background thread first gives waiting threads up to 5 ms to complete messages. It then requests the future of
+    each message that is still incomplete, which starts a thread that completes the message.
     """
 
     def __init__(self, name: str) -> None:
@@ -169,7 +169,7 @@ class Progress:
         self._over = threading.Event()
 
     def watch(self, work: Work) -> None:
-        """Ensure that a work completes even if nobody waits for it."""
+        """Ensure that an operation completes even if nobody waits for it."""
         if work.is_completed():
             return
         if self._thread is None:

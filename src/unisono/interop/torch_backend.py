@@ -1,7 +1,7 @@
 """Registration of the backend "unisono" with torch.distributed, and the creation of its groups.
 
-Torch loads this module at the end of `import torch`, in every process of the Python environment. Loading it therefore
-imports only the standard library; the rest of unisono is imported when the first group is created.
+Torch loads this module at the end of `import torch`, in every process of the Python environment. Therefore, this module
+imports only the standard library when it is loaded; the rest of unisono is imported when the first group is created.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def register() -> None:
     """Make `dist.init_process_group("unisono")` and `dist.new_group(backend="unisono")` work.
 
     Torch calls this function through `autoload`. With TORCH_DEVICE_BACKEND_AUTOLOAD=0, importing `unisono.interop`
-    calls it instead. Idempotent.
+    calls `register` instead. Idempotent.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """Register the backend while torch is being imported: the entry point of unisono in the group "torch.backends".
+    """Entry point in the group "torch.backends": register the backend while torch is being imported.
 
     A failure only causes a warning, because an error raised here would make `import torch` fail. A build of torch
     without torch.distributed is ignored.

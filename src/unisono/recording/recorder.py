@@ -179,7 +179,7 @@ def random_states() -> dict[str, Any]:
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return a description of a call and digests of the data that it sends. They do not depend on the transport."""
+    """Return a description of a call, with digests of the data that it sends; the same on every transport."""
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {
@@ -190,7 +190,7 @@ def described(call: Call) -> dict[str, Any]:
 
 
 class Recorded(Wrapper):
-    """Transport of a recorded rank. It forwards whole calls, so the results are exactly those of the inner transport.
+    """Transport that records a rank. Whole calls are forwarded, so results are exactly those of the inner transport.
 
     Args:
         inner: The transport to record.
@@ -298,7 +298,7 @@ class _Settling:
         self._busy = False
 
     def settle(self, number: int, action: Callable[[], None]) -> None:
-        """Complete a work's future, in this thread or in a thread that is already completing another future."""
+        """Complete a `Work`'s future, in this thread or in one that is already completing another future."""
         with self._lock:
             self._waiting.append((number, action))
             if self._busy:

@@ -22,11 +22,11 @@ MOST_MESSAGES = 20_000
 
 
 class Change(NamedTuple):
-    """New contents of a rank's chunk, from a given time.
+    """New contents of a rank's chunk, valid from a given time on.
 
     Attributes:
         time_s: Time of the change, in the unit of the messages' times.
-        rank, chunk: The rank, and the number of its chunk.
+        rank, chunk: Indices of the rank and of its chunk.
         members: Bit mask of the ranks whose contributions the chunk now contains; bit r is the rank at position r.
 
     Example:

@@ -1,4 +1,4 @@
-"""Engine for any network. It processes events in time order, because shared links serve messages in that order."""
+"""Simulation engine for any network: events run in time order, because shared links serve messages in that order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Message(NamedTuple):
     Provisional: it may change in any minor version, without a deprecation.
 
     Attributes:
-        sender, receiver: Ranks; in a `Replay`, positions in its `ranks`.
+        sender, receiver: Ranks that send and receive the message; in a `Replay`, their positions in `Replay.ranks`.
         runs: Runs of consecutive chunks, as (start, stop) pairs in the sender's numbering. Empty if the chunks are
             unknown, as in a recorded run.
         nbytes: Message size in bytes.
         start_s, end_s: Times at which the message begins to leave the sender and at which it is delivered. In a
-            `Replay`, they are in its `unit`.
+            `Replay`, these times are in the unit `Replay.unit`.
         reduce: Whether the receiver reduces the message into its data rather than overwriting the data.
         step: Number of the sender's step that sends the message, from 1.
         call: Description of the recorded call that the message belongs to; may be empty.
@@ -156,7 +156,7 @@ class EventQueue:
                 self._push(state.ends, rank, None)
 
     def _receive_early(self, rank: int, step: Step) -> None:
-        """Deliver messages that arrived before the step began, and record that the step waits for the others."""
+        """Deliver the step's messages that have already arrived, and record that the step waits for the rest."""
         early = []
         for move in step.recv:
             key = rank * self.size + move.peer

@@ -89,7 +89,7 @@ def run_rank(
 
     Args:
         rank, size: This rank, and the number of ranks.
-        attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
+        attempt: Number of times this rank has been started before: 0, or a positive number for a replacement.
         payload: The pickled `Program`.
         address, secret: Address and secret of the control plane, which runs in the process that called `launch`.
         timeout_s: The program's timeout, which is passed separately because unpickling the payload may fail here.
@@ -194,7 +194,7 @@ def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> Non
 
 
 def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
-    """Report that the rank hands its outcome to the engine, which may lose it: retired Dask workers deliver nothing."""
+    """Report that the rank has ended, since the engine may lose its outcome: retired Dask workers deliver nothing."""
     with suppress(CommError):
         watch.identify(f"{rank}/{attempt}/1")
     watch.close()

@@ -98,8 +98,8 @@ class _LentRanks(Closing):
     A rank's future completes when the rank has ended. The control plane also notices immediately when the rank's
     process disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, and
     the future then never completes. Therefore, the future gets a deadline when the process disconnects. An event
-    contains the rank, the number of its start, and either its future or a flag that shows whether the rank had finished
-    when its process disconnected.
+    contains the rank, the index of its attempt, and either its future or a flag that shows whether the rank had
+    finished when its process disconnected.
     """
 
     def __init__(

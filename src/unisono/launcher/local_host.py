@@ -36,8 +36,8 @@ class LocalHost:
     Args:
         job: The script, and its ranks on this host.
         ports: Ports for this library's rendezvous and for torch's.
-        attempt: Number of earlier starts of all ranks.
-        events: Callbacks for the ranks' output and their ends.
+        attempt: Number of times the ranks have been started before.
+        events: Callbacks for the ranks' output and exits.
     """
 
     def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events) -> None:

@@ -119,7 +119,7 @@ class ProcessRanks(LinkedRanks):
         )
 
     def close(self) -> None:
-        """End all ranks, then close the control plane. Ranks that have reported exit by themselves."""
+        """End all ranks, then close the control plane. Ranks that have reported their outcome exit by themselves."""
         _end(
             [process for rank, process in self._processes.items() if rank in self.running],
             [process for rank, process in self._processes.items() if rank not in self.running],
@@ -325,13 +325,13 @@ class WorkerSpec:
     """Everything that the launching process passes to a rank through multiprocessing.
 
     Attributes:
-        job: A pickled `Job`. To unpickle it, a rank may first have to import the caller's main module.
+        job: A pickled `Job`. A rank may have to import the caller's main module before it can unpickle the job.
         environment: The caller's environment, needed because the forkserver still has the environment it was started
             with.
         address, secret: Address and secret of the control plane, which runs in the caller's process.
         outputs: Copies of the caller's standard output and standard error; None for a closed stream.
         start_method: Multiprocessing start method chosen by the caller; None for the platform's default.
-        attempt: Number of earlier starts of this rank: 0, or a positive number for a replacement.
+        attempt: Number of times this rank has been started before: 0, or a positive number for a replacement.
     """
 
     rank: int
@@ -370,7 +370,8 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
 def reseed_generators() -> None:
     """Seed a forked process's default random generators from the system's entropy, as in a new interpreter.
 
-    Otherwise, dropout would use the same masks on all ranks. After a fork, Python itself reseeds its `random` module.
+    Without this, dropout would use the same masks on all ranks. After a fork, Python itself reseeds its `random`
+    module.
     """
     torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:

@@ -56,8 +56,8 @@ class RemoteHost:
     Args:
         job: The script, and its ranks on that host.
         ports: Ports for this library's rendezvous and for torch's.
-        attempt: Number of earlier starts of all ranks.
-        events: Callbacks for the ranks' output and their ends.
+        attempt: Number of times the ranks have been started before.
+        events: Callbacks for the ranks' output and exits.
         shell: Command prefix that starts the agent on that host.
     """
 

@@ -35,7 +35,7 @@ def replacement(
 
     Args:
         control: This rank's handle to the job's control plane; closing the communicator also closes this handle.
-        rank, attempt: The lost rank, and the number of its earlier starts.
+        rank, attempt: The lost rank, and the number of times it has been started before.
         options: Options for the one-rank communicator. For the job's communicator, only the device is used; the job's
             ranks send all other options.
         wrap: Function applied to the job's transport.

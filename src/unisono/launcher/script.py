@@ -142,7 +142,7 @@ class _Attempt:
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Write a rank's output, with the rank before each line; first end a line that another stream left open."""
+        """Write a rank's output, prefixing lines with the rank. First end any line that another stream left open."""
         target = sys.stderr if stream == 2 or self._job.to_stderr else sys.stdout
         front = f"[{rank}] " if self._job.prefix and rank is not None else ""
         if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
@@ -171,7 +171,7 @@ class _Attempt:
         return b"".join(made)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        """Handle the end of a rank."""
+        """Handle the exit of a rank."""
         self._reports[rank] = report
         self._events.put((rank, status))
 
@@ -209,7 +209,7 @@ class _Attempt:
         reports = {rank: self._reports[rank] for rank, _ in self._failures}
 
         def order(failure: tuple[int, int]) -> tuple[int, float]:
-            """Sort ranks killed by a signal first, errors that other ranks caused last, and other errors by time."""
+            """Sort failures: ranks killed by a signal first, then errors by time, then errors due to other ranks."""
             report = reports[failure[0]]
             if report is None:
                 return (0 if failure[1] < 0 else 1), 0.0

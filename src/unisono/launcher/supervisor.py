@@ -82,7 +82,7 @@ class Supervisor:
     that could admit a replacement. If a rank fails with an error, the job ends, and lost ranks are no longer replaced.
 
     Args:
-        start: Function that starts a rank, given the rank and the number of the rank's earlier starts.
+        start: Function that starts a rank, given the rank and the number of times it has been started before.
         ends: Function that waits for outcomes, for at most the given number of seconds (None for no limit), and returns
             them.
         ranks: The ranks' numbers.
@@ -93,7 +93,7 @@ class Supervisor:
 
     Attributes:
         open: The ranks that have not ended.
-        last: For each rank, the number of its last start, counted from 0.
+        last: For each rank, the index of its latest attempt, counted from 0.
         ended: Outcomes in the order in which ranks ended.
     """
 
@@ -119,7 +119,7 @@ class Supervisor:
         self.ended: list[Outcome] = []
 
     def run(self, limit_s: float = math.inf) -> list[Outcome]:
-        """Start the ranks; at the time limit, or when all have ended, return outcomes in the order of the ends.
+        """Start the ranks, and wait for them or for the time limit; return the outcomes in the order of completion.
 
         The caller must end the ranks that are still running when this method returns or raises an exception.
         """

@@ -26,7 +26,7 @@ __all__ = ["fork_ranks"]
 
 
 def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | None:
-    """Fork a script's ranks, and report their ends. Returns in this process and in each forked rank.
+    """Fork a script's ranks, and report their exits. Returns in this process and in each forked rank.
 
     Args:
         link: Connection to the launcher. The launcher sends each rank's environment `variables` and the file
@@ -132,7 +132,7 @@ def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 
 
 def _not_kept(order: dict[str, Any], ranks: list[dict[str, Any]]) -> list[int]:
-    """Return the descriptors that a rank must close, so that the launcher notices when other ranks' outputs end."""
+    """Return the descriptors that a rank must close, so that the launcher sees the end of other ranks' output."""
     names = ("stdout", "stderr", "report")
     return [other[name] for other in ranks for name in names if name != "report" or other is not order]
 

@@ -30,9 +30,9 @@ class TaskBatch:
         pack: Function that encodes a range of calls as bytes.
         deliver: Function called with an index, the results of the calls from that index on, and the error of the next
             call, or None if no call failed.
-        begin: Function called before the first call is sent. It returns whether the batch is still wanted.
-        chunksize: Calls per chunk. If None, it adapts to the number of remaining calls and the time that each call
-            takes.
+        begin: Function called before the first call is sent. If it returns False, no call is sent.
+        chunksize: Calls per chunk. If None, the size adapts to the number of remaining calls and the time that each
+            call takes.
     """
 
     def __init__(

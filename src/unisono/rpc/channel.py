@@ -60,7 +60,7 @@ _BYE_S = 0.5
 
 
 class CallTypeError(TypeError, RuntimeError):
-    """Raised for a value of a type that calls do not support. Also a RuntimeError, as in torch's RPC."""
+    """Raised for a value of a type that calls do not support. The error is a RuntimeError too, as in torch's RPC."""
 
 
 class MessageChannel:
@@ -284,9 +284,9 @@ class MessageReader(bytes):
         channel, peer: Channel of the receiver, and rank of the sender.
         bodies: Tensors received separately.
         context, message: Autograd context, and the number of the message in it.
-        tensors: Number of bodies read.
-        refused: Error if a function in the message is not exposed on this rank. It is raised only after the whole
-            message has been read, because references later in the message must be counted.
+        tensors: Number of tensors in `bodies` that have been read.
+        refused: Error if a function in the message is not exposed on this rank; raised only after the whole message has
+            been read, because references later in the message must be counted.
     """
 
     channel: MessageChannel
@@ -307,7 +307,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 # -- tensors ---------------------------------------------------------------------------------------
 def _find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder of a type that only calls support. Other messages encode tensors with the default encoder."""
+    """Return the encoder that calls use for a type. Other messages encode tensors with the default encoder."""
     if issubclass(cls, torch.Tensor):
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):

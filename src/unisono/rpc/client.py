@@ -45,14 +45,14 @@ def rpc_sync(
         to: A rank's name or number, or its `WorkerInfo`; may be this rank.
         func: Function that the called rank has exposed with `expose`. Only its name is sent.
         args: Plain values, containers, dataclasses, tensors, `RRef`s or exposed functions.
-        kwargs: Same types as `args`.
+        kwargs: Keyword arguments, with the same types as in `args`.
         timeout: Seconds or a `timedelta`; the agent's timeout if None.
 
-    Returns: The function's result, with copies of tensors, and with functions and `RRef`s as references.
+    Returns: The function's result, in which tensors are copies, and functions and `RRef`s are references.
 
     Raises:
         Exception: The function's error, of the same class if that class is known here, with the remote traceback in its
-            text. It is also an instance of `RemoteError`.
+            text. The error is also an instance of `RemoteError`.
         NotExposedError: The called rank does not expose the function, so nothing ran; or the result contains a function
             that this rank does not expose.
         CommTimeoutError: No answer arrived in time; the function may still be running.
@@ -73,7 +73,7 @@ def rpc_async(
     kwargs: _Kwargs = None,
     timeout: Timeout | None = None,
 ) -> CallFuture:
-    """Call like `rpc_sync`, but immediately return a `torch.futures.Future` that also has `cancel()`.
+    """Call a function as `rpc_sync` does, but immediately return a `torch.futures.Future` that also has `cancel()`.
 
     On return, the arguments have been sent and may be modified. `rpc_async` blocks while too many calls to the same
     rank are pending (16384, or 256 MiB).
@@ -105,7 +105,7 @@ def remote(
     kwargs: _Kwargs = None,
     timeout: Timeout | None = None,
 ) -> RRef[Any]:
-    """Call like `rpc_async`, but keep the result on the callee, and immediately return an `RRef` to it.
+    """Call a function as `rpc_async` does, but keep the result on the callee, and immediately return an `RRef` to it.
 
     `RRef.to_here` raises the function's error, if any.
 
@@ -124,7 +124,7 @@ class Client:
 
     Args:
         channel: Channel that sends the requests.
-        dispatcher: Dispatcher of received messages, for a thread that polls while it waits.
+        dispatcher: Dispatcher of received messages; a thread that waits for a reply polls it.
         workers: Threads that run functions; a function that waits for another rank does not count as running.
         references: Table that creates and counts references.
         infos: Addresses of all ranks.
@@ -157,7 +157,7 @@ class Client:
         self.closed: bool = False
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank with this name or number, or of this `WorkerInfo`. Raises ValueError for anything else."""
+        """Return the rank of a worker, given its name, rank or `WorkerInfo`. Raises ValueError for anything else."""
         rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
             known = ", ".join(f"{info.name!r} ({info.id})" for info in self._infos[:16])

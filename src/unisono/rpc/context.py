@@ -33,19 +33,19 @@ class Calls(Protocol):
     """Calls to functions, and to methods of the object with a given key."""
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank with this name or number, or of this `WorkerInfo`."""
+        """Return the rank of a worker, given its name, rank or `WorkerInfo`."""
 
     def target(self, to: Any, func: Callable[..., Any], args: Any) -> tuple[int, str, Any, tuple[Any, ...]]:
         """Return the rank, function name, object key and arguments of a call."""
 
     def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
-        """Call and wait for the result."""
+        """Call a function on a rank, and wait for the result."""
 
     def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
-        """Call and return a future."""
+        """Call a function on a rank, and return a future."""
 
     def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
-        """Call and return a reference to the result."""
+        """Call a function on a rank, and return a reference to the result."""
 
 
 class ReferenceTable(Protocol):
@@ -61,7 +61,7 @@ class ReferenceTable(Protocol):
         """Record that this rank has dropped a reference."""
 
     def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
-        """Prepare a reference for sending to a rank; return the numbers to send."""
+        """Prepare to send a reference to a rank; return what to send: owner, creator, number and token."""
 
     def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
         """Return the reference that the received numbers identify."""
@@ -77,7 +77,7 @@ class GraphRecorder(Protocol):
         """Record that a message of the context is being sent to a rank."""
 
     def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
-        """Record tensors that are sent to a rank. Return the number of their message."""
+        """Record tensors that are sent to a rank in one message; return the message's number."""
 
     def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
         """Record a received tensor. Return the tensor, connected to the sender's graph."""
@@ -134,7 +134,7 @@ def leave_agent(agent: Peers) -> None:
 
 
 def register(agent: Peers) -> None:
-    """Add an agent of this process. Threads that do not belong to a rank use it while it is the only agent."""
+    """Add an agent of this process. While this is the only agent, threads that do not belong to a rank use it."""
     _open[id(agent)] = agent
 
 

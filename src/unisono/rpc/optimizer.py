@@ -33,7 +33,7 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Return True. A successful call shows that the optimizer has been created."""
+        """Return True. A caller that receives this reply knows that the optimizer has been created."""
         return True
 
     def step(self, context: int) -> None:
@@ -123,11 +123,11 @@ class DistributedOptimizer:
         """Do one optimizer step on every rank that owns parameters; return when all ranks are done.
 
         Args:
-            context_id: Number of the autograd context whose gradients are applied.
+            context_id: ID of the autograd context whose gradients are applied.
 
         Raises:
             CommError: The context has ended, and its gradients have been discarded.
-            PeerLostError: One of the ranks has died; the other ranks have done the step.
+            PeerLostError: One of the ranks has died; the other ranks have taken the step.
         """
         current_contexts().ongoing(context_id)
         steps = [optimizer.rpc_async().step(context_id) for optimizer in self.remote_optimizers]

@@ -60,10 +60,10 @@ class OwnedValue:
 
 
 class RRefContext:
-    """One agent's references: the protocol of `refcount`, with `RRef`s as handles and `OwnedValue`s as values.
+    """One agent's references, counted by the protocol of `refcount`: `RRef`s are its handles, `OwnedValue`s its values.
 
     Args:
-        agent: The agent; also an attribute, used by references.
+        agent: The agent. References read it from the attribute of the same name.
         channel: Channel to notify other ranks.
         timeout_s: Default timeout for waiting for an object, in seconds.
         workers: Threads that run functions; a function that waits for an object does not count as running.
@@ -95,7 +95,7 @@ class RRefContext:
 
     @property
     def pins(self) -> int:
-        """Return the number of references that are pinned because they were passed on."""
+        """Return the number of pinned references: those passed to another rank, and not yet released."""
         return self._protocol.pins
 
     @property
@@ -115,7 +115,7 @@ class RRefContext:
             freed.popleft()
 
     def reference(self, owner: int, key: Key, confirmation: CallFuture | None = None) -> Any:
-        """Return a new reference, which has been counted already."""
+        """Return a new reference, without changing any count."""
         rref = object.__new__(self._kind)
         rref._bind(self, owner, key, confirmation)
         return rref
@@ -127,13 +127,13 @@ class RRefContext:
         return key
 
     def expect(self, key: Key, holder: int) -> OwnedValue:
-        """Return the outcome of an object that is about to be created; counts one reference."""
+        """Return the `OwnedValue` of an object that is about to be created; counts one reference."""
         with self._protocol.lock:
             outcome: OwnedValue = self._protocol.ledger.make(key, holder)
         return outcome
 
     def outcome(self, key: Key) -> OwnedValue:
-        """Return the outcome of a referenced object. Raises PeerLostError if the object was freed."""
+        """Return the `OwnedValue` of a referenced object. Raises PeerLostError if the object was freed."""
         with self._protocol.lock:
             outcome: OwnedValue | None = self._protocol.ledger.value(key)
         if outcome is None:
@@ -163,7 +163,7 @@ class RRefContext:
                 )
 
     def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
-        """Prepare a reference for sending to a rank; return the numbers to send."""
+        """Prepare to send a reference to a rank; return what to send: owner, creator, number and token."""
         if rref._references is not self:
             raise CommError("this RRef belongs to another agent, on another communicator")
         rref._check()
@@ -277,10 +277,10 @@ class RRef(Generic[T]):
         return cast(T, self._references.wait(self._key, None))
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy whose methods run on the object's owner and block until they return: `ref.rpc_sync().step(3)`.
+        """Return a proxy whose methods run on the object's owner, and wait for the results: `ref.rpc_sync().step(3)`.
 
         Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's timeout if None.
+            timeout: Time limit for each call: seconds or a `timedelta`; the agent's timeout if None.
         """
         return _Proxy(self, self._references.agent.client.call, timeout)
 
@@ -288,7 +288,7 @@ class RRef(Generic[T]):
         """Return a proxy like that of `rpc_sync`, whose methods return futures.
 
         Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's timeout if None.
+            timeout: Time limit for each call: seconds or a `timedelta`; the agent's timeout if None.
         """
         return _Proxy(self, self._references.agent.client.start, timeout)
 
@@ -296,7 +296,7 @@ class RRef(Generic[T]):
         """Return a proxy like that of `rpc_sync`, whose methods return references to their results.
 
         Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's timeout if None.
+            timeout: Time limit for each call: seconds or a `timedelta`; the agent's timeout if None.
         """
         return _Proxy(self, self._references.agent.client.make, timeout)
 
@@ -304,7 +304,7 @@ class RRef(Generic[T]):
         """Back-propagate from the object, a one-element tensor, in a distributed autograd context.
 
         Args:
-            context: Number of the context in which the tensor was computed.
+            context: ID of the context in which the tensor was computed.
             retain_graph: Whether to keep the graph for another backward pass.
 
         Raises:

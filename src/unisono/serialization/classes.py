@@ -252,7 +252,7 @@ def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _flag(cls: Any, number: int) -> enum.Flag:
-    """Return the flag with this number. Calling the class would run `_missing_` and cache each combination forever."""
+    """Return the flag with this value. Calling the class would run `_missing_` and cache each combination forever."""
     known: enum.Flag | None = cls._value2member_map_.get(number)
     if known is not None:
         return known

@@ -125,7 +125,7 @@ class DistributedPass:
         After the last output, also return the summed gradients of this rank's leaves.
 
         Args:
-            number: Number of the output.
+            number: Number of the message that contained the output; 0 for the roots.
             gradients: Gradients of the output's tensors; None for the roots, whose gradient is 1.
         """
         context = self._context

@@ -2,11 +2,11 @@
 
 A message between ranks is an edge of the graph. Gradients return to the sender of the message once everything that the
 receiver computed from the message's tensors has been back-propagated. The receiver must therefore know how many
-contributions to these gradients to expect. The first phase determines this number: starting from the roots, each rank
-walks its graph from the queried outputs to the received messages from which these outputs were computed, and queries
-the senders (`discover`). As a result, tensors that were sent but never used block nothing, and each gradient is sent
-once. In both phases, a call is answered only after all calls that it caused have been answered, so the whole phase is
-done when the first call returns.
+contributions to these gradients to expect. The first phase, which begins with the roots, determines this number: each
+rank walks its graph back from the queried outputs to the received messages that they depend on, and then queries the
+senders of these messages (`discover`). As a result, tensors that were sent but never used block nothing, and each
+gradient is sent once. In both phases, a call is answered only after all calls that it caused have been answered, so the
+whole phase is done when the first call returns.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def _checked(roots: Any) -> list[torch.Tensor]:
 def discover(
     number: int, name: tuple[int, int], messages: Sequence[int], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """Prepare for gradients of messages that this rank has sent. Replies once all senders further back are prepared."""
+    """Prepare to receive gradients for messages that this rank has sent.
+
+    Replies once the senders of all messages on which these depend are prepared as well.
+    """
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
@@ -253,7 +256,7 @@ class Contexts:
             context.peers.add(peer)
 
     def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
-        """Record tensors with a history that are sent to a rank. Return the number of their message."""
+        """Record tensors with a history that are sent to a rank in one message; return the message's number."""
         context = self.reach(number)
         if context is None:
             return 0

@@ -21,14 +21,14 @@ Mesh = tuple[Communicator, Communicator]
 
 
 class LiveComms:
-    """Communicators in use. A failed pass aborts them, and they are then replaced.
+    """Communicators in use until a failed pass aborts them; new ones then replace them.
 
     Args:
         pairs: Replaceable communicators of all ranks and, on a mesh, of replicas and of shards.
 
     Attributes:
         data: The communicator of all ranks.
-        shard: Communicator of the ranks with different parts; `data` without a mesh.
+        shard: Communicator of the ranks with different parts; without a mesh, the same as `data`.
         replicate: Communicator of the ranks with the same part; None without a mesh.
         overlaps: `data.overlaps`.
         reported: Whether this rank's caller knows about the communicators' failure, because the error was raised on
@@ -47,9 +47,9 @@ class ShardComms:
     """A sharded model's communicators in use, and the base communicators from which they are recreated.
 
     A rank that fails mid-step aborts the communicators in use, so that no other rank waits for it. All ranks replace
-    these communicators at the start of their next step. At the time of the abort, another rank may still be in the
-    previous optimizer step, or creating its optimizer. These two operations therefore use `steps`, which a failed pass
-    does not abort.
+    these communicators at the start of their next step. During the abort, another rank may still be running the
+    previous optimizer step, or constructing its optimizer. Steps and construction of an optimizer therefore use
+    `steps`, which a failed pass does not abort.
 
     Args:
         comm: Communicator of the ranks that share the model. Construction is collective.
@@ -59,10 +59,10 @@ class ShardComms:
         live: The communicators in use.
         steps, shard_steps: Like `live.data` and `live.shard`, but never aborted by a failed pass.
         rank, size: Rank and size of `shard_steps`.
-        replica: This rank's number among the ranks with the same part; 0 without a mesh.
+        replica: This rank's index among the ranks with the same part; 0 without a mesh.
 
     Raises:
-        ValueError, MismatchError: On every rank, if the mesh does not consist of the ranks of `comm`.
+        ValueError, MismatchError: Raised on every rank if the mesh does not consist of the ranks of `comm`.
     """
 
     def __init__(self, comm: Communicator, mesh: Mesh | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of one dtype in a flat tensor, of which each rank keeps a part."""
+"""Parameters of one dtype in a flat tensor that is partitioned among the ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 
 @dataclass(slots=True)
 class ParameterPiece:
-    """Slice of one parameter that this rank updates. Each rank has a piece of each parameter, perhaps an empty one.
+    """Slice of one parameter that this rank updates. Each rank has a possibly empty piece of each parameter.
 
     Attributes:
         name: Name of the parameter.
         shape: Shape of the whole parameter.
         start: Index of the first element in the flattened parameter.
-        tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
-        replica: Number of this copy among the ranks that have the same slice.
+        tensor: 1-d parameter that the optimizer updates; its `.grad` is set before the step.
+        replica: Index of this rank among the ranks that have the same slice.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ParameterPiece:
 
     @property
     def stop(self) -> int:
-        """Index after the last element in the flattened parameter."""
+        """Index in the flattened parameter after this piece's last element."""
         return self.start + len(self.tensor)
 
     def move(self, start: int, elements: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
 
 
 def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: ShardComms, part: torch.Tensor) -> None:
-    """Point the pieces to slices of this rank's part."""
+    """Point the pieces at slices of this rank's part."""
     # A parameter outside this rank's part gets an empty piece, so that on every rank, piece n corresponds to parameter
     # n of the unsharded optimizer.
     slices = {place.index: place for place in layout.slices(comms.rank)}
@@ -104,7 +104,7 @@ class FlatParameters:
     Args:
         named: The parameters, with their names. All have the same dtype, device and `requires_grad`.
         comms: Communicators of the ranks that share the parameters.
-        padding: Number of elements after the last parameter.
+        padding: Number of padding elements after the last parameter.
         param_dtype: Dtype of the gathered parameters; their original dtype if None.
         reduce_dtype: Dtype in which gradients are averaged; the dtype of the gathered parameters if None.
 
@@ -113,7 +113,7 @@ class FlatParameters:
         layout: Positions of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
-        gradient: Gradient that backward passes fill; None for frozen parameters.
+        gradient: Gradients of these parameters from backward passes; None for frozen parameters.
         gathered: Whether the parameters are gathered and can be used.
     """
 
@@ -156,7 +156,7 @@ class FlatParameters:
         self._make_whole()
 
     def _cut(self, padding: int) -> None:
-        """Allocate this rank's part, with undefined elements, and point the pieces to its slices."""
+        """Allocate this rank's part, with undefined elements, and point the pieces at slices of it."""
         self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
         # The padding belongs to no piece, but each gather sends it, so it must be initialized.
         self.part: torch.Tensor = torch.zeros(
@@ -217,7 +217,7 @@ class FlatParameters:
             self._show(gathered=True)
 
     def _show(self, *, gathered: bool) -> None:
-        """Make the parameters and autograd's saved references to them usable, or let any use raise an error."""
+        """If `gathered`, make the parameters and autograd's saved references usable; otherwise, make any use raise."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
         # Change the class and keep the object, because modules, hooks and the user's code refer to it.
@@ -291,7 +291,7 @@ class FlatParameters:
         self.free()
 
     def restore(self, flat: torch.Tensor) -> None:
-        """Turn the parameters back into ordinary ones with original strides and the values from `gather_whole`."""
+        """Make the parameters ordinary again, with their original strides and the values from `gather_whole`."""
         self.show_whole(flat)
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
@@ -301,8 +301,8 @@ class FlatParameters:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    With several streams, one stream could reuse freed memory that it had allocated, while another stream still uses
-    that memory.
+    Freed memory can be reused at once by the stream that allocated it. With several streams, another stream may still
+    be using that memory.
 
     Args:
         devices: The devices.
@@ -334,11 +334,11 @@ class _Stage(Enum):
 
 
 class _Flight:
-    """One reduction of a flat gradient, from its start until its result is added.
+    """One reduction of a flat gradient, from its start until its result is added to the accumulated sum.
 
     On a mesh, gradients are summed in two stages (reduce_scatter in the shard group, all_reduce between replicas), and
-    the sum is divided once. If the ranks of each shard group are consecutive, this gives the same sums as a balanced
-    tree over all ranks.
+    the sum is divided once. If the ranks of each shard group are consecutive, the two stages give the same sums as a
+    balanced tree over all ranks.
 
     =========  ==========================  ========
     stage      advance                     finish
@@ -348,7 +348,7 @@ class _Flight:
     =========  ==========================  ========
 
     Args:
-        comms: Communicators of the ranks that average. Construction is collective.
+        comms: Communicators of the ranks whose gradients are averaged. Construction is collective.
         whole: This rank's gradients, which are overwritten.
         part: Number of elements of each rank's part.
         async_op: Whether reductions progress in the background.
@@ -417,7 +417,8 @@ class FlatGradient:
         device: Device of the parameters.
 
     Attributes:
-        arrived: Indices of parameters whose gradient was taken in the current backward pass and is not yet reduced.
+        arrived: Indices of parameters whose gradient the current backward pass has added (`take`), and whose reduction
+            has not started.
         taken: Indices of parameters with a gradient that is not yet reduced.
         reduced: Indices of parameters whose gradient is reduced or being reduced, and not yet committed.
     """
@@ -463,7 +464,7 @@ class FlatGradient:
             self.taken.add(index)
 
     def start_reduce(self, *, async_op: bool) -> None:
-        """Start averaging the taken gradients over all ranks. Collective."""
+        """Start averaging the gradients passed to `take` over all ranks. Collective."""
         # Finish the previous reduction first, so that results are added in the order of the passes, which is the same
         # on all ranks.
         self._finish_average()
@@ -488,7 +489,7 @@ class FlatGradient:
             self._flight.advance()
 
     def _finish_average(self) -> None:
-        """Wait until all started reductions are averaged over all ranks."""
+        """Wait for the reduction in flight, if any, and add its result to the sum."""
         flight = self._flight
         if flight is not None:
             new = flight.finish()
@@ -530,7 +531,7 @@ class ParameterBucket:
         indices: Indices of the parameters among all parameters.
         parameters: The parameters.
         pieces: This rank's slice of each parameter.
-        gradient: Gradients, if they are sharded on arrival.
+        gradient: Sharded gradients; unused if the optimizer does not shard gradients.
     """
 
     def __init__(
@@ -547,7 +548,7 @@ class ParameterBucket:
         self.gradient: FlatGradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
     def _cut(self) -> None:
-        """Turn the parameters into views of a flat tensor, and point the pieces to slices of this rank's part."""
+        """Turn the parameters into views of a flat tensor, and point the pieces at slices of this rank's part."""
         self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
         self._flat = self.parameters[0].new_zeros(layout.total)
         self._views = layout.views(self._flat, self.parameters)
@@ -595,7 +596,7 @@ class ParameterBucket:
                 )
 
     def cut_gradients(self) -> None:
-        """Give each piece its elements of p.grad; raise `ValueError` for a sparse gradient."""
+        """Set each piece's gradient to its slice of p.grad; raise `ValueError` for a sparse gradient."""
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             grad = parameter.grad
             if grad is not None and grad.layout != torch.strided:
@@ -603,7 +604,7 @@ class ParameterBucket:
             piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
 
     def follow_parameters(self) -> None:
-        """Update the master copy where this rank's part was written since the last step, such as from a checkpoint."""
+        """Update the master copy where this rank's part was modified outside `step()`, as by loading a checkpoint."""
         if self.has_master:
             # Keep each element of the master copy that still rounds to the part's element: its low bits hold updates
             # that the parameters' dtype cannot represent.
@@ -676,7 +677,7 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
     The parameter's shape, dtype and other metadata can be read. Any other use raises.
 
     Raises:
-        RuntimeError: The elements or the gradient were used; the error names the parameter.
+        RuntimeError: Code used the parameter's elements or gradient; the error names the parameter.
     """
 
     @classmethod

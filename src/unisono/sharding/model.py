@@ -44,7 +44,7 @@ class ShardedModel:
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: parameters are divided among the ranks
             of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The
             `replicate` and `shard` groups of all ranks must be the columns and rows of one grid of the ranks of `comm`;
-            gradients are averaged over the whole grid. None: all ranks have different parts.
+            gradients are averaged over the whole grid. If `mesh` is None, all ranks have different parts.
         units: Classes of the modules to treat as units, or a predicate on modules. None: the elements of each
             `ModuleList` and `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep

@@ -57,17 +57,17 @@ class ShardedOptimizer(Optimizer):
     needs no loss scaling.
 
     As with `GradientAverager`, ranks match their backward passes and steps by count: a rank that skips a batch, for
-    example after an exception in forward, must also skip that batch's `step()`. Its next batch then joins the other
-    ranks' current step.
+    example after an exception in forward, must also skip that batch's `step()`. The rank's next backward pass then
+    belongs to the other ranks' current step.
 
     Args:
         optimizer_class: An elementwise optimizer class, such as SGD, Adam, AdamW and most other torch optimizers.
         model: A module, its parameters, or groups of parameters as for `optimizer_class`.
-        comm: Communicator of the ranks that train. A dedicated communicator is derived from it.
+        comm: Communicator of the ranks that train; the optimizer derives a dedicated communicator from it.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: states are divided among the ranks of
             `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The
             `replicate` and `shard` groups of all ranks must be the columns and rows of one grid of the ranks of `comm`;
-            gradients are averaged over the whole grid. None: all ranks have different parts.
+            gradients are averaged over the whole grid. If `mesh` is None, all ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
             default the parameters' own dtype. Optimizer states also have this dtype.
@@ -89,9 +89,8 @@ class ShardedOptimizer(Optimizer):
             set p.grad despite `shard_gradients`; or gradients accumulated in `no_sync` are not averaged yet.
 
     Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes per rank for checks;
-    `shard_gradients` adds one reduce_scatter per bucket. Memory in elements: N for parameters, N/p for each state and
-    for the master copy, and N for gradients. With `shard_gradients`, gradients need only N/p, plus at most a few
-    buckets.
+    `shard_gradients` adds one reduce_scatter per bucket. Memory: N elements for parameters, N/p for each state and for
+    the master copy, and N for gradients. With `shard_gradients`, gradients need only N/p, plus at most a few buckets.
 
     On a mesh with r ranks in `replicate` and s in `shard`, p = s, and each step includes a barrier of all ranks. With
     `shard_gradients`, each part of the gradients is also all-reduced over `replicate`, for which each rank sends 2
@@ -206,7 +205,8 @@ class ShardedOptimizer(Optimizer):
         Raises:
             MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed.
             Exception: The closure or the optimizer class raised. The other ranks raise an `AbortedError` that names the
-                error. If the update had begun, so that ranks may differ, all later steps raise as well.
+                error. If the update had already begun, parameters may differ between ranks, so all later steps raise as
+                well.
         """
         loss = None
         present: list[bool] = []
@@ -256,7 +256,7 @@ class ShardedOptimizer(Optimizer):
         return [p.grad is not None for _, p in self._named]
 
     def _compare(self, present: Sequence[bool], problem: Exception | None) -> None:
-        """Raise on all ranks, before any parameter has changed, if a rank has a problem or makes a different step."""
+        """Raise on all ranks, before any parameter has changed, if a rank has failed or calls a different step."""
         grads = [] if self._sharder is not None else [p.grad for _, p in self._named if p.grad is not None]
         names = [name for name, _ in self._named]
         try:
@@ -288,7 +288,7 @@ class ShardedOptimizer(Optimizer):
         """Free all gradients.
 
         Args:
-            set_to_none: Whether p.grad becomes None. If not, unsharded gradients are filled with zeros.
+            set_to_none: Whether p.grad becomes None; if False, unsharded gradients are filled with zeros.
 
         Raises:
             ValueError: Sharded gradients cannot be filled with zeros, because `step()` has freed them.
@@ -306,8 +306,8 @@ class ShardedOptimizer(Optimizer):
             max_norm: Maximum norm.
             norm_type: Order of the norm: positive, or `inf`.
 
-        Returns: The norm before scaling, as a 0-d tensor. It is equal on all ranks and, up to rounding, to the result
-        of `torch.nn.utils.clip_grad_norm_` on whole gradients.
+        Returns: The norm before scaling, as a 0-d tensor. The norm is the same on all ranks and equals, up to rounding,
+        the result of `torch.nn.utils.clip_grad_norm_` on whole gradients.
 
         Example:
             >>> def program(comm):
@@ -436,7 +436,7 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As for the class, but for the new ranks.
+            mesh: A mesh of the new communicator's ranks; see the class.
 
         Raises:
             MismatchError: Ranks have different models or settings.

@@ -1,4 +1,4 @@
-"""The ranks of a test: number, backend, and optionally torch's default group. Slow imports wait until a test runs."""
+"""Ranks of a test: number, backend, optionally torch's default group. Slow imports are deferred until a test runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MarkedRanks:
     """Ranks that run a test or a program, and are reused for later tests.
 
     Args:
-        size: Number of ranks, or the name of a test argument; its value, or its number of items, is the number of
-            ranks.
+        size: Number of ranks, or the name of a test argument that gives the number: an int, or a collection with one
+            item per rank.
         backend: A transport's name, or "process" for processes on this host with the fastest transport.
         torch: Whether each rank has torch's default process group.
         options: Options of `unisono.testing.pool`.
@@ -115,9 +115,9 @@ class MarkedRanks:
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a test: return a function that runs `test` on the ranks.
 
-        The returned function returns one rank's result. It is a coroutine function if `test` is one, so that the test
-        runner handles coroutines in its own way. If an argument is this object, it is replaced by the argument `comm`,
-        the rank's communicator.
+        The returned function returns one rank's result. If `test` is a coroutine function, so is the returned function,
+        so that the test runner handles coroutines in its own way. If an argument is this object, it is replaced by the
+        argument `comm`, the rank's communicator.
         """
 
         @functools.wraps(test)
@@ -155,15 +155,15 @@ def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> Mar
     Use it with unittest, or below Hypothesis' `given`. With pytest, the marker `ranks(3, torch=True)` does the same.
 
     Args:
-        size: Number of ranks, or the name of a test argument; its value, or its number of items, is the number of
-            ranks.
+        size: Number of ranks, or the name of a test argument that gives the number: an int, or a collection with one
+            item per rank.
         backend: "thread"; "process" for processes on this host; "sim" for simulated ranks, scheduled by a seed; or
             another transport's name.
         options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".
 
     Raises:
-        Exception: From the test: the error of the first failing rank. Notes name the rank and the errors of other
-            ranks.
+        Exception: Raised by the decorated test: the error of the first failing rank. Notes name the rank and the errors
+            of other ranks.
 
     Cost: a few milliseconds per run on threads or on processes that are already running.
 

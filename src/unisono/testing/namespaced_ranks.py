@@ -333,7 +333,7 @@ class Network(Closing):
         """Return the name of a host's namespace, for `ip netns exec`.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
         """
         return f"{self._stem}-{host}"
 
@@ -341,7 +341,7 @@ class Network(Closing):
         """Return the command line that runs a program on a host.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
             words: A program and its arguments.
         """
         return ["ip", "netns", "exec", self.name(host), *words]
@@ -350,7 +350,7 @@ class Network(Closing):
         """Move the calling thread, and all threads and processes that it starts later, to a host. Irreversible.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
 
         Example:
             >>> if obstacle() is None:
@@ -364,7 +364,7 @@ class Network(Closing):
         """Run a command on a host.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
             words: A program and its arguments.
             options: Options of `subprocess.Popen`.
 
@@ -377,7 +377,7 @@ class Network(Closing):
         """Return the number of bytes that a host has sent to other hosts so far, counted at its interface.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
         """
         reply = _run(*self.command(host, "cat", f"/sys/class/net/{_INTERFACE}/statistics/tx_bytes"))
         return int(reply)
@@ -386,7 +386,7 @@ class Network(Closing):
         """Disconnect a host: all packets are dropped silently.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
         """
         self._connect(host, on=False)
 
@@ -394,7 +394,7 @@ class Network(Closing):
         """Reconnect a host.
 
         Args:
-            host: Number of the host.
+            host: Index of the host.
         """
         self._connect(host, on=True)
 

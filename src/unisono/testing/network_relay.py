@@ -2,9 +2,9 @@
 
     python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
 
-It creates a TUN device in each namespace, and writes a byte to standard output once all devices exist. A command on
-standard input is a pair of bytes: a host's number, and whether to connect the host. The program answers each command
-with a byte, and exits at end of input. It does not import unisono, because it must start fast.
+The program creates a TUN device in each namespace, and writes a byte to standard output once all devices exist. A
+command on standard input is a pair of bytes: a host's index, and whether to connect the host. The program answers each
+command with a byte, and exits at end of input. To start fast, it does not import unisono.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -
 def check_resume(
     make: Make, dataset: Any, counts: Sequence[int], taken: Sequence[Sequence[float]], seed: int, epoch: int = 0
 ) -> None:
-    """Check that successive phases cover every sample once, wherever each rank stops in its part.
+    """Check that successive phases cover each sample exactly once, even if ranks stop partway through their parts.
 
     In each phase, the remaining samples must be divided as evenly as those of a whole epoch.
 
@@ -195,7 +195,7 @@ def check_resume(
 
 
 def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> None:
-    """Check that parts contain all `count` samples, agree on all ranks, and have the right lengths to within one.
+    """Check that the parts contain all samples, are the same on all ranks, and are within one sample of their sizes.
 
     Args:
         divide: Function that divides samples.

@@ -1,4 +1,4 @@
-"""Reference results of reductions, computed plainly from all ranks' inputs, with the allowed error."""
+"""Reference results of reductions, computed directly from all ranks' inputs, with the allowed error."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def permuted(tensor: torch.Tensor) -> Expected:
 def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
     """Return the expected reduction of all ranks' one-dimensional tensors.
 
-    These results must be exact: integers and bools (which wrap around, as in torch), minima and maxima (NaN wins), and
-    sums and products of integer-valued floats if they are small enough. For all other results, `slack` is the usual
+    Results must be exact for integers and bools (which wrap around, as in torch), for minima and maxima (NaN wins), and
+    for sums and products of integer-valued floats if they are small enough. For all other results, `slack` is the usual
     bound: the rounding unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of
     Numerical Algorithms", chapters 3 and 4).
 

@@ -1,4 +1,4 @@
-"""Laws of agreement: if the ranks' calls do not match, all ranks get a `MismatchError`, and no rank hangs."""
+"""Agreement checks: if the ranks' calls do not match, all ranks get a `MismatchError`, and no rank hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of any-source receives and probes. A backend without `any_source` rejects these calls with a clear error."""
+"""Checks for any-source receives and probes. A backend without `any_source` rejects these calls with a clear error."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def receive_any_is_served_in_order(world: World) -> None:
 
 @_where_offered
 def probe_consumes_nothing(world: World) -> None:
-    """Repeated probes return the sender, and a later receive, from that rank or from any rank, gets the message."""
+    """Repeated probes return the sender; a later receive from that rank, or from any rank, gets the message."""
 
     def program(comm: Communicator) -> list[object]:
         got = numbers(comm, -1)

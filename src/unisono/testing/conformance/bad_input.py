@@ -1,4 +1,4 @@
-"""Laws of bad input: the rank at fault raises a clear error before anything is sent."""
+"""Checks for bad input: the rank at fault raises a clear error before anything is sent."""
 
 from __future__ import annotations
 

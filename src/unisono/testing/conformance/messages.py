@@ -1,4 +1,4 @@
-"""Laws of messages: every message arrives once, in order, at its destination."""
+"""Message checks: every message arrives once, in order, at its destination."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def peers_are_separate(world: World) -> None:
 
 
 def messages_and_collectives_are_separate(world: World) -> None:
-    """A message not yet received is never matched with a collective, and vice versa."""
+    """A message not yet received never matches a collective, and a collective never matches a message."""
 
     def program(comm: Communicator) -> tuple[float, float, float]:
         early = numbers(comm, -1)
@@ -235,7 +235,7 @@ def every_dtype_arrives_bitwise(world: World) -> None:
 
 
 def long_messages_arrive(world: World) -> None:
-    """Messages of lengths around the backends' thresholds arrive."""
+    """Messages whose lengths are near the backends' thresholds arrive intact."""
 
     def program(comm: Communicator) -> list[int]:
         wrong = []

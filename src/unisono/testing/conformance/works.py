@@ -1,4 +1,4 @@
-"""Laws of works, the handles of operations in flight: which state a work reports, and when."""
+"""Checks for `Work`, the handle of an operation in flight: which state it reports, and when."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def future_completes_without_polling(world: World) -> None:
 
 
 def works_can_be_waited_for_in_any_order(world: World) -> None:
-    """A rank may wait for a work repeatedly, or after the work is known to be complete."""
+    """A rank may call `wait()` repeatedly, or on a `Work` that is known to be complete."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, *[-1] * 5)
@@ -141,7 +141,7 @@ def works_can_be_waited_for_in_any_order(world: World) -> None:
 
 
 def wait_for_one_of_many_works(world: World) -> None:
-    """`wait_any` returns the index of a complete work, even if it is not the first in the list."""
+    """`wait_any` returns the index of a completed operation, even if that is not the first in the list."""
 
     def program(comm: Communicator, within_s: float) -> int | None:
         if comm.rank > 0:

@@ -53,13 +53,13 @@ class World:
 
     @property
     def never_s(self) -> float:
-        """Timeout in seconds of a wait that must end before it: longer than `soon_s`, shorter than the default."""
+        """Timeout, in seconds, for waits that must end earlier: longer than `soon_s`, shorter than the default."""
         return 0.9 * resolve_timeout(self.timeout)
 
     def run(
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
     ) -> list[Any]:
-        """Return each rank's `fn(comm, *args)`, by rank.
+        """Return the results of `fn(comm, *args)`, one per rank, in rank order.
 
         Args:
             fn, args, on_failure: As in `unisono.testing.RankPool.run`.
@@ -98,7 +98,7 @@ def together(comm: Communicator) -> None:
 
 
 def wait_all(works: Iterable[Work]) -> None:
-    """Wait for works in the given order."""
+    """Wait for operations in the given order."""
     for work in works:
         work.wait()
 
@@ -112,7 +112,7 @@ def until(done: Callable[[], bool], within_s: float) -> None:
 
 
 def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the message of the error that the call raises. The error must be of this class and have its rank set."""
+    """Return the message of a call's error, which must be of this class; a `CommError` must also have `rank` set."""
     try:
         call()
     except kind as error:

@@ -37,13 +37,13 @@ class Settings:
         registered: Whether unisono's tensors are allocated with `Communicator.empty`; peers always use ordinary
             tensors.
         cold: Whether each call uses memory that is not in the processor's caches.
-        against: Names of peers to measure in the same run.
+        against: Names of the peers (other implementations) to measure in the same run.
         seconds: Approximate time per size, for all candidates together.
         least: Minimum number of samples of each candidate.
 
     Raises:
         ValueError: A setting is invalid; the message lists the valid settings.
-        UnavailableError: A peer is not installed; the message says how to install it.
+        UnavailableError: A peer in `against` is not installed; the message says how to install it.
 
     Example:
         >>> Settings(sizes=(8, 1024), ranks=4).workload(1024).count
@@ -107,7 +107,7 @@ class Settings:
 
     @property
     def started_by_mpi(self) -> bool:
-        """Return whether mpirun must start the ranks, because a peer needs it."""
+        """Return whether mpirun must start the ranks: a peer in `against` works only in ranks that mpirun started."""
         return any(PEERS[name].needs_mpirun for name in self.against)
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures and their classes: scikit-learn's digits, or the user's own pictures."""
+"""Images and their classes: scikit-learn's digits, or the user's own images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEWEST = 10
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Dataset of pictures, with a length and an index operator.
+    """Dataset of images, with `len()` and indexing.
 
     Attributes:
         x: Float32 of shape (n, channels, height, width), with mean 0 and standard deviation 1 over all elements.
@@ -48,7 +48,7 @@ def load(path: Path | None = None) -> Pictures:
 
     Raises:
         ValueError: `path` contains nothing to train on; the message states the expected input.
-        UnavailableError: A package needed to read the pictures is missing; the message says how to install it.
+        UnavailableError: A package needed to read the images is missing; the message says how to install it.
     """
     if path is None:
         return _digits()
@@ -59,7 +59,7 @@ def load(path: Path | None = None) -> Pictures:
 
 
 def split(pictures: Pictures, seed: int) -> tuple[Pictures, Pictures]:
-    """Split the pictures into a training set and a held-out test set, which is a random fifth of all pictures."""
+    """Split the images into a training set and a held-out test set, which is a random fifth of all images."""
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed))
     held_out = round(len(pictures) * _HELD_OUT)
     return _some(pictures, order[held_out:]), _some(pictures, order[:held_out])
@@ -82,7 +82,7 @@ def _digits() -> Pictures:
 
 
 def _pictures(pixels: torch.Tensor, labels: Sequence[Any], name: str) -> Pictures:
-    """Normalize pixels of (n, height, width) or (n, channels, height, width), and number the classes."""
+    """Normalize pixels of shape (n, height, width) or (n, channels, height, width), and convert labels to indices."""
     numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
     if len(numbers) < 2:
         raise ValueError(f"the {name} are all of one class; training needs at least two")

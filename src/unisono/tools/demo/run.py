@@ -52,7 +52,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDemo:
-    """Validated settings of a demonstration, and its pictures."""
+    """Validated settings of a demonstration, and the images for training and testing."""
 
     settings: DemoSettings
     backend: str
@@ -68,7 +68,7 @@ class PreparedDemo:
 
 
 def prepare(settings: DemoSettings) -> PreparedDemo:
-    """Load the pictures and check everything that can be checked before the first rank starts.
+    """Load the images and check everything that can be checked before the first rank starts.
 
     Raises:
         ValueError: A setting is invalid; the message lists the valid settings.
@@ -180,7 +180,7 @@ def _ranks(count: int) -> str:
 
 
 def _next(settings: DemoSettings) -> str:
-    """Return a command that this user can run here."""
+    """Return a command for another demonstration that works in this environment and directory."""
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     options = ["--ranks", "4"] if settings.ranks != 4 else ["--ranks", "3", "--backend", "thread"]
     return shlex.join([python, "-m", "unisono", "demo", *options])
@@ -207,7 +207,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
 
 
 def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
-    """Return the weights that a loop without communication gets from the same global batches as `ranks` ranks."""
+    """Return the weights after training without communication on the same global batches as `ranks` ranks use."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))

@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 BATCH = 64
-"""Maximum number of pictures per step over all ranks. If there are more ranks, each rank still gets one picture."""
+"""Maximum number of images per step over all ranks. If there are more ranks, each rank still gets one image."""
 
 
 class StepShare(NamedTuple):
     """One rank's share of one step.
 
     Attributes:
-        indices: Indices of the share's pictures.
-        divisor: Number by which to divide the sum of these pictures' losses. The average of the quotients over ranks is
-            then the mean loss of the step's global batch.
+        indices: Indices of the images in this share.
+        divisor: Number by which to divide the sum of these images' losses. The average of the ranks' results is then
+            the mean loss of the step's global batch.
     """
 
     indices: torch.Tensor
@@ -50,12 +50,12 @@ class StepShare(NamedTuple):
 
 
 class Batches:
-    """Partition of the pictures over ranks, in which each rank's part is cut into the same number of batches.
+    """Partition of the images over ranks, in which each rank's part is cut into the same number of batches.
 
     Args:
-        pictures: Pictures to train on, at least one per rank.
-        ranks: Number of ranks that share the pictures.
-        seed: Seed for the partition, and for the order of pictures in each epoch.
+        pictures: Images to train on, at least one per rank.
+        ranks: Number of ranks that share the images.
+        seed: Seed for the partition, and for the order of images in each epoch.
 
     Attributes:
         steps: Number of steps in an epoch.
@@ -68,13 +68,13 @@ class Batches:
         self.steps: int = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[StepShare]:
-        """Return a rank's shares of an epoch's steps; together, they contain each picture of the rank's part once."""
+        """Return a rank's shares of an epoch's steps; together, they contain each image of the rank's part once."""
         counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
         divisors = [count / len(self._parts) for count in counts]
         return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
 
     def whole(self, epoch: int) -> list[StepShare]:
-        """Return shares for a single rank that uses the same pictures in each step as all ranks together."""
+        """Return shares for a single rank that uses the same images in each step as all ranks together."""
         cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
         batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
         return [StepShare(batch, len(batch)) for batch in batches]
@@ -89,7 +89,7 @@ class Batches:
 
 
 def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build a network for these pictures' colours and classes, on the CPU, with weights that depend only on the seed.
+    """Build a network for these images' channels and classes, on the CPU, with weights that depend only on the seed.
 
     The global random generator is neither read nor changed, because ranks that are threads share it.
     """
@@ -118,7 +118,7 @@ def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, pictures: Pictures) -> float:
-    """Return the fraction of these pictures that the network classifies correctly."""
+    """Return the fraction of the images that the network classifies correctly."""
     return float((model(pictures.x).argmax(dim=1) == pictures.y).double().mean())
 
 

@@ -89,7 +89,7 @@ class Target:
         ranks: Number of ranks to run on this host; if None, the number in the launcher's environment.
         hosts: Names or addresses of the cooperating hosts, including this one.
         rank: Index of this host in `hosts`; if None, it is detected from this host's addresses.
-        port: Port on the first host, which must be free, and to which the other hosts must be able to connect.
+        port: A free port on the first host, to which the other hosts must be able to connect.
         limit_s: Maximum duration of the examination, in seconds.
     """
 
@@ -101,7 +101,7 @@ class Target:
     limit_s: float = 60.0
 
     def wants(self, *backends: str) -> bool:
-        """Return whether the program may use one of these backends, so that their requirements must be checked."""
+        """Return whether the program may use one of these backends; if so, their requirements must be checked."""
         return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
     def requires(self, backend: str) -> bool:
@@ -155,7 +155,7 @@ def info(text: str, fix: str | None = None) -> Finding:
 
 
 def optional(text: str, fix: str, *, required: bool = False) -> Finding:
-    """Report the lack of something that most programs don't need; a problem if it is `required`."""
+    """Report that something most programs don't need is missing: a problem if `required`, otherwise optional."""
     return Finding("problem" if required else "optional", text, fix)
 
 
@@ -177,7 +177,7 @@ _WIDTH = 14
 
 
 def marks(encoding: str | None) -> dict[State, str]:
-    """Return a sign for each state, in characters that this encoding can represent."""
+    """Return a symbol for each state, in characters that the encoding can represent."""
     try:
         "✓✗○·".encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

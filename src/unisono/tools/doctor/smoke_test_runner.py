@@ -57,7 +57,7 @@ def tried(
 
 
 def _results(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
-    """Return each rank's result by backend. Ignore lines of other output."""
+    """Return each rank's result by backend. Ignore output lines that are not results."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in ended.out.splitlines():
         try:

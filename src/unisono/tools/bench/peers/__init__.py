@@ -1,4 +1,4 @@
-"""Peers: other implementations of collectives, one per file, which are measured in the same run as unisono."""
+"""Peers: implementations of collectives, one per file, that the benchmark measures in the same run as unisono."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["PEERS", "Peer"]
 
 
 class Peer(ABC):
-    """An implementation of collectives, on one rank. Every rank creates a peer, and the peers connect to each other.
+    """An implementation of collectives, with one instance per rank. The instances of all ranks connect to each other.
 
     Attributes:
-        verified: Whether the peer performs the collective, so that its results can be checked.
+        verified: Whether results can be checked; False for a peer that does not run the collective, such as a memory
+            copy.
         needs_mpirun: Whether the peer works only in ranks that mpirun has started.
     """
 

@@ -20,7 +20,7 @@ class UnisonoPeer(Peer):
     Args:
         comm: Communicator of the ranks.
         folder: Folder for the trace from which `chosen` reads the algorithm.
-        algorithm: Passed to each collective; None lets the collective choose.
+        algorithm: Algorithm for each collective; if None, the collective chooses.
     """
 
     def __init__(self, comm: Communicator, folder: Path, algorithm: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """Train a small network on real handwritten digits on several ranks, and prove that the result equals that of one rank.
 
-The digits are a data set in scikit-learn; use --data to train on your own pictures.
+The digits are a data set in scikit-learn; use --data to train on your own images.
 
   unisono demo
   unisono demo -n 4 --backend gloo --epochs 3

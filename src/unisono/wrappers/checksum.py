@@ -32,8 +32,9 @@ class Checksummed(Wrapper):
 
     The receiver checks the header. If a bit was flipped, or a message was lost, duplicated or reordered, the wait
     raises `CorruptedError` before the data is used. The error names the sender (`peer`), the tag and the message's
-    number. Either all ranks must use this wrapper, or none. It protects against accidents but not against attackers,
-    because there is no key. The wrapper hides native collectives, so that collectives also consist of messages.
+    number. Either all ranks must use this wrapper, or none. The hash protects against accidents but not against
+    attackers, because there is no key. The wrapper hides native collectives, so that collectives also consist of
+    messages.
 
     If a receive's length or dtype differs from the send's, the wait still raises `MismatchError`, with lengths in
     bytes.

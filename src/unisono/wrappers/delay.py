@@ -30,7 +30,7 @@ class LinkModel:
         self._free_at: dict[int, float] = {}
 
     def due(self, send: Send, longer_s: float = 0.0) -> float:
-        """Return a message's send time on the library's clock. The link is busy until the time `latency_s` earlier."""
+        """Return a message's send time on the library's clock: `latency_s + longer_s` after it would leave the link."""
         start = max(clock.now(), self._free_at.get(send.peer, 0.0))
         if self._bytes_per_s is not None:
             start += send.tensor.nbytes / self._bytes_per_s
@@ -41,8 +41,8 @@ class LinkModel:
 class Delayed(Wrapper):
     """Delays each message that this rank sends, and limits the bandwidth. No message is lost or reordered.
 
-    Use this wrapper to test a program on a slower network, or with one slow rank. It hides native collectives, so that
-    collectives consist of messages, which are delayed. On simulated ranks, the delays are in virtual time.
+    Use this wrapper to test a program on a slower network, or with one slow rank. The wrapper hides native collectives,
+    so that collectives consist of messages, which are delayed. On simulated ranks, the delays are in virtual time.
 
     Args:
         inner: The transport to slow down.

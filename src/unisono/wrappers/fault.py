@@ -71,15 +71,15 @@ class _Faults:
 class Faulty(Wrapper):
     """Injects faults: damages messages at random, and kills, freezes or slows ranks. A seed makes runs reproducible.
 
-    A message's fault depends only on the seed, the group, the two ranks, the tag, and the message's number in that
-    stream, so a run can be repeated regardless of timing. This wrapper hides native collectives, so that collectives
-    consist of messages, which faults can affect. Only sends are affected. To detect the damage, wrap this transport in
-    `Checksummed`.
+    A message's fault depends only on the seed, the group, the two ranks, the tag, and the message's number among the
+    messages with the same ranks and tag, so a run can be repeated regardless of timing. This wrapper hides native
+    collectives, so that collectives consist of messages, which faults can affect. Only sends are affected. To detect
+    the damage, wrap this transport in `Checksummed`.
 
     Args:
         inner: The transport to inject faults into.
         seed: Seed for all random choices.
-        drop: Probability that a message is lost. Its send still succeeds.
+        drop: Probability that a message is lost, although its send succeeds.
         delay: Probability that a message is sent late. Later messages with the same tag to the same rank wait behind
             it.
         duplicate: Probability that a message arrives twice.

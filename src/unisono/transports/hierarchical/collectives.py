@@ -184,7 +184,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Return the number of elements in each tile; the first and last tiles, which overlap less, are smaller.
+    """Return the number of elements in each tile; the first and last tiles, where less work can overlap, are smaller.
 
     Example:
         >>> _tiles(100, 16)
@@ -221,7 +221,7 @@ class _InterHostStage:
         self._inference = torch.is_inference_mode_enabled()
 
     def run(self, function: Callable[[], None]) -> Completion:
-        """Queue a function; return a work that completes when it has run."""
+        """Queue a function; return a `Completion`, which is completed once the function has run."""
         done = Completion(self._timeout_s)
         self._pending.put((function, done))
         return done

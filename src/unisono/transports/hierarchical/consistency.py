@@ -43,7 +43,7 @@ class HostAgreement:
         hosts: Number of hosts.
         inside: Runs collectives among the ranks on this host; None if this rank is alone there.
         links: Links to the other hosts on a host's first rank; None on other ranks.
-        here: The number of this host.
+        here: Index of this host.
         short_bytes: Maximum size of a reduction that travels with the comparison between two hosts; for N hosts, the
             maximum is divided by N - 1.
         timeout_s: Timeout for exchanging the calls in full if they differ.
@@ -88,7 +88,7 @@ class HostAgreement:
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
     def reduce(self, call: Call, deadline: float) -> None:
-        """Compare calls like `compare`, and complete an all_reduce of at most `short_bytes` with the same messages."""
+        """Compare calls as `compare` does, and use the same messages for an all_reduce of at most `short_bytes`."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._host_rounds[self._own].like(target)
@@ -130,7 +130,7 @@ class HostAgreement:
         return True
 
     def _summed(self, partly: Call, deadline: float) -> bool:
-        """Return whether all ranks on this host make the same call. If they do, reduce their tensors."""
+        """Return whether all ranks on this host make the same call; if so, also reduce their tensors."""
         if self._inside is None:
             return True
         checks = self._inside.transport.checks

@@ -1,4 +1,4 @@
-"""Message routing over two transports, and transports whose ranks are renumbered in another group."""
+"""Message routing over two transports, and transports that translate rank numbers between a group and its subsets."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Routes:
 
 
 class SubsetTransport(Transport):
-    """View of some of another transport's ranks, renumbered from 0. Supports only messages.
+    """Transport for a subset of another transport's ranks, renumbered from 0. Supports only messages.
 
     Args:
         base: The other transport.
@@ -133,10 +133,10 @@ class SubsetTransport(Transport):
         raise NotImplementedError("split the transport that these ranks are part of, not this view of it")
 
     def close(self) -> None:
-        """Do nothing: the owner of the base transport closes it."""
+        """Do nothing: the base transport is closed by its owner."""
 
     def abort(self, cause: BaseException) -> None:
-        """Do nothing: the owner of the base transport aborts it."""
+        """Do nothing: the base transport is aborted by its owner."""
 
 
 class SubsetCollectives:

@@ -49,7 +49,7 @@ class Hierarchical(Transport):
     Args:
         group: All ranks.
         control: This rank's handle to the control plane.
-        options: As passed to `connect`.
+        options: The `Options` that were passed to `connect`.
         hosts: For each host, its ranks in the group.
         inner: Function that makes the transport among this host's ranks. Called only if the host has several ranks.
         outer: Function that makes the transport among all ranks.
@@ -141,7 +141,7 @@ class Hierarchical(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare a call that is composed of messages. `run` compares native calls itself."""
+        """Check that all ranks make the same call, if it is composed of messages; `run` checks native calls itself."""
         if call.steps is not None:
             with self._name_missing_rank(deadline):
                 self._agreement.compare(call.fingerprint, deadline)
@@ -162,7 +162,7 @@ class Hierarchical(Transport):
 
     @contextmanager
     def _name_missing_rank(self, deadline: float) -> Iterator[None]:
-        """Make a timeout name the late rank, which a rank that waits for another host cannot identify itself."""
+        """Name the late rank in timeout errors, since a rank that waits for another host cannot identify it."""
         timeout = deadline - clock.now()
         try:
             yield
@@ -263,7 +263,7 @@ def _bare(inner: Transport) -> Transport:
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:
-    """Return each device type that both transports support directly, or both by staging in CPU memory."""
+    """Return the device types that both transports support in the same way: directly, or staged in CPU memory."""
     both = {
         kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
     }
@@ -345,7 +345,7 @@ def transport_named(name: str) -> Connectable:
 
 
 def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
-    """Detect hosts: return the sets of ranks that the named transport has shown it can connect. Collective."""
+    """Detect hosts: return the sets of ranks within which the named transport is known to work. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
 

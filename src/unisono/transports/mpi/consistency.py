@@ -21,7 +21,7 @@ _WORDS = struct.Struct("=3Q")
 
 
 class MpiAgreement:
-    """Comparison of all ranks' calls with one sum of three 64-bit words over all ranks.
+    """Comparison of all ranks' calls by one all_reduce, which sums three 64-bit words over all ranks.
 
     The first word identifies the call. If the sum equals this rank's word times the number of ranks, all words are
     equal, except with a probability of about 2**-60. The second word is for collectives in which each pair of ranks has
@@ -33,7 +33,8 @@ class MpiAgreement:
 
     Args:
         comms: The communicators of the participating ranks.
-        look: Function that long waits call, with all other ranks as its argument; may raise an error to end the wait.
+        look: Function called during long waits, with all other ranks as its argument; may raise an error to end the
+            wait.
         spins: Number of MPI polls before yielding.
 
     Attributes:
@@ -118,7 +119,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return 64 bits that identify a call, disregarding its number, which calls on the fast path lack."""
+    """Return 64 bits that identify a call. They exclude the call's number, because calls on the fast path have none."""
     return hash_of(fingerprint.compared()[1:])
 
 

@@ -29,7 +29,7 @@ class MpiFastPath:
 
     Args:
         agreement: Comparison of all ranks' calls.
-        run: Function that, given a call that all ranks have reached and its deadline, runs the call.
+        run: Function that runs a call that all ranks have reached, given the call and its deadline.
         rank, size: This rank, and the number of ranks.
         mismatch: Function that raises the error for ranks that make different calls.
     """

@@ -1,4 +1,4 @@
-"""Watchdog for MPI collectives: if a rank stops in the middle of a collective, only aborting the job ends it."""
+"""Watchdog for MPI collectives: if a rank stops inside one, aborting the job is usually the only way to end it."""
 
 from __future__ import annotations
 

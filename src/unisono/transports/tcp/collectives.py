@@ -41,7 +41,7 @@ class TcpCollectives(NativeCalls):
         group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
         connections: Non-blocking connections by rank. `close` closes them.
         messages: Point-to-point messages, which use other connections; None if not needed.
-        slice_bytes: Length of the slices in which long calls are run; the same on all ranks.
+        slice_bytes: Length of the slices, in bytes, into which long calls are divided; the same on all ranks.
     """
 
     core: TcpCore

@@ -95,7 +95,7 @@ def plan_buckets(
         parameters: All parameters.
         order: Indices of the parameters to put into buckets, in the expected order of their gradients.
         cap_bytes: Maximum size of a bucket. A larger parameter gets its own bucket.
-        first_bytes: Maximum size of the first bucket; None for `cap_bytes`. A small first bucket can be sent early.
+        first_bytes: Maximum size of the first bucket; if None, `cap_bytes`. A small first bucket can be sent early.
 
     Raises:
         ValueError: A maximum is less than 1 byte.
@@ -124,7 +124,7 @@ def plan_buckets(
 
 
 def in_bytes(mebibytes: float | None) -> int | None:
-    """Convert a size in MiB that the user has set to bytes. None remains None; infinity means unlimited.
+    """Convert a user's size from MiB to bytes. None remains None; infinity means unlimited.
 
     Raises TypeError for a value that is not a number, and ValueError for a value that is too small.
     """
@@ -152,9 +152,9 @@ def bucket_sizes(
     Args:
         given: The two sizes; each is None if the user has not set it.
         parameters: All parameters.
-        comm: Communicator of the ranks that average.
-        background: Whether buckets are sent while later buckets fill. Otherwise, each bucket adds a wait for the
-            slowest rank.
+        comm: Communicator of the ranks whose gradients are averaged.
+        background: Whether buckets are sent while later buckets fill; if not, each bucket adds a wait for the slowest
+            rank.
         compressed: Whether a codec is used. A codec needs the same buckets on every machine.
     """
     cap, first = given

@@ -1,4 +1,4 @@
-"""Finds a model's named parameters, compares them between ranks, and claims their gradients."""
+"""Finds a model's named parameters, compares them between ranks, and reserves their gradients for one owner."""
 
 from __future__ import annotations
 
@@ -214,11 +214,10 @@ def agree_on_parameters(
         settings: Other values that must be equal on all ranks, by name.
         of: Name of the owner of the settings and parameters, for error messages.
         frozen: Whether to compare which parameters are frozen.
-        hooked: Whether hooks will wait for other ranks in backward passes. If this would deadlock, every rank raises
-            `ValueError`.
+        hooked: Whether hooks will wait for other ranks in backward passes. If such waits would deadlock, every rank
+            raises `ValueError`.
 
-    Cost: one `flush_agreements`. If `hooked` is set and there are accelerators, also one exchange of the devices'
-    names.
+    Cost: one `flush_agreements`, and one exchange of the devices' names if `hooked` is set and there are accelerators.
     """
     kinds = [(name, _described(p, frozen=frozen)) for name, p in named]
     comm.agree(settings, f"settings of {of}")
@@ -273,7 +272,7 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
         how: What the owner does with the parameters, as a participle for error messages, such as "averaged".
         owner: Name of the owner's class.
 
-    Returns: The claim. The owner must keep a reference to it.
+    Returns: The claim, to which the owner must keep a reference.
 
     Raises:
         ValueError: A parameter (named in the error) is already claimed. This call then claims none of the parameters.
@@ -314,7 +313,8 @@ def share(
 
     Args:
         named, comm, src, cap_bytes: As for `broadcast_all`.
-        model: The module that owns the tensors, or None. Objects that follow the module are notified of the new values.
+        model: The module that owns the tensors, or None. Objects registered with `follow_loads` are notified of the new
+            values.
         hint: Text that follows a buffer's name in error messages.
 
     Raises:

@@ -25,7 +25,7 @@ class WatchedComms(Protocol):
     """Interface through which `PassWatch` accesses one model's communicators."""
 
     def in_use(self) -> Sequence[Communicator]:
-        """Return the communicators that the model's backward passes currently use. They are replaced after failures."""
+        """Return the communicators that the model's backward passes use now; failures cause them to be replaced."""
 
     def every(self) -> Sequence[Communicator]:
         """Return the communicators in use, and the communicators from which they are recreated."""
@@ -35,17 +35,17 @@ class WatchedComms(Protocol):
 
 
 class PassWatch:
-    """Watches one model's backward passes, and detects ranks that wait for each other in different models.
+    """Watches one model's backward passes, and detects deadlocks of ranks that wait in passes of different models.
 
     A backward pass waits until all ranks run it, and so does a forward pass that communicates. If rank 0 runs the
     backward passes of model a and then b, but rank 1 runs b and then a, each rank waits for the other's second backward
     pass. Ranks also deadlock if rank 1 fails in b and then restarts its training step with a, while rank 0 waits in b.
     No rank can detect this alone, so a thread queries the activities of all ranks during each backward pass. If ranks
     form a cycle in which each rank waits for a call that the next rank has not made, they are deadlocked. The thread
-    then aborts these calls on all ranks. The backward passes raise errors, and the models renew their communicators in
-    the next backward pass, as after any failure. Ranks that wait to renew a model's communicators may be part of a
-    cycle too. They wait in a `RepeatableBarrier`, so aborting their wait does not make the model unusable. A rank with
-    only one watched model needs no thread.
+    then aborts the calls in the cycle on all ranks. The backward passes raise errors, and the models renew their
+    communicators in the next backward pass, as after any failure. Ranks that wait to renew a model's communicators may
+    be part of a cycle too. Such ranks wait in a `RepeatableBarrier`, so aborting their wait does not make the model
+    unusable. A rank with only one watched model needs no thread.
 
     Args:
         kind: Name of the averaging class, such as "GradientAverager", for error messages.
@@ -53,11 +53,11 @@ class PassWatch:
 
     Attributes:
         name: Kind of the averaging object, and the line that created it.
-        peers: All watches of this rank, including this one, in order of creation. If there is only one watch, it does
-            nothing.
+        peers: The `PassWatch` of each of this rank's models, including this one, in order of creation. If this is the
+            only one, it does nothing.
         running: Event that stops the thread that watches the current backward pass; None if there is no thread.
-        on_pass: Function called with the number of a graph task that reached another model of this rank first.
-        errors: Number that grows whenever a forward or backward pass of one of this rank's models raises an error.
+        on_pass: Function called with the ID of a graph task that reached another model of this rank first.
+        errors: Counter that grows whenever a forward or backward pass of one of this rank's models raises an error.
     """
 
     on_pass: Callable[[int], None]

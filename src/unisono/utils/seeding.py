@@ -44,7 +44,7 @@ class Generators:
     shared: torch.Generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both states: `shared` as a tensor that is equal on all ranks, and `rank` as a generator."""
+        """Return the state of `shared` as a tensor, equal on all ranks, and the state of `rank` as a generator."""
         return {"shared": self.shared.get_state(), "rank": self.rank.clone_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -48,8 +48,8 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
         New tensors, one for each rank.
 
     Raises:
-        ValueError: The dtype cannot have a gradient.
-        MismatchError: Ranks call different collectives, in the forward or a backward pass.
+        ValueError: The dtype is neither floating-point nor complex.
+        MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
     Cost: that of `Communicator.all_gather`; in the backward pass, that of `reduce_scatter`.
 
@@ -126,7 +126,7 @@ def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[tor
 
 
 def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
-    """Return each rank's tensor for this rank; first dimensions may differ. Otherwise like `all_to_all`.
+    """Return, on rank r, every rank's `tensors[r]`; first dimensions may differ. Otherwise like `all_to_all`.
 
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
@@ -175,7 +175,7 @@ def all_to_all_single(
         A new tensor, with the rows from rank 0 first.
 
     Raises:
-        ValueError: The dtype cannot have a gradient, or the split sizes do not fit the tensor.
+        ValueError: The dtype is neither floating-point nor complex, or the split sizes do not fit the tensor.
         MismatchError: Two ranks disagree about the number of rows that one sends to the other.
 
     Example:
@@ -231,14 +231,15 @@ def all_reduce(
         tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank.
         comm: The communicator.
         op: One of sum, avg, product, min, max.
-        scale: As for `Communicator.all_reduce`. The gradient is also scaled.
+        scale: As for `Communicator.all_reduce`. The gradient is multiplied by the same factor.
 
     Returns:
         A new tensor of the same shape.
 
     Raises:
-        ValueError: The dtype cannot have a gradient or cannot be scaled, or `op` has no gradient.
-        MismatchError: Ranks call different collectives, in the forward or a backward pass.
+        ValueError: The dtype is neither floating-point nor complex, `scale` does not suit `op`, or `op` has no
+            gradient.
+        MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
     Cost: that of `Communicator.all_reduce`, in the forward pass and again in the backward pass. The backward pass sends
     twice the bytes for "min" and "max", and p times the bytes for "product" on p ranks.
@@ -272,7 +273,7 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
     Args:
         tensor, comm: As for `all_reduce`.
         op: One of sum, avg.
-        dst: Rank that gets the sum. This argument may precede `op`, as in `Communicator.reduce`.
+        dst: Rank that gets the sum. `dst` may precede `op`, as in `Communicator.reduce`.
 
     Returns:
         A new tensor of the same shape.
@@ -329,7 +330,7 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str 
 
 
 def _check_op(op: str | ReduceOp, name: str, known: tuple[str, ...]) -> str:
-    """Return the name of a reduction that has a gradient; raise `ValueError` for other reductions."""
+    """Return the name of `op`; raise `ValueError` unless it is in `known`, the reductions with a gradient."""
     found = parse_op(op).value
     if found in known:
         return found
@@ -350,11 +351,11 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
         src: Rank whose tensor is sent.
 
     Returns:
-        A new tensor of this rank's shape.
+        A new tensor of the same shape as this rank's `tensor`.
 
     Raises:
-        ValueError: The dtype cannot have a gradient.
-        MismatchError: Ranks call different collectives, in the forward or a backward pass.
+        ValueError: The dtype is neither floating-point nor complex.
+        MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
     Cost: that of `Communicator.broadcast`; in the backward pass, that of `reduce`.
 
@@ -449,10 +450,10 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
         tag: As for `Communicator.send`.
 
     Returns:
-        The token: a tensor of the same dtype without elements.
+        The token: an empty tensor of the same dtype.
 
     Raises:
-        ValueError: The dtype cannot have a gradient.
+        ValueError: The dtype is neither floating-point nor complex.
         MismatchError: The receiver's backward pass sends the gradients of several messages in a different order than
             this rank's backward pass expects.
 
@@ -478,9 +479,9 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
     The backward pass sends the result's gradient back to rank `src`.
 
     Args:
-        tensor: Tensor of the shape, dtype and device to receive. Its elements are not used, and its gradient is zero.
-            If it requires a gradient, that gradient depends on the token (see `send`) of the message that the backward
-            pass sends, so a second backward pass must include it.
+        tensor: Tensor with the shape, dtype and device that the result will have. Its elements are not used, and its
+            gradient is zero. If it requires a gradient, this gradient depends, in the graph, on the token (see `send`)
+            of the message that the backward pass sends, so a second backward pass must include this gradient.
         comm: The communicator.
         src: The sending rank, not this rank.
         tag: As for `Communicator.recv`.

@@ -26,7 +26,7 @@ def launched() -> Launched | None:
 
 
 def detected(request: InitRequest) -> bool:
-    """Return whether the environment or the caller defines ranks."""
+    """Return whether the caller or the environment sets this process's rank or the number of ranks."""
     return request.rank is not None or request.size is not None or launched() is not None
 
 
@@ -64,7 +64,7 @@ def check(request: InitRequest) -> tuple[str, int]:
 
 
 def _private_port() -> int | None:
-    """Return the port reserved for this library, as torch's store listens on MASTER_PORT; None if there is none.
+    """Return the port reserved for this library, because torch's store uses MASTER_PORT; None if no port is reserved.
 
     `unisono run` sets UNISONO_PORT together with the job's MASTER_PORT. If MASTER_PORT has changed, as in a job that is
     started inside a rank of another job, UNISONO_PORT is ignored.

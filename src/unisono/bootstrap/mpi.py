@@ -113,7 +113,11 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
 
 
 def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
-    """Return an address at which all ranks can reach this host, given the identity and name of each rank's host."""
+    """Return an address at which all ranks can reach this host.
+
+    Args:
+        hosts_by_rank: Identity and name of each rank's host; the first host is this host, because this rank is rank 0.
+    """
     other_hosts = [name for host, name in hosts_by_rank if host != hosts_by_rank[0][0]]
     if not other_hosts:
         return "127.0.0.1"
@@ -204,7 +208,7 @@ def _read(memory: bytearray) -> Any:
 
 
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
-    """Install hooks that abort the whole job if this process ends by an uncaught exception or a nonzero `sys.exit`."""
+    """Install hooks that abort the job if this process ends with an uncaught exception or a nonzero `sys.exit`."""
     known = getattr(sys.excepthook, "__self__", None)
     if isinstance(known, MpiAbortGuard):
         return known
@@ -286,8 +290,8 @@ class MpiAbortGuard:
 class _Exit(SystemExit):
     """SystemExit that notices whether it ends the process.
 
-    Python has no hook for this. However, if the exception ends the process, Python frees the exception only after all
-    code has returned, so `__del__` has no calling frame.
+    Python does not call `sys.excepthook` for a `SystemExit`. However, if the exception ends the process, Python frees
+    the exception only after all code has returned, so `__del__` has no calling frame.
     """
 
     def __init__(self, status: object, uncaught: Callable[[object], None]) -> None:

@@ -1,4 +1,4 @@
-"""Rendezvous at an address: serves or reaches the control plane, registers the rank, and waits for all ranks."""
+"""Rendezvous at an address: host or reach the control plane, register the rank, and wait for all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class InitRequest:
 
     Attributes:
         init_method: As passed.
-        rank, size: As passed, or set from the environment so that errors can name the rank.
+        rank, size: Rank and number of ranks, as passed. If None, they may be set from the environment, so that errors
+            can name the rank.
         deadline: Time by which all ranks must have joined, on the library's clock.
         secret: As passed.
     """
@@ -101,8 +102,8 @@ def _nothing() -> None:
 class Rendezvous:
     """This process's rank in the job, and its connection to the control plane.
 
-    The process has already joined the group of all ranks. To be notified of failures, it must join again with a
-    callback.
+    The process has already joined the group of all ranks. It is notified of failures only if it joins the group again,
+    with a callback.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -127,7 +128,7 @@ class Rendezvous:
     network: str = ""
 
     def close(self) -> None:
-        """Leave without an error. A server in this process runs until the other ranks have left. Idempotent."""
+        """Leave the job without an error. A server in this process runs until the other ranks have left. Idempotent."""
         release = self.release
         self.release = _nothing
         self.control.close()
@@ -142,7 +143,7 @@ LINGER_S = 5.0
 
 @dataclass(slots=True)
 class Lease:
-    """Right to use one of this process's servers. All callers that request the same key share the server.
+    """Reference-counted lease on one of this process's servers; callers that request the same key share it.
 
     Attributes:
         server: The control-plane server.
@@ -183,7 +184,7 @@ def acquire(
 ) -> Lease:
     """Return a lease on the server that this process runs under `key`, or on a new server.
 
-    If `secret` is None, a new server generates a secret. `restarts` is as for `ControlState`.
+    If `secret` is None, a new server generates a secret. For `restarts`, see `ControlState`.
 
     A job's next `init` finds the server of the previous `init`, even if that server is about to shut down.
 
@@ -226,7 +227,7 @@ def _close_servers() -> None:
 
 # -- joining ---------------------------------------------------------------------------------------
 class MovedError(CommError):
-    """The ranks gather at a different address than expected."""
+    """The ranks do not meet at this address now; another address, or a later attempt, may work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +239,8 @@ class RankClaim:
         deadline: Time by which all ranks must have joined, on the library's clock.
         source: As in `Rendezvous`.
         job: Prefix of the names of the job's groups. Ranks of different jobs never meet, even at the same address.
-        restarts: Whether a process that is killed while ranks gather may be restarted. If so, the other ranks wait for
-            it until their deadline instead of raising an error.
+        restarts: Whether a process that is killed during the rendezvous may be restarted. If it may, the other ranks
+            wait until their deadline for its replacement, instead of raising an error.
     """
 
     rank: int
@@ -259,8 +260,8 @@ class RankClaim:
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at a server's address, once all ranks have joined.
 
-    A server that closes during the call belonged to an earlier `init`, and the process of a lost server may be
-    restarted. In either case, the call waits for the next server.
+    The call waits for the next server if this one closes, because it then belonged to an earlier `init`, or if it is
+    lost and its process may be restarted.
 
     Args:
         claim: This process's claim.
@@ -290,13 +291,13 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
 
 
 def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
-    """Claim rank 0 at the server that another process runs at this process's address.
+    """Claim rank 0 at the server that another process already runs at the address meant for this process.
 
     All errors except `MismatchError` are ignored.
 
     Raises:
-        MismatchError: The other process has already claimed rank 0. The ranks that gather at its server are notified
-            too.
+        MismatchError: The other process has already claimed rank 0. The error is also reported to the ranks of its
+            group, if that is still forming.
     """
     try:
         control = SocketControl(address, secret, _CLAIM_WITHIN_S)
@@ -323,11 +324,11 @@ def confirm(
         claim: This process's claim.
         control: This rank's handle, which is closed on failure.
         lease: The lease on the server if this process hosts it, else None.
-        moved: Function that returns whether the ranks gather elsewhere. It is called until rank 0 has joined.
+        moved: Function that returns whether the rendezvous has moved to another address; polled until rank 0 has
+            joined.
 
     Raises:
-        MovedError: The ranks gather elsewhere, or the server has exited and a restarted rank 0 may start another
-            server.
+        MovedError: `moved` has returned True, or the server has exited and a restarted rank 0 may start another server.
         CommError: As for `find`.
     """
     try:
@@ -364,7 +365,7 @@ def _gather(claim: RankClaim, control: SocketControl, moved: Callable[[], bool] 
 
 
 def _await_rank_0(claim: RankClaim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
-    """Poll until rank 0 has joined; raise `MovedError` if it gathers the ranks elsewhere."""
+    """Poll until rank 0 has joined; raise `MovedError` if `moved` returns True before that."""
     while not control.check([_open(group)]) and claim.left_s:
         cause = control.first_cause(group)
         if cause is not None:
@@ -389,7 +390,7 @@ _worlds_of_one = itertools.count(1)
 
 
 def alone(_request: InitRequest) -> Rendezvous:
-    """Return the rendezvous of a single rank, if nothing defines ranks. Opens no sockets and starts no threads."""
+    """Return the rendezvous of a world of one, for a process without a rank. Opens no sockets and starts no threads."""
     control = LocalHub().control()
     close_at_exit(control)
     name = f"alone{next(_worlds_of_one)}"

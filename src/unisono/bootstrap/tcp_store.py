@@ -1,4 +1,4 @@
-"""Rendezvous through torch's `TCPStore` at MASTER_PORT, in which rank 0 publishes its own address.
+"""Rendezvous through torch's `TCPStore` at MASTER_PORT; rank 0 publishes its own address in the store.
 
 Under torchrun, torchrun's agent serves the store. Otherwise, rank 0 opens the store, or uses the store that torch's
 env:// has opened in rank 0's process. Rank 0 closes the store before any rank continues, because torch may open its own
@@ -57,7 +57,7 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
     The address is removed once all ranks have joined. After a restart by torchrun, the store may still contain the
-    previous address. Restart counts cannot distinguish it from a new address, because each agent counts restarts
+    previous address. Restart counts cannot tell the previous address from a new one, because each agent counts restarts
     separately. An address that fails is therefore retried until rank 0 publishes another address.
 
     Args:
@@ -148,7 +148,7 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
     """Return a client of the store.
 
     Raises:
-        CommTimeoutError: The process that listens on the port does not answer like a store.
+        CommTimeoutError: No store answers, although a process listens on the port.
     """
     import torch.distributed as dist
 
@@ -175,7 +175,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
 
     Raises:
         CommError: Another process listens on the port.
-        MismatchError: That process also claims rank 0.
+        MismatchError: The process that listens on the port has already claimed rank 0.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in one directory: saves every n-th step, and keeps the newest few."""
+"""Manages the checkpoints of a run in one directory: saves every n-th step, and keeps the newest few."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Checkpointer:
         return None if self._given is None else self._given.latest
 
     def step(self, step: int, state: Any) -> bool:
-        """Save the state if `every` divides `step`. If it does, the call is collective.
+        """Save the state if `every` divides `step`; the call is collective for such steps.
 
         Args:
             step, state: As for `save`.
@@ -114,7 +114,8 @@ class Checkpointer:
     def save(self, step: int, state: Any) -> None:
         """Save now. Collective.
 
-        With `background`, waits for the previous save, and returns once this rank's share has been copied.
+        With `background`, waits for the previous save, and returns once the part of the state that this rank writes has
+        been copied.
 
         Args:
             step: Number of the step, the same on all ranks; replaces an earlier checkpoint of this step.
@@ -164,7 +165,8 @@ class Checkpointer:
         """Load the newest complete checkpoint, or the checkpoint of a given step, in place. Collective.
 
         Args:
-            state: As for `un.checkpoint.load`, but must be a dict, list or object: only these can be updated in place.
+            state: State to load into, as for `un.checkpoint.load`. It must be a dict, list or object, because only
+                these can be updated in place.
             step: Number of the step; None for the newest complete checkpoint.
             map_location: As for `un.checkpoint.load`.
 
@@ -172,8 +174,8 @@ class Checkpointer:
             The number of the step that was loaded. None if there is no checkpoint yet; the state is then unchanged.
 
         Raises:
-            CheckpointError: As `un.checkpoint.load`; also raised if a save in progress fails. If the checkpoint is
-                damaged, no other checkpoint is loaded instead, but the message names an intact one.
+            CheckpointError: Loading fails, as described for `un.checkpoint.load`, or a save in progress fails. If the
+                checkpoint is damaged, no other checkpoint is loaded instead, but the message names an intact one.
         """
         self.wait()
         if step is not None:

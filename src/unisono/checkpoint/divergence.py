@@ -28,8 +28,8 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     NaNs with the same bits are equal; 0.0 and -0.0 are not.
 
     Args:
-        state: As for `save`: for example a module (with its buffers), a list of tensors, or a dict of modules and
-            optimizers. Per-rank values (see `PerRank`) and the elements of `TensorShard`s may differ.
+        state: Any state that `save` accepts, for example a module (with its buffers), a list of tensors, or a dict of
+            modules and optimizers. Per-rank values (see `PerRank`) and the elements of `TensorShard`s may differ.
         comm: The ranks to compare.
 
     Raises:
@@ -72,9 +72,9 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     `PerRank` values remain unchanged on each rank.
 
     Args:
-        state: As for `save`, with the same structure on every rank; an optimizer that has not stepped yet is also
-            accepted.
-        comm: The ranks to make equal.
+        state: Any state that `save` accepts, without `TensorShard`s and with the same structure on every rank; only
+            optimizers may differ, in that some have not taken a step yet.
+        comm: Communicator of the ranks whose states become equal.
         src: The rank to copy from.
 
     Returns:

@@ -118,9 +118,9 @@ class Manifest:
 
     Attributes:
         id: A hexadecimal number, unique to each save.
-        ranks: Number of ranks that saved it.
-        created_ns: Time of the save in ns since 1970. Within one `Checkpointer`, it increases from save to save, even
-            if the clock is set back.
+        ranks: Number of ranks that saved the checkpoint.
+        created_ns: Time of the save in ns since 1970. Within one `Checkpointer`, this time increases from save to save,
+            even if the clock is set back.
         files, tensors: The files, and the tensors with their locations in the files.
         state: Tree of the part of the state that is common to all ranks.
         per_rank: For each rank, the tree of its per-rank values.
@@ -153,7 +153,7 @@ class Manifest:
         return sum([file.size for file in self.files])
 
     def names_in_file(self, index: int) -> list[str]:
-        """Return the names of the tensors that have bytes in a file; all names if no tensor does.
+        """Return the names of the tensors that have bytes in a file; if there are none, the names of all tensors.
 
         Args:
             index: Position of the file in `files`.
@@ -372,15 +372,15 @@ def _check_tiling(manifest: Manifest) -> None:
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Return the bytes of memory that a text's values can take beyond `OF_MANIFEST` bytes for each byte of the text."""
+    """Return how many bytes of memory a text's values can take, in excess of `OF_MANIFEST` times the text's length."""
     return max(0, sum([text.count(mark) * cost for mark, cost in _MARKS.items()]) - OF_MANIFEST * len(text))
 
 
 def _check_cost(cost: int, nbytes: int) -> None:
-    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of files.
+    """Raise `FormatError` if `cost` exceeds the limit for a checkpoint whose files have `nbytes` bytes.
 
-    Loading may use `GRANTED` bytes of memory more than twice the size of the checkpoint's files. Up to `HELD` bytes of
-    tensors are in memory twice. Other tensors are in memory only once, so values may use the memory of a second copy.
+    Loading may use twice the size of the checkpoint's files, plus `GRANTED` bytes. Up to `HELD` bytes of tensors are in
+    memory twice. Other tensors are in memory only once, so the memory for their second copy is available to values.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

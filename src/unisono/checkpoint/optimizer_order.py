@@ -32,7 +32,7 @@ def in_order_of(
     """Return a saved state in the order of the optimizer's parameters, or the reason why it cannot be loaded.
 
     Parameters are matched by the names that the optimizer was created with, or by the names of tensors saved in the
-    same checkpoint. Without names, they are matched by order, with a warning if two parameters could be swapped.
+    same checkpoint. Parameters without names are matched by order, with a warning if two of them could be swapped.
 
     Args:
         optimizer: The optimizer to load the state into.
@@ -104,7 +104,7 @@ def _matched(names: _Names, own_names: _Names, tensors: _Names, own: _Names) -> 
     Args:
         names: Saved names of parameters whose tensors are in the same checkpoint.
         own_names: The saved optimizer's own names for the parameters, if it has names.
-        tensors, own: As `names` and `own_names`, but for this process.
+        tensors, own: Counterparts of `names` and `own_names` for this process's parameters.
     """
     at = {name: number for number, name in enumerate(names) if name}
     order = [at.get(name) if name else None for name in tensors]

@@ -166,7 +166,8 @@ class Restorer:
         """Load the objects that may reject their state, either all of them on all ranks or none. Collective.
 
         Raises:
-            StateError: An object rejected its state; the error names it. The other objects have their old state again.
+            StateError: An object rejected its state; the error names it. The other objects are restored; a note on the
+                error lists those that could not be.
         """
         begun: list[tuple[_EarlyObject, Any]] = []
         loaded: list[_EarlyObject] = []
@@ -212,7 +213,7 @@ class Restorer:
 
     # -- matching ------------------------------------------------------------------------------
     def _match(self, target: Any, node: Node, path: str, mode: _Mode, *, fresh: bool = False) -> _Build:
-        """Match a value. `fresh`: Whether to create new containers, because the target's belong to an object."""
+        """Match a value. `fresh`: Whether to create new containers, because those in the target belong to an object."""
         tag = tag_of(node)
         if tag == "$tensor" and isinstance(target, torch.Tensor):
             return self._match_tensor(target, node[tag], path, mode)
@@ -412,7 +413,7 @@ class Restorer:
     def _match_dict(
         self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, made: dict[Any, Any] | None
     ) -> _Build:
-        """Match a dict. `made`: Dict to fill; None to fill the target."""
+        """Match a dict, to be written to `made`, or to the target if `made` is None."""
         fresh = made is not None
         if mode == "strict" and not fresh and not _has_tensors(target):
             mode = "loose"
@@ -512,7 +513,7 @@ def _adapts(module: torch.nn.Module) -> bool:
 
 
 def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
-    """Return each further name of a tied parameter: the module, the name in the module, and the first name."""
+    """Return each alias of a tied parameter: the module, the alias in the module, and the parameter's first name."""
     names: dict[int, str] = {}
     found = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -552,7 +553,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _has_objects(value: Any) -> bool:
-    """Return whether a value contains objects, which cannot be replaced by created values."""
+    """Return whether a value contains objects, which can only be loaded in place, not created from a tree."""
     return _any(value, _is_object)
 
 

@@ -49,7 +49,7 @@ class Source(Protocol):
         size: Size in bytes.
 
     If the storage sets `kept`, the source may also have an `identity`: integers that are equal in two processes of a
-    host if both read the same file from the same memory. Only one of these processes then needs to check the bytes.
+    host if both read the same cached copy of a file. Only one of the two processes then needs to check the bytes.
     """
 
     size: int
@@ -330,7 +330,7 @@ class LocalStorage:
 
     @staticmethod
     def _at(where: Path, root: Path) -> LocalStorage:
-        """Return the storage for another directory, which is found even if the working directory changes."""
+        """Return the storage for another directory: `where` is its path as shown, `root` its absolute path."""
         made = LocalStorage(str(where))
         made._root = root
         return made
@@ -379,7 +379,7 @@ class LocalSource:
 
     Attributes:
         size: Size in bytes.
-        identity: As described for `Source`.
+        identity: The file's device, inode and modification time; see `Source`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -86,11 +86,11 @@ class PerRank:
 
     Args:
         obj: Any value that a state may hold.
-        on_resize: Policy for loading a checkpoint of p ranks with a different number of ranks. "modulo": rank r loads
-            the value of rank r mod p. "keep": ranks p and above keep their current value. "shared": as "modulo", for
-            values that are valid on any rank, such as a data loader's state; `sync` also sends such values. "all": as
-            "shared", but `load_state_dict` receives the list of all p values (`PartitionSampler` accepts such a list).
-            "refuse": raises an error.
+        on_resize: Policy if the number of ranks differs from p, the number that saved the checkpoint. "modulo": rank r
+            loads the value of rank r mod p. "keep": ranks p and above keep their current value. "shared": like
+            "modulo", for values that are valid on any rank, such as a data loader's state; `sync` also sends such
+            values. "all": like "shared", but `load_state_dict` receives the list of all p values (`PartitionSampler`
+            accepts such a list). "refuse": raises an error.
 
     Raises:
         ValueError: `on_resize` is unknown.
@@ -118,7 +118,7 @@ class RNG:
     """The global random generators of this rank: torch's (CPU, and CUDA if used), Python's and numpy's.
 
     Each rank saves and restores its own generators, even if ranks are threads. If more ranks load a checkpoint than
-    have saved it, the additional ranks keep their current random state.
+    saved it, the additional ranks keep their current random state.
 
     Example:
         >>> saved = un.checkpoint.RNG().state_dict()
@@ -397,9 +397,9 @@ class Packer:
 
 
 def memory_of_tensor(value: torch.Tensor | TensorShard) -> tuple[Any, ...]:
-    """Key that is equal for two tensors with the same elements in the same memory.
+    """Key that is equal for two tensors that view the same memory in the same way.
 
-    Shards are identified by object, because on some ranks they have no memory.
+    A `TensorShard` is identified by its `id`, because on some ranks it has no elements and no address.
     """
     if isinstance(value, TensorShard):
         return (id(value),)
@@ -454,7 +454,10 @@ def names_in(node: Node) -> Iterator[str]:
 
 
 def leaves(node: Node, path: str = "") -> dict[str, str]:
-    """Return texts for all values but tensors, by path; texts that share a path (keys may contain dots) are joined."""
+    """Return each leaf of a tree as JSON text, by path; for a tensor, only its name.
+
+    Leaves can share a path, because keys may contain dots; their texts are joined.
+    """
     if isinstance(node, dict) and "$tensor" not in node:
         inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
     elif isinstance(node, list):
@@ -511,11 +514,11 @@ def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[
     Args:
         node: The tree.
         tensor: Function that returns the tensor with a given name.
-        special: Function called with tag and content of each node that this module cannot unpack, such as an object's
-            state.
+        special: Function called with the tag and content of each node that this module cannot unpack, such as an
+            object's state.
 
     Raises:
-        ValueError, TypeError, KeyError: `pack` does not produce such a tree.
+        ValueError, TypeError, KeyError: The tree is not one that `pack` produces.
     """
 
     def inner(item: Node) -> Any:
@@ -656,7 +659,7 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 def check_savable(tensor: torch.Tensor, name: str) -> None:
-    """Raise `TypeError`, which names the tensor, unless its elements are plain bytes in memory."""
+    """Raise a `TypeError` that names the tensor, unless its elements are plain bytes in memory."""
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{name!r} has no shape yet: run the model once before saving it")
     if has_no_storage(tensor):

@@ -46,7 +46,7 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call for the engine to complete, and the tensor (or None) that determines its dtype, device and shape.
+    """Return a call for the engine to complete, and a tensor (or None) with the collective's dtype, device and shape.
 
     Args:
         what: The collective.
@@ -55,7 +55,7 @@ def make_call(
         root: The caller's root; None if there is none.
         rank, size: This rank, and the number of ranks.
         devices: Device types that the transport supports.
-        staging: Staging that makes tensors one-dimensional and contiguous.
+        staging: The call's `Staging`, which makes tensors one-dimensional and contiguous.
         splits: See `Splits`.
         lengths: See `Call`.
         scale: Factor for each contribution to an in-place sum.
@@ -201,7 +201,7 @@ def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
 
 
 def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:
-    """Return one writable tensor into which staging copies the caller's tensors."""
+    """Return one writable tensor; `staging` copies the caller's tensors into it when the call begins."""
     lengths = numels(tensors)
     scratch = staging.scratch(sum(lengths), tensors[0])
     for part, tensor in zip(scratch.split(lengths), tensors, strict=True):

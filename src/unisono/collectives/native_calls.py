@@ -58,7 +58,7 @@ class Programs:
 
     Attributes:
         ops, families: The core's numbers for reduce operations and for collectives, by name.
-        default: A program without chunks, which makes the core use its preferred steps.
+        default: Empty program, with which the core chooses the steps itself.
     """
 
     def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
@@ -113,7 +113,7 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """Interface to those messages of a rank that are moved by Python, not by the native core.
+    """Interface to the messages that Python, rather than the native core, moves for a rank.
 
     Attributes:
         lock: Lock to hold while moving bytes.
@@ -421,7 +421,7 @@ def known_dtypes() -> list[tuple[str, int]]:
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return addresses and element counts. Uses a loop, because comprehensions are function calls in Python 3.11."""
+    """Return tensors' addresses and element counts. Uses a loop: comprehensions are function calls in Python 3.11."""
     addresses = []
     counts = []
     for tensor in tensors:

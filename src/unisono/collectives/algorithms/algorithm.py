@@ -23,15 +23,17 @@ __all__ = [
 
 
 class AlgorithmFile(Protocol):
-    """Interface of a file in `algorithms/<collective>/`. Algorithms of rooted collectives use rank 0 as the root.
+    """Functions that a file in `algorithms/<collective>/` defines. In rooted collectives, rank 0 is the root.
 
     For other roots, the executor renumbers the ranks. A file may also define:
 
     - `chunks(size)`: the number of chunks in a message. The default is 1 for a barrier, 2p for an all_to_all, and p for
-      other collectives. Only algorithms for all_reduce, reduce and broadcast may choose it freely. In an all_to_all,
-      each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
-    - `unsupported(size)`: the reason why the algorithm cannot serve this number of ranks; an empty string if it can.
-    - `SAME_BITS = False`, if ranks may get differently rounded sums. Such an algorithm is only used for exact dtypes.
+      other collectives. Only algorithms for all_reduce, reduce and broadcast may choose this number freely. In an
+      all_to_all, each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
+    - `unsupported(size)`: the reason why the algorithm does not support this number of ranks; an empty string if it
+      does.
+    - `SAME_BITS = False`, if ranks may get differently rounded sums. Such an algorithm is used only for reductions that
+      do not round.
     - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of ranks.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.
     - `OPTIONS`: a dict of keyword arguments, with defaults, that all functions in the file accept (`{"segments": 1}`).
@@ -49,7 +51,7 @@ class AlgorithmFile(Protocol):
 
         Args:
             rank: The rank, in a numbering in which the root is rank 0.
-            size: Number of ranks, from 1.
+            size: Number of ranks, at least 1.
         """
         ...
 
@@ -57,7 +59,7 @@ class AlgorithmFile(Protocol):
         """Return the exact cost, which must equal the prover's count.
 
         Args:
-            size: Number of ranks, from 2.
+            size: Number of ranks, at least 2.
             numel: Number of elements in the message, that is, in one rank's input or output, whichever is longer.
                 Chunks are nearly equal in length, with longer chunks first.
         """
@@ -154,10 +156,10 @@ class Algorithm:
         return replace(self, options={**self.options, **options})
 
     def unsupported(self, size: int) -> str:
-        """Return the reason why the algorithm cannot serve a number of ranks; an empty string if it can.
+        """Return the reason why the algorithm does not support a number of ranks; an empty string if it does.
 
         Args:
-            size: Number of ranks, from 1.
+            size: Number of ranks, at least 1.
 
         Example:
             >>> un.algorithms.find("all_reduce", "ring").unsupported(size=3)
@@ -168,10 +170,10 @@ class Algorithm:
         return f"the {self.collective} algorithm {self.name!r} {reason}" if reason else ""
 
     def serves(self, size: int, *, rounded: bool = True, uneven: bool = True, balanced: bool = False) -> bool:
-        """Return whether the algorithm can serve a call.
+        """Return whether the algorithm supports a call with these properties.
 
         Args:
-            size: Number of ranks, from 1.
+            size: Number of ranks, at least 1.
             rounded: Whether the call adds or multiplies floating-point numbers.
             uneven: Whether the parts of a message may differ in length.
             balanced: Whether sums must be reduced in the balanced binary tree over the ranks.
@@ -187,7 +189,7 @@ class Algorithm:
         """Return the number of chunks in a message.
 
         Args:
-            size: Number of ranks, from 1.
+            size: Number of ranks, at least 1.
 
         Example:
             >>> un.algorithms.find("all_to_all", "pairwise").chunks(size=3)
@@ -227,11 +229,11 @@ class Algorithm:
         return [0, *accumulate(lengths[chunk % parts] for chunk in range(self.chunks(size)))]
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """Return a rank's steps in order. There are none if the group has only one rank.
+        """Return a rank's steps in order; no steps if the group has only one rank.
 
         Args:
             rank: The rank, in a numbering in which the root is rank 0.
-            size: Number of ranks, from 1.
+            size: Number of ranks, at least 1.
 
         Example:
             >>> len(list(un.algorithms.find("all_reduce", "ring").steps(rank=0, size=4)))
@@ -243,7 +245,7 @@ class Algorithm:
         """Return the exact cost for a message.
 
         Args:
-            size: Number of ranks, from 1.
+            size: Number of ranks, at least 1.
             numel: Number of elements in the message.
 
         Example:
@@ -262,7 +264,7 @@ FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
 
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return which contributions a rank's chunk contains before the first step, as a bit mask; 0 for an empty chunk.
+    """Return a bit mask of the contributions that a rank's chunk contains before the first step; 0 for an empty chunk.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -279,7 +281,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return which contributions a rank's chunk must contain at the end, as a bit mask; 0 if any contents are allowed.
+    """Return a bit mask of the contributions that a rank's chunk must contain at the end; 0 if it may contain any.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -314,7 +316,7 @@ def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
 
     Args:
         parts: Parts to reduce; at least one.
-        plus: Function that reduces two parts. Its first argument is the earlier part.
+        plus: Function that reduces two parts. The earlier part is its first argument.
 
     Example:
         >>> balanced("abcde", lambda low, high: f"({low}+{high})")

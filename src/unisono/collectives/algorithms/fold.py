@@ -1,4 +1,4 @@
-"""Folds any number of ranks to a power of two: pairs of adjacent ranks reduce first, and share the result at the end.
+"""Runs algorithms for powers of two on any number of ranks: pairs reduce first, and share the result at the end.
 
 A node is a pair or a single rank. The pairs are the deepest leaves of the balanced binary tree over all ranks. If an
 algorithm reduces over the nodes in a balanced tree, the whole reduction is balanced for any number of ranks.
@@ -43,7 +43,7 @@ def heads(size: int) -> tuple[int, ...]:
 def folded(
     rank: int, size: int, chunks: int, among: Callable[[int, int], Iterator[Step]], *, scattered: bool = False
 ) -> Iterator[Step]:
-    """Extend an algorithm for powers of two to any number of ranks; return a rank's steps.
+    """Return a rank's steps of an algorithm that needs a power of two, extended to any number of ranks.
 
     Args:
         rank, size: This rank, and the number of ranks.

@@ -54,7 +54,7 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
 
     Args:
         cells: Calls with several sizes and algorithms, some of which send several messages per round.
-        cores: Number of cores that the ranks shared, if fewer than the ranks; 0 otherwise.
+        cores: Number of cores that the ranks of a host shared; 0 if each rank had its own core.
 
     Example:
         >>> fit([Cell("broadcast", "binomial", 2, n, 1e-5 + n * 1e-9) for n in (8, 65536, 1048576)]).link.beta < 1.01e-9

@@ -1,4 +1,4 @@
-"""Binomial all-reduce: a binomial tree reduces to rank 0, and the same steps in reverse broadcast the result.
+"""Binomial all-reduce: reduces to rank 0 along a binomial tree, then broadcasts the result along the same tree.
 
 Sums are balanced. Cost: 2 log2(p) rounds, rounded up; rank 0 sends log2(p) messages, but half of the ranks only one.
 Best for short messages if many concurrent messages are expensive. Source: Thakur, Rabenseifner and Gropp, "Optimization

@@ -1,9 +1,9 @@
 """Recursive doubling: ranks exchange their partial results with peers at distances 1, 2, 4, ...
 
-If p is not a power of two, pairs of adjacent ranks are reduced first, and share the result at the end. Cost: log2(p)
-rounds, rounded down, with one message per rank. If p is not a power of two, there are 2 more rounds, with 1 more
-message per rank. Best for short messages. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH", IJHPCA 19(1), 2005, section 4.5.
+If p is not a power of two, some adjacent ranks form pairs; each pair first reduces to its first rank, and shares the
+result at the end. Cost: log2(p) rounds, rounded down, with one message per rank. If p is not a power of two, there are
+2 more rounds, with 1 more message per rank. Best for short messages. Source: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, section 4.5.
 """
 
 from __future__ import annotations

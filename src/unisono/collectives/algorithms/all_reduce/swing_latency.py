@@ -1,8 +1,8 @@
 """Latency-optimal Swing: ranks exchange whole messages with peers at distances 1, -1, 3, -5, 11, ...
 
-Each rank adds in a different order, so the algorithm is only for exact dtypes. The number of ranks must be a power of
-two. Cost: log2(p) rounds; each rank sends log2(p) times the message. Source: De Sensi et al., "Swing: short-cutting
-rings for higher bandwidth allreduce", NSDI 2024, section 3.
+Each rank reduces in a different order, so the algorithm is used only for reductions that do not round. The number of
+ranks must be a power of two. Cost: log2(p) rounds; each rank sends log2(p) times the message. Source: De Sensi et al.,
+"Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations

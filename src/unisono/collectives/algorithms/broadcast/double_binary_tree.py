@@ -42,7 +42,7 @@ def _place(rank: int, size: int, tree: int) -> tuple[int, int, list[int]]:
     """Return a rank's parent, depth and children in a tree.
 
     Rank 0 is the parent of the root of a tree over positions 1 to p-1. Positions are numbered from left to right, so
-    that all leaves are odd. In the second tree, ranks at odd and even positions are swapped.
+    that all leaves have odd positions. In the second tree, ranks at odd and even positions are swapped.
     """
     last = size - 1
 

@@ -1,10 +1,10 @@
 """Bruck reduce-scatter: partial sums move towards their owners over distances that halve in every round.
 
-This is Bruck's all_gather in reverse. It generalizes recursive halving from powers of two to any number of ranks. Cost:
-log2(p) rounds, rounded up; each rank sends (p-1)/p of the message. Both numbers are the minimum. Source: Bruck et al.,
-"Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997,
-section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of reduce-scatter in MPI",
-Journal of Systems Architecture 49(3), 2003.
+The algorithm is Bruck's all_gather in reverse, and generalizes recursive halving from powers of two to any number of
+ranks. Cost: log2(p) rounds, rounded up; each rank sends (p-1)/p of the message. The number of rounds and the bytes sent
+are both minimal. Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
+systems", IEEE TPDS 8(11), 1997, section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient
+implementation of reduce-scatter in MPI", Journal of Systems Architecture 49(3), 2003.
 """
 
 from __future__ import annotations

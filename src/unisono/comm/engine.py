@@ -51,25 +51,25 @@ _OPEN = Phase.OPEN
 class Engine:
     """Progress engine of one communicator. Collectives run one at a time, in call order.
 
-    A blocking collective runs in the caller's thread, on the transport's fast path if that suffices. An asynchronous
-    collective runs in one helper thread, created on first use; a blocking collective called while that thread is busy
-    is queued behind its work.
+    A blocking collective runs in the caller's thread, on the transport's fast path if that path supports the call. An
+    asynchronous collective runs in one helper thread, created on first use; a blocking collective called while that
+    thread is busy is queued behind its work.
 
     Communicators and pending works hold references to the engine. When the last reference is dropped without
     `close`, `ending` stops the threads.
 
     Args:
-        failures: Failures of the communicator, with its transport and control handle.
+        failures: The communicator's `Failures`, which also holds its transport and control handle.
         options: Options of the transport.
         hosts: Name of each rank's host.
         check: The communicator's `check` option.
 
     Attributes:
-        transport, control: Those of `failures`, or the ones that `wrap` has put in their place.
+        transport, control: Taken from `failures`; replaced by `wrap`.
         failures, options: As passed.
         group: The communicator's group.
         activity: This rank's activity.
-        slow_rank: Finder of the rank that holds up the other ranks.
+        slow_rank: Finds the rank that holds up the other ranks.
         owner: The only thread that may use the communicator; None before the first call, and with `any_thread`.
         any_thread: Whether all threads may use the communicator.
         life: Phase, which determines what happens to the next call.
@@ -134,7 +134,7 @@ class Engine:
         return transport.fast_path if plain is None else PlainCalls(transport, plain, self.activity)
 
     def measured(self, what: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns; see `ControlPlane.measured`."""
+        """Call `make` through `ControlPlane.measured`, so that a replay gets the recorded value."""
         return self.control.measured(self.group, what, make)
 
     # -- whether calls can be made -------------------------------------------------------------
@@ -183,7 +183,7 @@ class Engine:
         timeout: Timeout | None,
         /,
     ) -> bool:
-        """Run a blocking collective on the transport's fast path; return False, with no effect, if that refuses."""
+        """Run a blocking collective on the transport's fast path; return False, with no effect, if it can't do so."""
         fast = self.fast_path
         here = get_ident()
         if (
@@ -229,7 +229,7 @@ class Engine:
         return status is Status.OK
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
-        """Send or receive ("send", "recv") on the fast path; return False, with no effect, if that doesn't suffice."""
+        """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it can't do so."""
         fast = self.fast_path
         here = get_ident()
         if fast is None or self.owner != here or self._inside or self.life.phase is not _OPEN:
@@ -268,7 +268,7 @@ class Engine:
 
     # -- calls ---------------------------------------------------------------------------------
     def staging(self) -> Staging:
-        """Return the staging that makes a call's tensors one-dimensional and contiguous."""
+        """Return a new `Staging`, which makes a call's tensors one-dimensional and contiguous."""
         return self._staging(self.transport.host_staged, self._streams)
 
     def _make(
@@ -371,10 +371,10 @@ class Engine:
             op, root, algorithm, timeout: The caller's arguments.
             async_op: Whether to return without waiting.
             splits, lengths: See `make_call`.
-            origin: In a backward pass, the number and line of the collective whose gradients this one moves.
+            origin: In a backward pass, the number and source line of this collective's counterpart in the forward pass.
             scale: Factor for each contribution to a sum.
             then: Function that returns the call for the second half of a two-part collective, once the first half is
-                done. Its argument is a function that makes a `Call` from arguments like those of `run`.
+                done. It is called with a function that makes a `Call` from arguments like those of `run`.
         """
         if self.owner != get_ident() or self.life.phase is not _OPEN:
             self.enter(what.name)
@@ -467,7 +467,7 @@ class Engine:
     def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
         """Mark this rank as inside the collective, and report a failure in this block to every rank.
 
-        Without `refusals`, errors that reject a collective are not reported, because every rank raises them.
+        Without `refusals`, an error about invalid arguments is not reported, because every rank raises it.
         """
         here = get_ident()
         fingerprint = call.fingerprint
@@ -509,7 +509,7 @@ class Engine:
 
     # -- end -----------------------------------------------------------------------------------
     def settle(self) -> None:
-        """Compare pending values before closing; raise a mismatch unless a collective has already raised it."""
+        """Do the pending comparisons before closing; raise an error for a mismatch that no collective has raised."""
         if not self.life.closed:
             self.transport.settle()
         self.failures.settle()
@@ -517,7 +517,7 @@ class Engine:
             self.agreements.compare_at_close()
 
     def close(self, patience: float) -> None:
-        """Accept no more calls, finish those in flight, and leave; wait briefly for the other ranks to leave."""
+        """Accept no more calls, finish those in flight, and leave the group; wait briefly for the others to leave."""
         self.life.change("close")
         if self.life.cause is None:
             self.activity.log_event("end", "closed")
@@ -553,7 +553,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a collective that runs in the helper thread. Waiting for it counts as time inside a collective."""
+    """Work for a collective that runs in the helper thread. Time in its `wait` counts as time inside a collective."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)
@@ -568,7 +568,7 @@ class _Queued(Completion):
 
 
 def _refuses(error: BaseException) -> bool:
-    """Return whether an error rejects a collective because of its arguments, before anything is done."""
+    """Return whether an error means that a collective's arguments are invalid, and that nothing has been done yet."""
     return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
 
 

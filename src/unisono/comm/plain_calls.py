@@ -21,7 +21,7 @@ _OPS = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
 
 
 class PlainCalls:
-    """Calls of the other library that write directly to the caller's tensor: the general path without staging.
+    """Fast path that calls the other library on the caller's tensor itself: the general path without staging.
 
     Averages, reductions to a root, barriers and collectives on several tensors take the general path, which calls the
     same transport methods.
@@ -95,7 +95,7 @@ class PlainCalls:
         return Status.OK
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
-        """As in `FastPath`; the transport's `compare` usually raises the error earlier."""
+        """Raise a `MismatchError`; usually, the transport's `compare` has raised one before this is called."""
         raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:

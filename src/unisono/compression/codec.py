@@ -60,25 +60,26 @@ class Codec(ABC):
         shapes: Sequence[torch.Size],
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Replace this rank's contribution with the mean of all ranks' contributions, as they are after compression.
+        """Replace this rank's contribution with the mean of all ranks' compressed contributions.
 
         Collective. The result replaces `flat`, and is bitwise identical on all ranks.
 
-        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. If a rank encodes a
-        sum, it subtracts p times the loss of this encoding from its own `kept`, so that error feedback compensates for
-        the loss. A single rank also encodes and decodes its contribution, which causes the same kind of losses.
+        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. If a rank also encodes
+        a sum of contributions, it subtracts p times the loss of that encoding from its own `kept`, so that error
+        feedback compensates for this loss. With only one rank, the contribution is still encoded and decoded, with the
+        same kind of loss.
 
         Args:
             flat: One-dimensional contiguous tensor of float16, bfloat16, float32 or float64.
-            comm: Communicator of the ranks that average.
+            comm: Communicator of the ranks whose contributions are averaged.
             shapes: Shapes of the parameters stored consecutively in `flat`.
-            kept: Optional output with flat's shape and dtype: the part of this rank's contribution that remains after
-                compression.
+            kept: Optional output with flat's shape and dtype: the part of this rank's contribution that compression has
+                preserved.
 
         Raises:
             MismatchError: Ranks have different codecs, or different buckets.
             TypeError, ValueError: The arguments are not as described; nothing was sent.
-            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; after either of them, the communicator is broken.
         """
 
     def average_masked(
@@ -87,7 +88,7 @@ class Codec(ABC):
         """Average a bucket as `average` does, for a caller that ignores the means of some parameters.
 
         Args:
-            flat: As for `average`, with zeros for the parameters that are not used.
+            flat: Bucket as for `average`, with zeros for the parameters that are not used.
             comm, shapes: As for `average`.
             used: For each shape, whether its parameter is used; the same on all ranks.
 
@@ -110,8 +111,8 @@ class Codec(ABC):
 
         Args:
             flat: This rank's contribution, as for `average`.
-            others: The other ranks' contributions, in any order. If a codec also encodes their sum, its loss depends on
-                them.
+            others: The other ranks' contributions, in any order. They matter if the codec also encodes the sum of all
+                contributions.
             shapes: As for `average`.
 
         Returns:
@@ -205,7 +206,7 @@ class Codec(ABC):
                 number of elements; or `kept` differs from `flat` in length, dtype or device or shares its memory.
             MismatchError: Codecs, their settings, `shared_state`, dtypes or shapes differ between ranks.
 
-        Cost: on the first call, one `flush_agreements`.
+        Cost: that of `Communicator.flush_agreements`, in the first call for a communicator and bucket.
         """
         check_bucket(flat, shapes, kept)
         bucket = (flat.dtype, tuple(shapes))
@@ -236,7 +237,7 @@ class SteppedCodec(Codec):
     _step = 0
 
     def generator(self) -> torch.Generator:
-        """Return a CPU generator for this call of `average`, which does not depend on any other generator."""
+        """Return a CPU generator for this call of `average`, independent of all other generators."""
         return torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
 
     def reset(self) -> None:

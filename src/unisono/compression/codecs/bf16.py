@@ -16,7 +16,7 @@ __all__ = ["CODEC", "Bf16"]
 class Bf16(HalfPrecision):
     """Codec that sends bfloat16: half of float32's bytes, and 8 bits of precision over all of float32's range.
 
-    NaN and infinities are preserved, at their index on every rank.
+    A NaN or an infinity in a contribution reaches every rank's result, at the same index.
 
     Example:
         >>> def program(comm):

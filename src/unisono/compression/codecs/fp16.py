@@ -17,7 +17,8 @@ class Fp16(HalfPrecision):
     """Codec that sends float16: half of float32's bytes, and 11 bits of precision for magnitudes from 6e-5 to 65504.
 
     A contribution is divided by the number of ranks, p, before it is rounded, so it becomes infinite beyond 65504 p;
-    use bf16 for float32's full range. NaN and infinities are preserved, at their index on every rank.
+    use bf16 for float32's full range. A NaN or an infinity in a contribution reaches every rank's result, at the same
+    index.
 
     Example:
         >>> def program(comm):

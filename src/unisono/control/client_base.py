@@ -1,4 +1,4 @@
-"""All requests of a rank to the control plane, on top of methods that send a request and receive a reply."""
+"""Base class of control-plane clients: all requests, given methods that send a request and receive a reply."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ControlClient(ControlPlane, ABC):
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
-        """Start a request. Its reply goes to `receive`, from any thread, possibly before this returns."""
+        """Start a request. `receive` gets the reply, in any thread, possibly before this method returns."""
 
     @abstractmethod
     def _notify(self, words: tuple[Any, ...]) -> None:
@@ -142,7 +142,7 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """Seconds to wait for an answer: few if the server is silent, because a failing rank sends many requests."""
+        """Seconds to wait for an answer: at most 1 if the server was silent, as a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     @property
@@ -164,13 +164,12 @@ class ControlClient(ControlPlane, ABC):
 
         Args:
             timeout: Seconds to wait for the answer.
-            give_up: Function that returns, for this request's number, a request that ends the wait. Answers arrive in
-                order, so once the request that ends the wait is answered, the original answer has arrived or never
-                will.
+            give_up: Function that, given this request's number, returns a second request, which ends the wait. Answers
+                arrive in order, so once the second request is answered, the first answer has arrived or never will.
             words: The request.
             group: Group whose rank numbers appear in error texts.
-            unanswered: Error text if there is still no answer once the wait has ended; if None, ending the wait causes
-                an answer.
+            unanswered: Error text if the second request is answered and the first is not; None if the second request
+                always makes the server answer the first.
         """
         waiter = self._begin(*words)
         try:
@@ -184,7 +183,7 @@ class ControlClient(ControlPlane, ABC):
         return self._finish(waiter, self._grace_s, group)
 
     def receive(self, reply: Reply) -> Callback | None:
-        """Pass a reply to its waiter. Return the resulting callback, to be called outside any lock."""
+        """Pass a reply to its waiter. Return a callback for the caller to call outside any lock, or None."""
         number, outcome, body = reply
         if outcome == "asked":
             return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
@@ -413,7 +412,7 @@ def reply_of(content: bytes) -> Reply:
 
 
 def news_of(frame: Frame) -> Reply:
-    """Return the notification in a frame from the second connection. Its JSON takes few steps to encode.
+    """Return the notification in a frame from the second connection. It is JSON, which is cheap to encode.
 
     Raises:
         ValueError: The frame is invalid.
@@ -430,7 +429,7 @@ def news_of(frame: Frame) -> Reply:
 
 
 def _is_rank(value: object) -> bool:
-    """Return whether a value can be the rank of a cause: an exact int, or None."""
+    """Return whether a value is valid as the rank in a `Cause`: an exact int, or None."""
     return value is None or type(value) is int
 
 
@@ -450,7 +449,7 @@ class PendingRequest:
         self.awake: AutoResetEvent = AutoResetEvent()
 
     def answer(self, reply: Reply) -> None:
-        """Set the answer. Only the first one counts."""
+        """Set the answer. Later answers are ignored."""
         if self.reply is None:
             self.reply = reply
             self.awake.set()
@@ -467,7 +466,7 @@ class Membership:
         self._lock = threading.Lock()
 
     def fail(self, cause: Cause) -> Callback | None:
-        """Keep the first cause, and return its callback, to be called outside any lock."""
+        """Record the group's first cause, and return a callback to call outside any lock; ignore later causes."""
         with self._lock:
             if self.cause is not None:
                 return None

@@ -56,7 +56,7 @@ class UntrustedError(ConnectionError):
     """The peer does not encrypt, or one side does not trust the other's certificate. Retrying is useless.
 
     Attributes:
-        reason: The reason, as a clause for the error text; OpenSSL's own text if OpenSSL found it.
+        reason: The reason, as part of the error text; OpenSSL's own text if OpenSSL reported it.
     """
 
     def __init__(self, reason: str) -> None:
@@ -116,7 +116,8 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
     """Return the socket through which to talk to a peer: the near end of a relay, which takes over the connection.
 
     Args:
-        connection: The connection. If encrypted, the relay takes its descriptor, and this socket object is closed.
+        connection: The connection. If `context` is not None, the relay takes over the connection's descriptor, and this
+            socket object becomes unusable.
         context: Result of `tls_context`; if None, connections are not encrypted, and the result is the connection
             itself.
         timeout: Seconds to wait until the peer is trusted. If None, return at once; the relay closes the connection
@@ -145,7 +146,7 @@ class EncryptedSocket(socket.socket):
     """The near end of a relay, with the addresses and options of the encrypted connection.
 
     Attributes:
-        outage: Result of `unisono.control.sockets.outage` when the relay closed the connection.
+        outage: Result of `unisono.control.sockets.outage` when the relay closed the connection; empty until then.
         failure: The error that has ended the connection.
     """
 

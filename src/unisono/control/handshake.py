@@ -44,7 +44,7 @@ class AuthenticationError(Exception):
 class Handshake:
     """One side of the authentication of a connection; see `unisono.control.sockets` for the wire format.
 
-    It reads no bytes beyond the handshake.
+    Bytes that follow the handshake are not read.
 
     Args:
         peer: The connection. `advance` waits for bytes only if the socket is blocking.
@@ -68,7 +68,7 @@ class Handshake:
 
     @property
     def rank(self) -> int | None:
-        """The client's rank, proved if `advance` has returned a channel, and otherwise only claimed."""
+        """The client's rank: verified once `advance` has returned a channel, and only claimed before."""
         return self._hello.rank
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Handshake:
         self.peer.sendall(self._hello.hello)
 
     def advance(self) -> FrameChannel | None:
-        """Read the bytes that have arrived, and answer. Return the channel once both sides have proved the secret.
+        """Read what has arrived, and answer. Return the channel once both sides have proved that they know the secret.
 
         Raises:
             OSError: The connection has ended.
@@ -196,8 +196,8 @@ class Acceptor:
     Args:
         listener: The listening socket; the caller keeps ownership.
         secret: The secret that clients should know.
-        selector: The caller's selector. On an event of the listener, the caller calls `accept`; on an event whose data
-            is a `Handshake`, it passes that handshake to `advance`.
+        selector: The caller's selector. When the listener is readable, the caller calls `accept`; when a connection
+            whose data in the selector is a `Handshake` is readable, the caller passes that handshake to `advance`.
         on_refused: Called for each client that is refused because its secret or TLS settings differ, with the rank (or
             None) that it claims, its host, and the reason.
     """

@@ -1,7 +1,7 @@
 """Looks up the control plane of a running process by its process id, for other processes of the same user.
 
-It uses a Unix socket in Linux's abstract namespace, which has no file, and disappears when its process ends. The kernel
-identifies the connecting user; only the same user (or root) gets an answer.
+The process listens on a Unix socket in Linux's abstract namespace, which has no file and disappears when the process
+ends. The kernel identifies the connecting user; only the same user (or root) gets an answer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def path_of(kind: str, pid: int, number: int) -> str:
 
 
 def opened(kind: str) -> socket.socket | None:
-    """Return a new socket that listens under a name of this process; None if the platform has no such sockets."""
+    """Return a new socket that listens on one of this process's names; None if no name is free, or not on Linux."""
     if sys.platform != "linux":
         return None
     for number in range(_MOST):
@@ -110,7 +110,7 @@ def is_this_user(other: socket.socket) -> bool:
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
-    """Return the address and secret of the control plane that a process on this host, or one that it started, uses.
+    """Return the address and secret of the control plane used by a process on this host, or by one of its descendants.
 
     Raises:
         CommError: The process does not exist, is not part of a job, or belongs to another user.
@@ -154,7 +154,7 @@ def check_linux() -> None:
 
 
 def names(kind: str) -> list[tuple[int, int]]:
-    """Return the process ID and number of every socket of this kind on the host, as listed by the kernel."""
+    """Return the process ID and number in the name of every socket of this kind that the kernel lists on this host."""
     listed = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
     matches = filter(None, map(re.compile(rf"@{kind}/(\d+)/(\d+)").fullmatch, listed))
     return sorted((int(match[1]), int(match[2])) for match in matches)

@@ -21,7 +21,7 @@ class KeyValueStore:
         return self._waiting.pop(key, [])
 
     def get(self, key: str, client: int, request: int) -> bytes | None:
-        """Return the value; if there is none, return None, and keep this request until `set` returns it."""
+        """Return the value; if the key is not set, return None and queue this request, which `set` will return."""
         value = self._values.get(key)
         if value is None:
             self._waiting.setdefault(key, []).append((client, request))

@@ -19,7 +19,7 @@ class RebuildRequest:
     Attributes:
         grow: Number of newcomers.
         members: Job-wide numbers of the group's members.
-        terms: Terms that newcomers receive.
+        terms: The old communicator's settings, encoded, which newcomers receive.
         size: Total number of ranks afterwards, survivors and newcomers; 0 to use `grow`.
     """
 
@@ -38,10 +38,10 @@ class RebuildRequest:
 
 
 class Rebuilds:
-    """Attempts to rebuild groups; each completes once all ranks of its group have requested it and newcomers have come.
+    """Attempts to rebuild groups; each completes once all of its group's ranks and enough newcomers have requested it.
 
     A member receives the new group's name, and its members' job-wide numbers: the survivors in their old order, then
-    the newcomers. A newcomer also receives its own rank, and the terms that a member passed.
+    the newcomers. A newcomer also receives its own rank, and the settings (`terms`) that a member passed.
     """
 
     def __init__(self, groups: Groups) -> None:

@@ -94,7 +94,7 @@ class ControlState:
         return out + self._look(names)
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
-        """Record a refused process and its claimed rank, for error texts. An unproved claim does not fail that rank."""
+        """Record a refused process for error texts. Its claimed rank is unverified, so it does not count as failed."""
         if rank is None:
             self._absent(host, f"a process at {host} was refused: {why}")
         else:
@@ -235,7 +235,7 @@ class ControlState:
         return self._stops.ask(client, request, name) if cause is None else [(client, failed(request, cause))]
 
     def _on_unreported(self, client: int, request: int, name: str, waited_s: float, report: str = "") -> Outgoing:
-        """Handle a rank's timeout in the wait for the verdict: if ranks have not reported, fail the group."""
+        """Handle a rank's timeout while it waits for the stop boundary: if ranks have not reported, fail the group."""
         cause = self._stops.unreported(name, waited_s, report)
         out = [] if cause is None else self._groups.fail(name, cause)[1]
         return [*out, (client, (request, "ok", None))]
@@ -269,7 +269,7 @@ class ControlState:
 
     # -- clients -----------------------------------------------------------------------------------
     def _on_enrol(self, client: int, request: int, job: str, rank: int, size: int, process: str) -> Outgoing:
-        """Join the next world group of a job; the answer is its name.
+        """Join the next world group of a job; answer with the group's name.
 
         Each `init` of a rank joins the next world group. A rank's new process may take over after the previous process
         has ended; a second process at the same time is an error, and fails the group if it is still forming.
@@ -346,7 +346,7 @@ class ControlState:
         return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
 
     def _release_leaving(self, name: str) -> Outgoing:
-        """Answer the ranks that left a group, and have waited so that nothing they sent is cut off."""
+        """Answer the ranks that left a group, and stayed connected so that nothing they had sent was lost."""
         return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 

@@ -18,7 +18,7 @@ class _StopRound:
     Attributes:
         reason: Reason given with the request.
         passed: Number of step boundaries that each rank had passed when the request arrived.
-        waiting: Requests for the verdict from clients that have reached their next boundary.
+        waiting: Pending requests for the verdict; each is from a client that has reached its next boundary.
         verdict: Number of the boundary at which all ranks stop; None until all ranks have reported.
     """
 
@@ -87,7 +87,7 @@ class StopRounds:
         return [(client, (request, "ok", current.verdict)) for client, request in waiting]
 
     def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
-        """Return the failure of a group whose ranks have not all reported; None if they have, or there is no round."""
+        """Return a failure that names the ranks that have not reported; None if all have, or if there is no round."""
         current = self._rounds.get(name)
         missing = [] if current is None else sorted(self._groups.awaited(name) - current.passed.keys())
         if not missing:
@@ -97,7 +97,7 @@ class StopRounds:
         return Cause("CommTimeoutError", missing[0], text + report)
 
     def drop(self, name: str) -> list[tuple[int, int]]:
-        """End the round of a group that has failed or ended. Return the requests that are waiting for its verdict."""
+        """End the round of a failed or ended group. Return the requests still waiting for the round's verdict."""
         current = self._rounds.pop(name, None)
         return [] if current is None else current.waiting
 

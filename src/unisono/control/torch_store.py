@@ -21,7 +21,7 @@ class ControlStore(dist.Store):
         control: The handle, which must outlive the store.
         prefix: Prefix of all keys. Stores with different prefixes are independent.
         timeout_s: Seconds that `get` and `wait` wait for a key, unless changed by `set_timeout`.
-        group: A group whose failure also ends these waits.
+        group: Group whose failure also ends `get` and `wait`.
 
     Example:
         >>> from unisono.control import LocalHub

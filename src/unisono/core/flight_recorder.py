@@ -107,7 +107,8 @@ class Activity:
         now: Current call, or None.
         awaited: Messages that the current call waits for.
         timed_out: Whether the last wait timed out.
-        in_background: Whether the call runs in one of the library's threads, so that the owner can do other work.
+        in_background: Whether the call runs in one of the library's threads, so that the thread `owner` can do other
+            work.
         keep: Function that adds a collective to `latest`.
         keep_message: Function that adds a batch of messages to `latest`, which retains fewer batches than collectives.
         record: Recorder of the events that must survive this process, or None.
@@ -199,7 +200,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Return a context that marks a call as running; for calls that all ranks make, without a collective number."""
+        """Return a context that marks a call as running, for calls of all ranks that have no collective number."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
@@ -298,10 +299,10 @@ _frames_lock = threading.Lock()
 def thread_frames() -> dict[int, FrameType]:
     """Return each thread's frame, by thread identifier. Threads keep running, but a frame's callers remain the same.
 
-    CPython 3.11 creates frame objects on request. It creates the innermost frames under a lock that starting a thread
-    also acquires, and reads their callers from the running thread's memory. If a garbage collection runs meanwhile and
-    a finalizer releases the GIL, all threads deadlock, or a caller is read from memory that has been reused. So
-    collection is off until all frames have been created.
+    CPython 3.11 creates frame objects on request. The innermost frame of each thread is created under a lock that
+    starting a thread also acquires, but callers' frames are created from the running thread's memory. If a garbage
+    collection runs meanwhile and a finalizer releases the GIL, all threads deadlock, or a caller is read from memory
+    that has been reused. So collection is off until all frames have been created.
     """
     with _frames_lock:
         collects = gc.isenabled()
@@ -367,7 +368,7 @@ def call_site() -> str | None:
 
 
 def site_of(frame: FrameType | None) -> str | None:
-    """Like `call_site`, for a frame and its callers."""
+    """Like `call_site`, but starting from a given frame."""
     found = _nearest(frame)
     return None if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
 

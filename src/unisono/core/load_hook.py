@@ -18,8 +18,8 @@ class LoadHook:
 
     Args:
         name: Name of the module in the model.
-        call: Method to call with the name and the module. The hook references it weakly, so that a model does not keep
-            its followers alive.
+        call: Method to call with the name and the module. The hook holds only a weak reference to the method, so that a
+            model does not keep the method's object alive.
     """
 
     def __init__(self, name: str = "", call: _Follow | None = None) -> None:
@@ -39,7 +39,7 @@ def follow_loads(model: object, follower: Any, call: _Follow) -> None:
     """Call a method whenever a module's tensors are loaded, either with the whole model or separately.
 
     Args:
-        model: The model. Scripted modules in the model are not followed.
+        model: The model. Loads of scripted modules in the model are not detected.
         follower: Object whose deletion removes the hooks.
         call: Method of `follower`, called with the name of the module in the model, and the module.
 

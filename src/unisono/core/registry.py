@@ -86,7 +86,7 @@ class Registry(Generic[T]):
         raise ValueError(unknown_name(self.kind, name, self.names()))
 
     def summary(self, name: str) -> str:
-        """Return the first line of an entry's docstring. The modules of the package are not imported for this."""
+        """Return the first line of an entry's docstring. Imports no module of the package, except for an alias."""
         if name in self._modules and name not in self._registered:
             spec = importlib.util.find_spec(f"{self._package}.{name}")
             assert spec is not None

@@ -23,8 +23,8 @@ class StepBoundaries:
 
     In the state "running", nothing is sent. `hold` sets `requested` and only then reads `passed`; the training thread
     counts a boundary and only then reads `requested`. So each boundary is either included in the number that `hold`
-    returns, or waits for the verdict. If either order were reversed, a boundary could be passed without the verdict
-    taking it into account.
+    returns, or the training thread waits there for the verdict. If either order were reversed, a boundary could be
+    passed without the verdict taking it into account.
 
     Attributes:
         passed: Number of boundaries that this rank has reached.
@@ -72,13 +72,13 @@ class StepBoundaries:
         """Continue from the highest count of all ranks, since their loops may have had different lengths.
 
         Args:
-            counts: `counts` of each rank, by rank.
+            counts: The ranks' `counts`, in rank order.
         """
         self.passed = max(passed or 0 for passed, _ in counts)
         self.stops_at = next((verdict for _, verdict in counts if verdict is not None), None)
 
     def end(self, comm: Any, successor: StepBoundaries) -> None:
-        """Hand over the request and the followers to the communicator that replaces this one.
+        """Hand over the stop request and the functions in `followers` to the communicator that replaces this one.
 
         The replacement is already the current communicator, so a request that arrives too late for this one reaches the
         replacement. The request is repeated, because the surviving ranks have not stopped yet, and newcomers don't know
@@ -91,6 +91,6 @@ class StepBoundaries:
             comm.request_stop(self.requested)
 
     def hold(self, reason: str) -> int:
-        """Make the next boundary wait for the verdict. Return the number of boundaries passed so far."""
+        """Make training wait for the verdict at its next boundary. Return the number of boundaries passed so far."""
         self.requested = reason
         return self.passed

@@ -1,11 +1,11 @@
 """Ranks that are threads: which rank a thread belongs to, and each rank's random generators.
 
 A process has one default generator each for torch, Python and numpy. While ranks are threads, each of these depends on
-the calling thread: it is replaced with a Python object that forwards to the calling rank's generator. That is enough
-for code that calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but torch's
-operators look up the generator in C++. So the aten operators that accept a generator are intercepted in the dispatcher.
-On the CPU, an operator that is called without a generator, or with the default one, gets the calling rank's generator.
-All of this is undone when the last rank exits.
+the calling thread: it is replaced with a Python object that forwards to the calling rank's generator. The Python object
+suffices for code that calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but
+torch's operators look up the generator in C++. So the aten operators that accept a generator are intercepted in the
+dispatcher. On the CPU, an operator that is called without a generator, or with the default one, gets the calling rank's
+generator. All of this is undone when the last rank exits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _default: Any = torch.random.default_generator
 class ThreadRank:
     """State of a rank that is a thread.
 
-    As a context manager, it makes this thread, and any threads started from it, belong to the rank.
+    A thread that enters a `ThreadRank` as a context manager, and any threads started from it, belong to the rank.
 
     Args:
         seed: Seed for the generators; None for a random seed, as in a new process.
@@ -145,7 +145,7 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    """In a process forked by a rank, do what Python does for its own generator."""
+    """After a fork, release the locks, and reseed the rank's Python generator, as Python does with its own."""
     _after_fork()
     own_generators.renew_lock()
     rank = here()
@@ -243,7 +243,7 @@ _RankRandom: Any = type(
 
 
 def _of_python() -> list[Replacement]:
-    """Replace the class of the object that names imported from `random` are bound to, and the names bound to C code."""
+    """Replace the class of `random`'s global generator, and the module's functions that access its state directly."""
     names = [(random, name, MethodType(getattr(_RankRandom, name), _random)) for name in _STATE]
     return [(_random, "__class__", _RankRandom), *names]
 

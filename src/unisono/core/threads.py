@@ -33,7 +33,7 @@ def refuse_green_threads() -> None:
 class AutoResetEvent:
     """Event that wakes one thread, and is cleared when that thread continues.
 
-    It is a bare lock, the fastest way in Python to wake another thread.
+    The event is a bare lock, the fastest way in Python to wake another thread.
     """
 
     __slots__ = ("_lock",)
@@ -129,7 +129,7 @@ def _do(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def spawn_thread(task: Callable[[], None], name: str) -> None:
-    """Run a task soon in a new thread. Use it in finalizers, which may run while this thread holds any lock.
+    """Run a task in a new thread, without waiting for its start. For finalizers, whose thread may hold any lock.
 
     Starting a `threading.Thread` acquires a lock in `threading`, so a bare thread, which holds no locks, starts it.
     """

@@ -1,4 +1,4 @@
-"""Basic kinds of `Work`, such as one that another thread completes."""
+"""Basic classes of `Work`, for example work that another thread completes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Completion(Work):
 
 
 class CountdownWork(Completion):
-    """Work for the messages of one `post`: completes after one `arrived` for each, or fails with the first error."""
+    """Work for one `post`: completes once `arrived` was called for each message, or fails with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)
@@ -221,7 +221,7 @@ def describe(messages: Sequence[Message]) -> str:
 
 
 def size_error(sender: int, sent: str, receiver: int, expected: str, tag: int, peer: int) -> MismatchError:
-    """Return the error for a send whose tensor doesn't fit the receive; `sent` and `expected` are from `elements`."""
+    """Return the error for a send whose tensor doesn't fit the receive; both sizes are texts from `elements`."""
     return MismatchError(
         f"rank {sender} sent {sent}, but the receive on rank {receiver} expects {expected} (tag {tag})", peer=peer
     )
@@ -255,10 +255,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
-    """Wait until one of the works ends, and return its index.
+    """Wait until one of several pieces of work ends, and return its index.
 
-    This calls only `is_completed` and `get_future` of each work. Raises `CommTimeoutError` after `timeout`, and
-    `ValueError` for an empty list. It does not raise the work's error: call the work's `wait` for that.
+    The function calls only `is_completed` and `get_future` of each piece of work. Raises `CommTimeoutError` after
+    `timeout`, and `ValueError` for an empty list, but not the error of the work: call the work's `wait` for that.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
@@ -361,7 +361,7 @@ T = TypeVar("T")
 
 
 class ChainedWork(Work):
-    """A work with a continuation that runs on success, and a translation of errors.
+    """Work that calls a function once other work has succeeded, and that translates the other work's errors.
 
     Args:
         inner: The work to continue.
@@ -434,7 +434,7 @@ class ChainedWork(Work):
 
 
 class ResultWork(ChainedWork, Generic[T]):
-    """A work with a result.
+    """Work that has a result.
 
     Args:
         inner: The work.

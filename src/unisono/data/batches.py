@@ -21,7 +21,7 @@ __all__ = ["GlobalBatchSampler"]
 class GlobalBatchSampler(Sampler[list[Any]]):
     """Sampler for `DataLoader(batch_sampler=...)` that cuts an epoch into global batches, and divides each among ranks.
 
-    All ranks make the same number of training steps, and step s uses the same samples on any number of ranks, even
+    All ranks take the same number of training steps, and step s uses the same samples on any number of ranks, even
     after the job resumes with a different number of ranks. So training gives the same result up to rounding, provided
     that the loss is a mean over the samples of the global batch: use `averager.weight(len(batch))`, or divide the loss
     by the size of the global batch.

@@ -46,7 +46,7 @@ class Bound:
     def around(
         cls, what: str, load: Callable[[torch.Tensor], float], total: float, shares: Sequence[float], slack: float
     ) -> Bound:
-        """Return a bound that lets each part differ by less than `slack`, plus rounding, from its share of `total`."""
+        """Return a bound that lets a part's load differ from its share of `total` by up to `slack`, plus rounding."""
         slack += 1e-6 + 1e-9 * total
         middle = [share * total for share in shares]
         return cls(what, load, [max(0.0, much - slack) for much in middle], [much + slack for much in middle])
@@ -61,9 +61,9 @@ class Partitioner(ABC):
 
     Attributes:
         shuffles: Whether an epoch is shuffled by default.
-        interleaves: Whether equal parts are interleaved: part r of p has positions r, r + p, r + 2p and so on. The
-            samples that all parts have used are then a prefix of the epoch's order, and this order does not depend on
-            the number of parts.
+        interleaves: Whether equal parts are interleaved: part r of p has positions r, r + p, r + 2p and so on. If all
+            parts have used the same number of samples, these samples together are a prefix of the epoch's order, and
+            this order does not depend on the number of parts.
         in_step: Whether ranks can be expected to progress through their parts at the same pace.
         draws: Whether each rank itself draws the order from a random generator. `PartitionSampler` then compares the
             order between ranks.
@@ -101,7 +101,7 @@ class Partitioner(ABC):
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return all samples in the epoch's order. `shares` are those at the start of the epoch.
+        """Return all samples in the epoch's order. `shares` are the parts' shares at the start of the epoch.
 
         Args:
             count: Number of samples in the dataset.
@@ -111,7 +111,8 @@ class Partitioner(ABC):
 
         Raises:
             ValueError: The number of labels, groups or costs differs from the number of samples; the number of weights
-                differs from the number of parts; or `shuffle` is set for "sampled", whose sampler defines the order.
+                differs from the number of parts; or `shuffle` is set for "sampled", which takes its order from a
+                sampler.
 
         Example:
             >>> list(un.data.strided().order(4, shuffle=False, seed=0, epoch=0, shares=[1.0]))
@@ -126,11 +127,10 @@ class Partitioner(ABC):
         Args:
             samples: All samples of an epoch, or the samples that remain after resuming.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: Seed of random choices. It is the same in every epoch, because epochs differ only in the order of
-                samples.
+            seed: Seed of random choices, the same in every epoch: epochs differ only in the order of samples.
 
         Raises:
-            ValueError: A sample has no known label, group or cost, or the partitioner does not support these shares.
+            ValueError: A sample has no known label, group or cost, or the partitioner does not support `shares`.
 
         Example:
             >>> un.data.strided().divide(range(5), [0.5, 0.5], seed=0)
@@ -138,7 +138,7 @@ class Partitioner(ABC):
         """
 
     def bounds(self, samples: Indices, shares: Sequence[float]) -> list[Bound]:
-        """Return the guaranteed bounds for the parts of `samples`; by default, each is within a sample of its share.
+        """Return guaranteed bounds for the parts of `samples`; by default, each part's size is within 1 of its share.
 
         Args:
             samples, shares: As in `divide`.
@@ -165,7 +165,7 @@ class Partitioner(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may change when a job resumes with a different number of parts, as plain values.
+        """Return plain values: the settings that may change when a job resumes with a different number of parts.
 
         Example:
             >>> un.data.weighted([3, 1]).settings()
@@ -234,7 +234,7 @@ def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]
 
 
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
-    """Return integers that sum to `count`, each less than one away from its fraction of `count`.
+    """Return integers that sum to `count`; each differs by less than 1 from its fraction times `count`.
 
     This is Hamilton's method (largest remainder): numbers are first rounded down, and the units left over go to the
     fractions that lost most by rounding; ties go to earlier fractions. `apportion` can also choose batch sizes for
@@ -293,7 +293,7 @@ class AssignmentPartitioner(Partitioner):
             shares, seed: As in `divide`.
 
         Raises:
-            ValueError: The partitioner does not support these shares; `balanced` with "same_count" needs equal shares.
+            ValueError: The partitioner does not support `shares`; `balanced` with "same_count" needs equal shares.
 
         Example:
             >>> un.data.grouped(["ann", "bob", "ann"]).assign(torch.tensor([0, 1, 2]), [0.5, 0.5], seed=0)
@@ -312,7 +312,7 @@ class AssignmentPartitioner(Partitioner):
         return super().order(count, shuffle, seed, epoch, shares)
 
     def _known_samples(self, samples: Indices) -> torch.Tensor:
-        """Return the dataset indices of these samples. Raises `ValueError` if a sample has no known value."""
+        """Return `samples` as a tensor of dataset indices. Raises `ValueError` if a sample has no known value."""
         found = samples.all()
         if len(found) and int(found.max()) >= len(self._known):
             raise ValueError(f"sample {int(found.max())} has no entry: there are only {len(self._known)} {self._name}")

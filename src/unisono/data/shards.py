@@ -59,12 +59,12 @@ class ShardPartition(IterableDataset[T_co]):
     Each shard is read from its beginning by one worker of one rank, and other workers don't open it. Every sample is
     returned exactly once, for any number of ranks and workers.
 
-    A loader's persistent workers (`persistent_workers=True`) stay in the epoch in which they started. After a resume,
-    these workers raise `RuntimeError` when the second epoch begins.
+    A loader's persistent workers (`persistent_workers=True`) do not see `set_epoch`, and so repeat the epoch in which
+    they started. After a resume, these workers raise `RuntimeError` when the second epoch begins.
 
     Args:
-        shards: Names or URLs; the same list on every rank. If there are fewer shards than workers on all ranks
-            together, some workers don't get a shard.
+        shards: Names or URLs; the same list on every rank. If there are fewer shards than workers, counted over all
+            ranks, some workers don't get a shard.
         read: Function that takes a shard's name and returns its samples, in the same order each time.
         comm, num_replicas, rank: As for `PartitionSampler`.
         shuffle: Whether to shuffle the order of shards in each epoch. Samples within a shard keep their order.
@@ -78,7 +78,8 @@ class ShardPartition(IterableDataset[T_co]):
         TypeError, ValueError: `comm`, `num_replicas` or `rank` is invalid (see `PartitionSampler`); or shards are
             shuffled and `seed` is invalid.
 
-    Balance: the numbers of shards per rank differ by at most one, so ranks may differ by the samples of one shard.
+    Balance: the numbers of shards per rank differ by at most one, so with shards of equal length, the numbers of
+    samples per rank differ by at most one shard.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
@@ -183,8 +184,8 @@ class ShardPartition(IterableDataset[T_co]):
                 number of ranks.
 
         Raises:
-            ValueError: The states belong to different jobs or times, or to a different number of shards; or the number
-                of ranks has changed, and a rank's state is missing.
+            ValueError: The states are from different jobs or points in time, or for a different number of shards; or
+                the number of ranks has changed, and a rank's state is missing.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "seed", "shards", "jobs", "parts")
@@ -273,7 +274,7 @@ class _ShardIterator(Iterator[T_co]):
             pass
 
     def _record(self, complete: bool) -> None:
-        """In a process without loader workers, record for `advance` where shards end."""
+        """Record where shards end, for use by `advance`; only in a process without loader workers."""
         of = self._of
         number = self._first + self._at
         if not self._alone or number < len(of._lengths):

@@ -21,7 +21,7 @@ _LONGEST = 4096
 
 
 class SampleSource:
-    """Source of iterators that together cover a sequence from a position. At the end, sets `over` and calls `ended`."""
+    """Samples of a sequence from a start position, in runs. After the last run, sets `over` and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
         self._indices = indices
@@ -81,7 +81,7 @@ class StatefulIterator(chain[Any]):
 
 
 def walk(source: SampleSource, sampler: _StatefulSampler, token: Any) -> StatefulIterator:
-    """Return an iterator over the source's samples; `token` identifies the pass to the sampler."""
+    """Return an iterator over the source's samples; `token` tells the sampler which pass this is."""
     made = StatefulIterator.from_iterable(source.runs())
     assert isinstance(made, StatefulIterator)
     made._source = source

@@ -25,8 +25,8 @@ class StreamPartition(IterableDataset[T_co]):
     are assigned to the workers of a `DataLoader` round-robin. So a training loop has always used a prefix of its rank's
     samples, for any number of workers, and a state can be loaded with a different number of ranks and workers.
 
-    A loader's persistent workers (`persistent_workers=True`) stay in the epoch in which they started. After a resume,
-    these workers raise `RuntimeError` when the second epoch begins.
+    A loader's persistent workers (`persistent_workers=True`) do not see `set_epoch`, and so keep the epoch in which
+    they started. After a resume, these workers raise `RuntimeError` when the second epoch begins.
 
     Args:
         dataset: An iterable that yields the same samples each time, in all workers of a loader. While the iterable

@@ -1,4 +1,4 @@
-"""For datasets in loader workers: which rank a process is, and errors if samples would be divided twice."""
+"""Helpers for datasets in loader workers: find the process's rank, and refuse to divide samples a second time."""
 
 from __future__ import annotations
 

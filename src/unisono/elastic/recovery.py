@@ -35,43 +35,45 @@ class Recovery:
     """Recovery of a training loop: the surviving ranks agree on a step and continue training from its state.
 
     Call `commit` after each optimizer step. When communication fails, `recover` creates a communicator of the
-    survivors, and finds the rank with the most committed steps. If any survivor has committed a training step, the step
-    counts, because its gradients came from all ranks, even those that have died since. Survivors that have not
-    committed that step receive parameters, buffers and optimizer state from a rank that has. A step that no survivor
-    has committed is discarded, and its samples, including the dead ranks' samples, are redistributed.
+    survivors, and finds the rank with the most committed steps. A training step that any survivor has committed is
+    kept, because its gradients came from all ranks, even those that have died since. Survivors that have not committed
+    that step receive parameters, buffers and optimizer state from a rank that has. A step that no survivor has
+    committed is discarded, and its samples, including the dead ranks' samples, are redistributed.
 
     Sharded models and optimizers (`un.sharding`) need no checkpoint file: each commit takes a snapshot of them in
-    memory, and the next rank keeps a copy. After a failure, the whole training state returns to the last snapshot that
-    any survivor has committed, and the shards are divided among the survivors.
+    memory, and the following ranks (see `redundancy`) keep copies of each rank's shards. After a failure, the whole
+    training state returns to the last snapshot that any survivor has committed, and the shards are divided among the
+    survivors.
 
     Args:
         comm: The communicator that the training loop uses. After a recovery, the loop must use `recovery.comm`.
-        redundancy: Number of following ranks that keep a copy of each rank's shards. Up to this number of adjacent
-            ranks may die at the same time.
-        parts: The objects that make up the training state, under any names. An object with `rebuild` is a sampler
-            (`un.data.PartitionSampler` or `GlobalBatchSampler`), and each commit advances it. An object with `move_to`
-            (`un.GradientAverager`) moves to the new communicator. An object with `state_dict` and `load_state_dict` (a
-            model, an optimizer, a scheduler) is synchronized. A `ShardedModel`, its optimizers, and a
-            `ShardedOptimizer` with its parameters are divided among the new ranks. Parts are handled in the order in
-            which they are passed.
+        redundancy: Number of following ranks that keep a copy of each rank's shards. Up to `redundancy` adjacent ranks
+            may die at the same time.
+        parts: The objects that make up the training state, as keyword arguments with any names. An object with a method
+            `rebuild` counts as a sampler (`un.data.PartitionSampler` or `GlobalBatchSampler`), and each commit advances
+            it. An object with `move_to` (`un.GradientAverager`) moves to the new communicator. An object with
+            `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synchronized. A `ShardedModel`,
+            its optimizers, and a `ShardedOptimizer` with its parameters are divided among the new ranks. Parts are
+            handled in the order in which they are passed.
 
     Attributes:
         comm: The current communicator.
         step: Number of committed training steps.
 
     Raises:
-        TypeError: A part has none of these methods.
+        TypeError: A part has none of the methods listed for `parts`.
         ValueError: `redundancy` is negative or not an integer.
 
     Construction is collective if a part is sharded. Recovery also works if more ranks die while it runs. On a
-    replacement rank (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor joins the other
-    ranks, which are in `recover(size=...)`. It sets `comm`, `step` and the parts to the job's current state.
+    replacement rank (`comm.is_replacement`, from `launch(..., on_failure="replace")`), the constructor takes part in
+    the recovery that the other ranks run with `recover(size=...)`, and sets `comm`, `step` and the parts to the job's
+    current state.
 
-    Cost: without sharded parts, nothing until a failure. A recovery costs the rebuild, one small exchange, and, if
-    ranks are at different steps, one broadcast of the state. With sharded parts, each commit copies a rank's shards,
-    sends them to `redundancy` ranks, and waits for all ranks. Snapshots take 2 + 2 * redundancy times the memory of a
-    rank's shards, and twice the memory of the unsharded parts. A recovery sends each sharded element at most once, and
-    no rank ever needs the whole model.
+    Cost: without sharded parts, nothing until a failure. The cost of a recovery is the rebuild, one small exchange,
+    and, if ranks are at different steps, one broadcast of the state. With sharded parts, each commit copies a rank's
+    shards, sends them to `redundancy` ranks, and waits for all ranks. Snapshots take 2 + 2 * redundancy times the
+    memory of a rank's shards, and twice the memory of the unsharded parts. A recovery sends each sharded element at
+    most once, and no rank ever needs the whole model.
 
     Example:
         >>> def program(comm):
@@ -148,7 +150,7 @@ class Recovery:
             sampler.advance(1 if isinstance(sampler, GlobalBatchSampler) else samples)
 
     def recover(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
-        """Resume with the survivors and `grow` new ranks. Collective over the survivors. Restart sampler iterators.
+        """Resume with the survivors and any new ranks. Collective over the survivors. Restart sampler iterators.
 
         Call this in an `except CommError` clause around the training step, or on all ranks at the same point to admit
         new ranks. Ranks that die during the recovery are also excluded.
@@ -161,9 +163,9 @@ class Recovery:
 
         Raises:
             CommError: As for `Communicator.rebuild`.
-            RuntimeError: Some shards are lost, because more adjacent ranks died at the same time than there are copies.
-                Or, with `size`, ranks have recovered more than ten times in a row without a commit, so the training
-                step itself may kill ranks. Raised on every rank.
+            RuntimeError: Some shards are lost, because more adjacent ranks died at the same time than there are copies;
+                or `size` was passed, and ranks have recovered more than ten times in a row without a commit, so the
+                training step itself may kill ranks. Raised on every rank.
         """
         while True:
             self._count_attempt(size)
@@ -192,8 +194,8 @@ class Recovery:
             comm: The communicator that `unisono.join` returned; None if this object was created with it.
 
         Returns:
-            The communicator to use, which is also stored in `comm`. It is a new communicator if another rank was lost,
-            or left the job, during the call.
+            The communicator to use, which is also stored in `comm`; a new one if another rank was lost, or left the
+            job, during the call.
 
         Raises:
             ValueError: `comm` is None although a part is sharded.
@@ -212,7 +214,7 @@ class Recovery:
         return self.comm
 
     def leave(self, *, timeout: Timeout | None = None) -> None:
-        """Leave the job after a commit, while the other ranks are in `recover`; closes the communicator.
+        """Leave the job after a commit, while the other ranks are in `recover`, and close the communicator.
 
         Shards that exist only on leaving ranks are first sent to remaining ranks, so any number of ranks may leave.
 
@@ -318,7 +320,8 @@ class _Copy:
     """Copy of one rank's shards, in a single buffer that can be sent as one message.
 
     Args:
-        index: For each shard, its key, first element, number of elements, shape of the whole tensor, and dtype.
+        index: For each shard: its key, the index of its first element, its number of elements, the shape of the whole
+            tensor, and its dtype.
         memory: The shards' elements as bytes; each shard is aligned to 16 bytes.
     """
 
@@ -386,7 +389,7 @@ class _Snapshot:
     """State of all parts at one training step.
 
     Attributes:
-        rank, size: This rank and the number of ranks when the snapshot was taken.
+        rank, size: This process's rank, and the number of ranks, when the snapshot was taken.
         rest: State of each part, without shards.
         copies: Shards of this rank and of its neighbours; the key is the rank.
     """
@@ -398,7 +401,7 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The last two snapshots, because a rank may be lost when only some ranks know that the newest one is complete.
+    """Keeps the last two snapshots, because a rank may be lost when only some ranks know that the last is complete.
 
     Args:
         sharded: Sharded parts.

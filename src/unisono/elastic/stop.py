@@ -99,7 +99,7 @@ def enable(
         after_s: Seconds from now until the stop.
         before_limit_s: How many seconds before a Slurm job's time limit ($SLURM_JOB_END_TIME) to stop; None to ignore
             the limit.
-        file: Path of a file that requests a stop once it exists. It is checked twice a second.
+        file: Path of a file that requests a stop once it exists; checked twice a second.
 
     Returns:
         A context manager; its `close` disables these sources.
@@ -134,8 +134,8 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 
     Args:
         comm: The communicator that may have stopped; it may already be closed.
-        saved: Whether a checkpoint of the last step is complete. If None, whether a `Checkpointer` of this communicator
-            has saved one.
+        saved: Whether a checkpoint of the last step is complete. If None, the answer is whether a `Checkpointer` of
+            this communicator has saved that step.
 
     Returns:
         0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if it was stopped and a

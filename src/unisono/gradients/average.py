@@ -38,7 +38,7 @@ def average_gradients(
 
     Args:
         model: A module, or its parameters.
-        comm: Communicator of the ranks that average; all of them need the same parameters.
+        comm: Communicator of the ranks whose gradients are averaged; all of them need the same parameters.
         bucket_cap_mb: Maximum message size in MiB; gradients are packed into messages.
 
     Raises:
@@ -111,7 +111,7 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Check that ranks pass the same tensors: in detail the first time, and later by comparing the number of the set.
+    """Check that ranks pass the same tensors: in detail for a new list of tensors, later by the list's number.
 
     Return whether `digest` is the same on all ranks.
     """

@@ -21,7 +21,7 @@ class AveragerComms(ReplaceableComms):
     aborted.
 
     Args:
-        comm: Communicator of the ranks that average. Construction is collective.
+        comm: Communicator of the ranks whose gradients are averaged. Construction is collective.
         deterministic: Whether sums are reduced in a fixed order. If False, the setting of `comm` applies.
 
     Attributes:
@@ -52,8 +52,7 @@ class AveragerComms(ReplaceableComms):
         Args:
             reason: Text for the other ranks' errors.
             first: Reduction of the pass's first bucket, if it is in flight. Until this reduction completes, other ranks
-                may still be in the previous pass. That pass has succeeded on this rank, so it must not be aborted on
-                other ranks.
+                may still be in the previous pass, which must not be aborted, because it has succeeded on this rank.
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):

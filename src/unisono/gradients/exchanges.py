@@ -1,4 +1,4 @@
-"""Exchanges of a model's fragments over one communicator: the common base class, and exchanges scheduled by steps."""
+"""Exchanges of a model's fragments over one communicator: the common base class, and exchanges at scheduled steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ExchangeSettings:
     """How fragments are exchanged; arguments of `PeriodicAverager`.
 
     Attributes:
-        lag: Number of steps for which training continues before it applies a result.
+        lag: Number of steps that training takes between sending a fragment and applying the result.
         alpha: Weight of this rank's own parameters when they are mixed with a result; None for no mixing.
         reduce: The reduction.
         cap: Maximum message size in bytes.
@@ -63,8 +63,8 @@ class ExchangeSettings:
 class Exchanges(ABC):
     """Exchanges of fragments over one communicator. A different communicator needs a new object.
 
-    Everything except the reduction runs in the thread that owns the fragments. That is the training thread, unless a
-    subclass documents another rule.
+    Everything except the reduction runs in the thread that owns the fragments: the training thread, unless a subclass
+    documents another owner.
 
     Args:
         owner: Name of the averager's class.
@@ -75,8 +75,8 @@ class Exchanges(ABC):
         grace_s: Seconds that an exchange may take beyond the timeouts of its collectives.
 
     Attributes:
-        error: The first error that an exchange, or a change to the anchor or the parameters, has raised. No exchange
-            begins after it.
+        error: The first error raised by an exchange, or while the anchor or the parameters were being changed; once it
+            is set, no exchange begins.
     """
 
     _event = "an exchange"
@@ -102,14 +102,14 @@ class Exchanges(ABC):
         self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
 
     def ender(self) -> Callable[[], None]:
-        """Return a function that stops the worker thread. It acquires no lock, because a finalizer may call it."""
+        """Return a function that stops the worker thread without acquiring a lock, because a finalizer may call it."""
         return self._worker.end
 
     def joiner(self) -> Callable[[], None]:
         """Return a function that stops the worker thread after its last exchange, and waits until it has exited.
 
-        The function has no reference to this object. Otherwise, the communicator, which stores the function until it
-        closes, would keep the object alive.
+        The function has no reference to this object, because the communicator stores the function until it closes, and
+        so would keep the object alive.
         """
         return partial(_join, self.ender(), self._worker, self._limit_s)
 
@@ -120,10 +120,10 @@ class Exchanges(ABC):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context for changes to the fragments, the anchor and the parameters; incomplete changes are never used.
+        """Context for changes to fragments, anchor and parameters. If it fails, nothing uses the incomplete changes.
 
-        An error or an interrupt (Ctrl-C) in this context ends the averaging on all ranks, until `move_to`: this rank
-        could otherwise continue with half a change, or wait in a different exchange than the other ranks. Blocking
+        After an error or an interrupt (Ctrl-C) in this context, no rank averages again until `move_to`: this rank could
+        otherwise continue with an incomplete change, or wait in a different exchange than the other ranks. Blocking
         waits stay outside the context, where an interrupt is harmless.
         """
         try:
@@ -151,7 +151,7 @@ class Exchanges(ABC):
 
     @abstractmethod
     def finish(self, step: int, tensors: Tensors) -> None:
-        """Wait for the exchanges in flight, apply their results, and average the changes made since."""
+        """Wait for the exchanges in flight, apply their results, and average the changes that were not sent yet."""
 
     def held(self) -> AbstractContextManager[object]:
         """Return a context in which the calling thread owns the fragments."""
@@ -286,7 +286,7 @@ class Exchanges(ABC):
         return True
 
     def _step_anchor(self, fragment: Fragment, exchange: Exchange) -> None:
-        """Step the fragment's part of the anchor with the result of an exchange."""
+        """Update the fragment's part of the anchor with the result of an exchange."""
         share = exchange.share
         if self._anchor is None or (share is not None and not share.of_all):
             return
@@ -303,7 +303,7 @@ class Exchanges(ABC):
             self._anchor.step(part, changes, share.rates if share is not None else ())
 
     def _update(self, fragment: Fragment, exchange: Exchange, parameters: list[torch.Tensor]) -> None:
-        """Make the parameters continue from the result of an exchange."""
+        """Update the parameters with the result of an exchange."""
         results = exchange.tensors if self._anchor is None else fragment.anchor
         ahead = exchange.ahead
         for index, (here, there) in enumerate(zip(parameters, results, strict=True)):

@@ -85,10 +85,10 @@ class Gossip(PeriodicAverager):
 
     No rank waits for all others. Each round moves ranks towards the mean, and preserves the mean itself (up to
     rounding). Finite parameters that are equal on all neighbours do not change, unless all ranks are neighbours (for
-    example, two or three ranks on a ring): in that case, a round is an all_reduce, which may round. Method: Lian et
-    al., Can decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), with mixing after the
-    optimizer's step. The "exponential" topology is from Assran et al., Stochastic gradient push (2019). Construction is
-    collective over all ranks.
+    example, two or three ranks on a ring): in that case, the round is an all_reduce, whose result is subject to
+    rounding. Method: Lian et al., Can decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), with
+    mixing after the optimizer's step. The "exponential" topology is from Assran et al., Stochastic gradient push
+    (2019). Construction is collective over all ranks.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged.
@@ -97,12 +97,13 @@ class Gossip(PeriodicAverager):
             rank, a list of the ranks that it receives from; or a function that takes the number of ranks and the round
             (from 0) and returns such lists, the same on every rank.
         every: Number of steps between rounds, an `every(...)`, or a function of the step's number (from 1).
-        overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. With `every=1` and `overlap_steps=1`, a rank
-            adds the change of step n + 1 to the mix of the parameters after step n: D-PSGD as published.
+        overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. `every=1` with `overlap_steps=1` is D-PSGD as
+            published: ranks mix the parameters after step n while they take step n + 1, and then add that step's change
+            to the mix.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments. From a round: neighbours have taken different
-            numbers of steps, or resumed from different steps.
+        MismatchError: Ranks have different parameters or arguments. A round also raises this error if neighbours have
+            taken different numbers of steps, or resumed from different steps.
         ValueError: The topology is unknown, does not preserve the mean, or does not connect all ranks.
 
     Attributes:

@@ -29,7 +29,7 @@ class LocalSGD(PeriodicAverager):
     Args:
         model: A module, or its parameters; frozen parameters are averaged as well, so leave them out if there are many.
             Integer parameters remain unchanged.
-        comm: Communicator of the ranks that average.
+        comm: Communicator of the ranks whose parameters are averaged.
         every: Number of steps between averages, a schedule such as `every(8, warmup=100)`, or a function of the step's
             number (from 1).
         buffers: Also average a module's floating-point buffers, such as the statistics of BatchNorm.
@@ -111,16 +111,16 @@ class DiLoCo(PeriodicAverager):
     Provisional: it may change in any minor version, without a deprecation.
 
     Ranks start from a common anchor, train independently for n steps, and average the difference `anchor - parameters`.
-    The outer optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from the
-    new anchor. Method: Douillard et al., DiLoCo, distributed low-communication training of language models (2023).
-    After each outer step, all ranks are bitwise identical. The inner optimizer and its state are local to each rank.
-    Construction is collective, and so is each `step` that runs the outer optimizer.
+    The outer optimizer (SGD with Nesterov momentum) uses that average as the gradient of the anchor, and all ranks
+    continue from the updated anchor. Method: Douillard et al., DiLoCo, distributed low-communication training of
+    language models (2023). After each outer step, all ranks are bitwise identical. The inner optimizer and its state
+    are local to each rank. Construction is collective, and so is each `step` that runs the outer optimizer.
 
     Args:
         model: A module, or its parameters, equal on all ranks. Integer parameters remain unchanged.
         comm: Communicator of the ranks that train.
-        every: Number of steps between outer steps, an `every(...)`, or a function of the step's number (from 1). For
-            ranks that run at different speeds: a `timedelta`, or `every(timedelta(...), max_lag=...)` (see
+        every: Number of steps between outer steps, an `every(...)`, or a function of the step's number (from 1). If
+            ranks run at different speeds, pass a `timedelta`, or `every(timedelta(...), max_lag=...)` (see
             `PeriodicAverager`).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
         outer: Function that takes the anchor's tensors and returns another outer optimizer; overrides the three
@@ -135,7 +135,7 @@ class DiLoCo(PeriodicAverager):
         ValueError: `every` is less than 1, or `PeriodicAverager` or the outer optimizer rejects an option.
 
     Attributes:
-        anchor: The value of each parameter when all ranks were last equal, in float32 or a wider dtype.
+        anchor: The value of each parameter when all ranks last had equal parameters, in float32 or a wider dtype.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
 
     Cost: one all_reduce of the anchor every n-th step. Memory: two more copies of the parameters (anchor and momentum),

@@ -1,4 +1,4 @@
-"""Gradients by logical shard of the data, summed in the same balanced binary tree on any number of ranks."""
+"""Gradients of logical shards of the data, summed in the same balanced binary tree on any number of ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class LogicalShards:
 
     Args:
         model: A module, or its parameters.
-        comm: Communicator of the ranks that average. Sums are sent over a dedicated communicator derived from it.
+        comm: Communicator of the ranks whose gradients are averaged. Sums are sent over a dedicated communicator
+            derived from it.
         count: Total number of shards, a multiple of the number of ranks.
         average: "mean", or "sum" for losses that are already divided by the global batch size.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
@@ -86,12 +87,12 @@ class LogicalShards:
         ValueError: Another averager is attached to the model or part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings.
-        RuntimeError: From `backward()`: it ran outside a `shard` context.
+        RuntimeError: Raised by `backward()` outside a `shard` context.
 
-    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards per rank, because a
-    sum is formed as soon as both halves of a subtree are complete. One all_reduce of the gradients if the number of
-    ranks is a power of two or equals the number of shards; otherwise an all_gather of up to 2 log2(s) gradients from
-    each rank.
+    Cost: per step, one all_reduce of the gradients if the number of ranks is a power of two or equals the number of
+    shards; otherwise, one all_gather in which each rank, with s shards, sends up to 2 log2(s) partial sums of the
+    gradients. Communication does not overlap with the backward pass. Memory: up to log2(s) + 1 copies of the gradients,
+    because a subtree's two halves are added as soon as both are complete.
 
     Example:
         >>> def program(comm):
@@ -167,15 +168,15 @@ class LogicalShards:
     def shard(self, number: int) -> Iterator[None]:
         """Return a context for the backward passes of one shard: `with shards.shard(number):`.
 
-        A rank's last shard in a step is collective, because gradients are averaged at its end. A shard that raises may
-        be repeated.
+        The end of a rank's last shard in a step is collective, because it averages the gradients. If the code in the
+        context raises an error, the shard may be run again.
 
         Args:
             number: A shard number from `local`. The same data must have the same shard number for any number of ranks.
 
         Raises:
             ValueError: The shard belongs to another rank, or was already run in this step.
-            RuntimeError: Another shard is open, a hook has used a gradient too early, or `check` raises.
+            RuntimeError: Another shard is open, a hook has used a gradient before it was averaged, or `check` raises.
             CommError: Averaging failed. On this rank, p.grad is restored to its value before the step. Call `move_to`
                 with a new communicator, and run all shards of the step again.
         """
@@ -219,8 +220,8 @@ class LogicalShards:
         Each shard also checks this at its end.
 
         Raises:
-            RuntimeError: A parameter has changed in this way; the error names it. The other ranks raise `AbortedError`
-                when they average.
+            RuntimeError: A parameter was replaced, swapped or added; the error names it. The other ranks raise
+                `AbortedError` when they next average gradients.
         """
         problem = self._registry.problem()
         if problem is not None:
@@ -238,8 +239,8 @@ class LogicalShards:
     def remove(self) -> None:
         """Remove the hooks, and release the communicator. Idempotent.
 
-        If a step is incomplete, it is discarded, and p.grad is restored to its value before that step. Otherwise,
-        gradients remain unchanged.
+        If a step is incomplete, it is discarded, and p.grad is restored to its value before that step. If no step is in
+        progress, gradients remain unchanged.
         """
         self._drop()
         self._registry.remove()
@@ -262,7 +263,7 @@ class LogicalShards:
         self._attach(comm, init_sync=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps made, which is the same on all ranks."""
+        """Return the number of steps taken, which is the same on all ranks."""
         return {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -278,7 +279,7 @@ class LogicalShards:
         return f"<LogicalShards {mine}, rank {self.rank} of {self.size}>"
 
     def _arrive(self, index: int, _gradient: torch.Tensor) -> None:
-        """Hook on every gradient: raise outside a shard, because the gradient would belong to no shard."""
+        """Hook on every gradient; raises an error if no shard is open, because the gradient would belong to none."""
         if self._open is None:
             raise RuntimeError(
                 "backward() ran outside of a logical shard; put each backward pass into `with shards.shard(number):`"
@@ -290,7 +291,7 @@ class LogicalShards:
             parameter.grad = None
 
     def _drop(self) -> None:
-        """Drop the step in progress, if any, and restore p.grad from before that step."""
+        """Drop the step in progress, if any, and restore p.grad to its value before that step."""
         if self._step is not None:
             for parameter, before in zip(self._parameters, self._step.before, strict=True):
                 parameter.grad = before

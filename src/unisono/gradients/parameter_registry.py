@@ -39,7 +39,7 @@ class ParameterRegistry:
     A hook belongs to a tensor's C++ implementation, not to its name in the model. So a parameter that was replaced,
     swapped or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are
     compared with the registered parameters before each forward of the model, before each forward of a submodule that is
-    called separately, and in `problem`.
+    called separately, and whenever `problem` is called.
 
     Args:
         model: The module; None for parameters without a module.

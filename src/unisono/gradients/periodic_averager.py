@@ -65,9 +65,9 @@ class PeriodicAverager(PeriodicAction):
 
     Ranks train independently. When a fragment (a subset of the parameters) is due, the ranks' contributions are
     reduced, and the result is applied `overlap_steps` steps later. Without `outer`, the parameters themselves are
-    averaged. With `outer`, the contribution is the change from a common anchor. The outer optimizer steps the anchor
-    with the mean change as its gradient, and ranks continue from the new anchor. Construction is collective, and so is
-    each `step` in which a fragment is sent or applied.
+    averaged. With `outer`, the contribution is the change from a common anchor. The outer optimizer uses the mean
+    change as the gradient of the anchor, and ranks continue from the updated anchor. Construction is collective, and so
+    is each `step` in which a fragment is sent or applied.
 
     You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
     submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become
@@ -76,49 +76,50 @@ class PeriodicAverager(PeriodicAction):
     objects must not change either.
 
     If Ctrl-C interrupts a call that only waits for a result, the next call waits again. If it interrupts an exchange or
-    a change to the parameters, all ranks raise a `CommError` from their next exchange on, until `move_to`.
+    a change to the parameters, every later exchange raises a `CommError` on all ranks, until `move_to` is called.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged. If you pass a list or a ScriptModule,
             the averager does not detect that weights are loaded.
         comm: Communicator of the ranks that take part.
-        every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
-            ranks that run at different speeds: each rank takes as many steps as it can in that time, and its
+        every: A number of steps, an `every(...)`, or a function of the step's number (from 1). For ranks that run at
+            different speeds, pass a `timedelta`: each rank takes as many steps as it can in that time, and its
             contribution is weighted by its number of samples. To limit the wait for a late rank, pass
             `every(timedelta(...), max_lag=...)`. With a `timedelta`, `outer` and `reduce="mean"` are required.
         buffers: Also average a module's floating-point buffers.
         outer: An `OuterUpdate`, or None. With `outer`, ranks must start from equal parameters.
         fragments: Number of fragments of about equal size, in parameter order; or, for each fragment, a list of names
-            of parameters or modules ("layers.3"). Fragment k of p is sent k / p of an interval after fragment 0
-            (Douillard et al., Streaming DiLoCo, 2025). With more than one fragment, `every` must not be a function.
+            of parameters or modules ("layers.3"). Of p fragments, fragment k is due k / p of an interval later than
+            fragment 0 (Douillard et al., Streaming DiLoCo, 2025). With more than one fragment, `every` must not be a
+            function.
         reduce: "mean", "trimmed_mean", "median", "clipped_mean" (see `TrimmedMean`, `ClippedMean`); or a function that
             takes a flat tensor to change in place, a communicator, and the number of the fragment's exchange (from 0).
             With `outer`, the reduction's result must be the same on all ranks.
-        overlap_steps: Number of steps for which training continues before it applies a result, at most until the
-            fragment is due again. 0: wait for each exchange.
+        overlap_steps: Number of steps that training takes between sending a fragment and applying the result; fewer if
+            the fragment is due again earlier. 0: wait for each exchange.
         alpha: Weight of this rank's own parameters when they are mixed with a result, from 0 to less than 1; Streaming
             DiLoCo uses 0.5. None: with `overlap_steps`, training continues from a predicted result, computed as if all
             ranks sent this rank's contribution. When the true result is applied, its difference from the prediction is
-            added (after Kale et al., Eager updates, 2025), which reduces the harm that the delay does to the loss. With
-            `outer`, the outer optimizer then runs twice per exchange: for the prediction and for the true result.
+            added (after Kale et al., Eager updates, 2025), which reduces the effect of the delay on the loss. With
+            `outer`, a prediction costs a second run of the outer optimizer in each exchange.
         bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: ranks have made
-            different numbers of steps (unless `every` is a time), resumed from different steps, or loaded different
-            weights.
-        RuntimeError: From an exchange: a parameter was added, removed, replaced or reshaped.
+        MismatchError: Ranks have different parameters or arguments. An exchange raises this error on every rank if
+            ranks have taken different numbers of steps (unless `every` is a time), resumed from different steps, or
+            loaded different weights.
+        RuntimeError: An exchange has found that a parameter was added, removed, replaced or reshaped.
         ValueError: An argument is out of range or incompatible with others; nothing was sent.
         TypeError: A number of steps or of fragments is not an int.
 
     Attributes:
-        anchor: With `outer`, the value of each floating-point parameter when all ranks were last equal; otherwise
+        anchor: With `outer`, the value of each floating-point parameter when ranks last had equal parameters; otherwise
             empty.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
-        missed: With a time in `every`: number of exchanges that lacked this rank's contribution because it was late.
+        missed: If `every` is a time, the number of exchanges that lacked this rank's contribution because it was late.
             Each miss is logged as a warning on the logger "unisono".
 
-    Cost: in each interval, one average of the parameters (with `outer`, in the anchor's dtype). With a time in `every`,
+    Cost: in each interval, one average of the parameters (with `outer`, in the anchor's dtype). If `every` is a time,
     ranks also gather about 24 bytes per rank. Memory: with `outer`, the anchor, the outer optimizer's state, and a copy
     of the fragments in flight; with `overlap_steps` and without `alpha`, two more copies of the fragments in flight.
 
@@ -239,7 +240,7 @@ class PeriodicAverager(PeriodicAction):
     # -- steps ---------------------------------------------------------------------------------
     @property
     def anchor(self) -> list[torch.Tensor]:
-        """With `outer`, the value of each floating-point parameter when all ranks were last equal; otherwise empty."""
+        """With `outer`, each floating-point parameter's value when ranks last had equal parameters; otherwise empty."""
         return [] if self._anchor is None else self._anchor.tensors
 
     @property
@@ -249,7 +250,7 @@ class PeriodicAverager(PeriodicAction):
 
     @property
     def missed(self) -> int:
-        """With a time in `every`: number of exchanges that lacked this rank's contribution because it was late."""
+        """If `every` is a time, the number of exchanges that lacked this rank's contribution because it was late."""
         return sum(fragment.missed for fragment in self._fragments)
 
     @property
@@ -260,18 +261,18 @@ class PeriodicAverager(PeriodicAction):
     def step(self, samples: int | None = None) -> bool:
         """Count a step; send the fragments and apply the results that are due. Call this after each optimizer step.
 
-        Collective when a fragment is sent or applied. With a time in `every`, no rank waits for another rank's step.
-        On each rank, stop at the same number of `rounds` or when samples run out, and then call `finish`.
+        Collective when a fragment is sent or applied. If `every` is a time, no rank waits for another rank's step. On
+        each rank, stop at the same number of `rounds` or when samples run out, and then call `finish`.
 
         Args:
-            samples: With a time in `every` only: number of samples in this step, such as `len(batch)`. None means 1.
+            samples: Number of samples in this step, such as `len(batch)`, if `every` is a time. None means 1.
 
         Returns: Whether a result was applied.
 
         Raises:
             CommError: An exchange failed, perhaps in the background; the error's notes say which one. Every later step
                 raises the error again.
-            TypeError: Samples were passed without a time in `every`.
+            TypeError: Samples were passed, but `every` is not a time.
         """
         if samples is not None and self._timed is None:
             raise TypeError("samples weight the contributions of ranks of different speed: pass a timedelta in every=")
@@ -285,9 +286,9 @@ class PeriodicAverager(PeriodicAction):
     def finish(self) -> None:
         """Complete the exchanges in flight and apply their results, at the end of training. Collective.
 
-        With `outer`, ranks are equal afterwards: one more exchange averages the changes in each fragment since it was
-        last sent. The anchor moves by that mean without the outer optimizer, whose momentum is meant for a whole
-        interval. With a time in `every`, ranks instead take part in the usual exchanges until all ranks have called
+        With `outer`, ranks have equal parameters afterwards: one more exchange averages the changes in each fragment
+        since it was last sent. The anchor moves by that mean without the outer optimizer, whose momentum is meant for a
+        whole interval. If `every` is a time, ranks instead take part in the usual exchanges until all ranks have called
         `finish`. The next step begins a new interval.
 
         Raises:
@@ -351,10 +352,11 @@ class PeriodicAverager(PeriodicAction):
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from, after waiting for exchanges in flight. Tensors are not copied.
 
-        With a time in `every`, call this only after `finish`, when ranks are between intervals and equal.
+        If `every` is a time, call this only after `finish`, when no interval is in progress and ranks have equal
+        parameters.
 
         The state is the same on all ranks, except with codecs, with `Gossip`, or with exchanges in flight and no
-        `alpha`. In these cases, wrap the state in `un.checkpoint.PerRank`.
+        `alpha`; in these three cases, wrap the state in `un.checkpoint.PerRank`.
         """
         self._exchanges.check()
         self._exchanges.check_between()
@@ -387,15 +389,15 @@ class PeriodicAverager(PeriodicAction):
         Load the averager and the model in either order: until the next step, loading the model does not change the
         restored anchor.
 
-        If the set of ranks has changed, each rank can load the state of any rank. In that case, the codecs' error
-        feedback is loaded only on the rank that saved it, and lost on all others.
+        If the set of ranks has changed, each rank can load the state of any rank. A rank that loads a state saved by
+        another rank loses the codecs' error feedback.
 
         Args:
             state: Result of `state_dict` with the same fragments.
 
         Raises:
             ValueError: The state belongs to another model, other fragments, or another outer optimizer.
-            RuntimeError: With a time in `every`: training has begun, and `finish` was not called.
+            RuntimeError: `every` is a time, training has begun, and `finish` was not called.
         """
         self._exchanges.check_between()
         named = floating(self.named)
@@ -438,9 +440,9 @@ class PeriodicAverager(PeriodicAction):
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
         Collective over the new communicator: ranks that join create their averager at the same time. Results that have
-        arrived are applied, and unfinished exchanges are repeated, so this rank's training is not lost. A rank, such as
-        a new one, that has applied fewer results than another rank continues from the anchor. The codecs' error
-        feedback is lost.
+        arrived are applied, and unfinished exchanges are repeated, so this rank's training is not lost. If a rank has
+        applied fewer results than another rank, for example because it is new, it continues from the anchor. The
+        codecs' error feedback is lost.
 
         Args:
             comm: The new communicator.

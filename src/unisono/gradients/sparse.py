@@ -38,7 +38,7 @@ def average_sparse(
 
     Args:
         named: The parameters, with their names.
-        comm: Communicator of the ranks that average.
+        comm: Communicator of the ranks whose gradients are averaged.
         weights: The ranks' weights in this step.
         arrived: For each parameter, whether this rank has received a gradient; None to check p.grad instead.
         lacking: Names of the parameters for which this rank received no gradient; None if ranks may have gradients for
@@ -76,7 +76,7 @@ def average_sparse(
 
 
 def _rows(grad: torch.Tensor | None) -> int:
-    """Return the number of rows to send, or a code if there is no sparse gradient."""
+    """Return the number of rows to send, or, if there is no sparse gradient, `_NONE` or `_DENSE`."""
     if grad is None:
         return _NONE
     return int(grad.indices().shape[1]) if grad.is_sparse else _DENSE

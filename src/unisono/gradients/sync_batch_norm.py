@@ -129,7 +129,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.
-        comm: Communicator of the ranks that share statistics. It is duplicated once for all layers.
+        comm: Communicator of the ranks that share statistics; duplicated once for all layers.
 
     Returns:
         `module` itself, or a new layer if `module` is a BatchNorm layer.

@@ -27,7 +27,7 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 
 
 def exponential(size: int, round: int = 0) -> list[list[int]]:
-    """One peer per round: each rank receives from the rank 1, 2, 4, ... places before it, and then from 1 place again.
+    """One peer per round, at distance 1, 2, 4, ... before the receiving rank; then the distances repeat.
 
     If the number of ranks is a power of two, one cycle through the distances gives every rank the exact mean (Assran,
     Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).

@@ -150,7 +150,7 @@ class CorruptedError(CommError):
 
 
 class NotFiniteError(CommError, ArithmeticError):
-    """A rank has a NaN or an infinity instead of a finite number; the message names the rank and the place.
+    """A rank has a NaN or an infinity instead of a finite number; the message names the rank and the tensor.
 
     Example:
         >>> un.launch(lambda comm: un.gradients.assert_finite([torch.tensor([1.0, 0.0]).log()], comm), 2, "thread")

@@ -20,7 +20,8 @@ class Prompt(cmd.Cmd):
     Args:
         session: Connection to the ranks.
         rank: Rank chosen initially; if None, the rank that stopped the others.
-        lets_go: Whether this thread is one of the ranks. If so, `detach` and the end of the input continue all ranks.
+        lets_go: Whether this thread is itself a rank. If it is, `detach` or the end of the input lets all ranks
+            continue.
         stdin, stdout: Streams to use in place of the process's standard streams.
     """
 

@@ -1,4 +1,4 @@
-"""A debugger's connection to the held ranks of one job."""
+"""A debugger's connection to the ranks of one job, which are held, that is, paused for debugging."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _LOOK_EVERY_S = 0.01
 
 
 class Session(Closing):
-    """A debugger's connection to the held ranks of one job on this host, as returned by `attach`.
+    """A debugger's connection to the held (paused) ranks of one job on this host, as returned by `attach`.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    As a context manager, it closes the session on exit. The ranks remain held, and another debugger can attach.
+    To close the session on exit from a block, use it as a context manager. The ranks remain held, and another debugger
+    can attach.
 
     Args:
         job: Name of the job.
@@ -79,7 +80,7 @@ class Session(Closing):
 
         Args:
             rank: Number of the rank in the job.
-            code: Python code. It cannot set local variables.
+            code: Python code, which cannot set local variables.
             up: Which frame to use: the number of levels above the innermost frame of `stack`; 1 is that frame's caller.
 
         Raises:
@@ -190,7 +191,7 @@ def attach(pid: int | None = None) -> Session:
 
 
 def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[DebugConnection]]:
-    """Return each job's connections to this user's processes on this host that hold ranks, leaving out `without`."""
+    """Return, by job, connections to this user's processes on this host with held ranks, except those in `without`."""
     jobs: dict[str, list[DebugConnection]] = {}
     for process in held_processes():
         if process in without:

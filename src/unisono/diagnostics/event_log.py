@@ -1,4 +1,4 @@
-"""Log of a rank's last events, in a file that survives any kind of crash, and the log's reader.
+"""Writer and reader of a log of a rank's last events, in a file that survives any kind of crash.
 
 The file contains a 64-byte header and a ring buffer of 256-byte records. The file is memory-mapped, so the kernel
 writes it out even if the process is killed. A record's sequence number is written last, so that a partial record is

@@ -82,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return, by name and source line, when ranks started each collective or bucket in which several took part."""
+    """Return when ranks started each collective or bucket in which at least two took part, by name and source line."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
@@ -192,8 +192,8 @@ def find_straggler(
 
     A place is a bucket or a source line; places with fewer than 5 calls are ignored. On average, a straggler arrives
     after at least three quarters of the other ranks. In addition, its average position is 4.5 standard deviations later
-    than in a random order; if there are too few calls for that, the straggler is the last rank in every call. The
-    straggler's median lateness is at least 2 % of the time between calls.
+    than in a random order. With too few calls to reach that value, the straggler is instead the last rank in every
+    call. The straggler's median lateness is at least 2 % of the time between calls.
 
     With few calls, or with only two ranks, the order alone proves too little. The median lateness must then be at least
     8 % of the time between calls, and in four of five calls the lateness must be at least half the median. The total

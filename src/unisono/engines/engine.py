@@ -16,7 +16,7 @@ __all__ = ["Engine", "required"]
 
 @runtime_checkable
 class Engine(Protocol):
-    """Engine that provides workers. A class from another package only has to define this method.
+    """Engine that provides workers. A class from another package only has to define `workers`.
 
     Example:
         >>> from concurrent.futures import ProcessPoolExecutor
@@ -40,7 +40,7 @@ class Engine(Protocol):
         Executors may have three optional attributes. If `replaces` is true, the executor accepts another task for each
         lost task, and runs it in a new or idle process; `on_failure="replace"` needs this. If `starts_workers` is true,
         the processes run nothing but the tasks, and exit by themselves when the caller has exited. A method `why_lost`
-        is called every second with the pending future of a task that has ended. It returns the reason why the future
+        is called every second with the pending future of a task that has ended, and returns the reason why the future
         will never complete, or None.
 
         Args:

@@ -31,8 +31,7 @@ class Submitit(Engine):
     pickles and logs.
 
     Args:
-        folder: Parent directory of the new folder, on a file system that all nodes share. It is created if it does not
-            exist.
+        folder: Parent directory of the new folder, on a file system that all nodes share; created if it does not exist.
         cluster: "slurm", "local" (processes on this host) or "debug" (this process, for one rank). If None, "slurm" if
             Slurm is available, else "local".
         parameters: Parameters of submitit's AutoExecutor: nodes= (default 1), timeout_min= (submitit's default is a few

@@ -77,9 +77,9 @@ class Communicator(Place):
     with `from_mpi` around an MPI communicator, or with `split`, `subgroup` and `dup` of another communicator. All ranks
     that methods take or return are ranks of this communicator. Every call that accepts a CPU tensor also accepts NumPy
     arrays, DLPack objects, buffers such as bytearrays, numbers and lists of numbers. Results can be written to all of
-    these except numbers and read-only memory. A communicator belongs to the thread that first uses it. After a failure
-    that may leave ranks out of step (anything but wrong arguments), the communicator is broken: later calls raise the
-    first cause immediately.
+    these types except single numbers and read-only memory. A communicator belongs to the thread that first uses it.
+    After a failure that may leave ranks out of step (anything but wrong arguments), the communicator is broken: later
+    calls immediately raise the error of the first failure.
 
     Args:
         transport: A connected transport, one per rank.
@@ -88,8 +88,8 @@ class Communicator(Place):
         check: "auto" compares all ranks' operations before each collective (on nccl, while the collective runs); "off"
             never compares; "full" also compares shapes and the contents sent and received, and detects tensors that are
             modified before `wait`.
-        admission: Function that `rebuild` calls on a rank that replaces a lost rank. It takes a deadline on the
-            library's clock, and returns the communicator of the job that admitted this rank.
+        admission: On a rank that replaces a lost rank, the function that `rebuild` calls to join the other ranks. The
+            function takes a deadline on the library's clock, and returns the new communicator.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -193,11 +193,11 @@ class Communicator(Place):
 
         Collective over the group: every member calls it. While the communicator is idle, the group's owner may still
         use the group. Sub-groups are created without `dist.new_group`. If the group's backend is `unisono`, the
-        communicator gets its own transport of the same kind.
+        communicator gets its own transport, of the same kind as the group's.
 
         Args:
             group: Group created by `dist.init_process_group` or `dist.new_group`; None for the default group.
-            timeout: Default for every operation: seconds or a `timedelta`.
+            timeout: Default timeout of every operation: seconds or a `timedelta`.
             check: See `init`.
             chunk_bytes: See `init`.
 
@@ -232,7 +232,7 @@ class Communicator(Place):
         """Return a communicator over one dimension of a torch `DeviceMesh`; see `from_group`.
 
         Args:
-            mesh: As created by `torch.distributed.init_device_mesh`.
+            mesh: A mesh from `torch.distributed.init_device_mesh`.
             dim: Name or number of the dimension; may be None if there is only one.
             options: Arguments of `from_group`.
         """
@@ -249,7 +249,7 @@ class Communicator(Place):
 
         Args:
             comm: An mpi4py intracommunicator, such as `MPI.COMM_WORLD`.
-            timeout: Default for every operation: seconds or a `timedelta`.
+            timeout: Default timeout of every operation: seconds or a `timedelta`.
             check: See `init`.
             chunk_bytes: See `init`.
 
@@ -284,7 +284,7 @@ class Communicator(Place):
         return self._admission is not None
 
     def exception(self) -> CommError | None:
-        """Return the first cause of failure, without raising it; None while calls can be made."""
+        """Return the error that further calls would raise; None while calls can be made."""
         return self._engine.failures.error()
 
     @property
@@ -345,12 +345,12 @@ class Communicator(Place):
             algorithm: "auto" for the algorithm with the lowest predicted time (see `plan`); a name from
                 `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...); "native" if
                 the backend has a native collective; or None: the native collective if there is one, and otherwise the
-                algorithm with the lowest predicted cost. "fewest_bytes": native if possible, and otherwise the
-                algorithm that sends the fewest bytes.
+                algorithm that is cheapest at the backend's nominal latency and bandwidth. "fewest_bytes": native if
+                possible, and otherwise the algorithm that sends the fewest bytes.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
-        Returns: None when the collective is done; with `async_op`, the `Work` in flight.
+        Returns: With `async_op`, the `Work` in flight; otherwise None, once the collective is done.
 
         Raises:
             MismatchError: Ranks disagree on collective, `op`, dtype, n, algorithm or scale; no data moved.
@@ -393,7 +393,7 @@ class Communicator(Place):
 
         Args:
             tensor, op: See `all_reduce`.
-            dst: The rank that gets the result; 0 by default. It may precede `op`, as in torch:
+            dst: The rank that gets the result; 0 by default. As in torch, `dst` may also come before `op`:
                 `reduce(tensor, 1, "max")`.
             algorithm, async_op, timeout: See `all_reduce`.
 
@@ -438,11 +438,11 @@ class Communicator(Place):
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
-        Collective. Inputs may differ in length, as long as all ranks' lists have the same lengths. The inputs remain
-        unchanged.
+        Collective. The list's entries may differ in length, but entry r must have the same length on every rank. The
+        inputs remain unchanged.
 
         Args:
-            output: Any shape and strides, with as many elements as every rank's input for this rank.
+            output: On rank r, any shape and strides, with as many elements as `input_list[r]`.
             input_list: One tensor per rank, of the same dtype.
             op: See `all_reduce`.
             algorithm, async_op, timeout: See `all_reduce`.
@@ -483,9 +483,9 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Write this rank's part of the sum (or `op`) of every rank's `input` to `output`.
+        """Sum all ranks' inputs (or combine them with `op`), and write part r of the result to `output` on rank r.
 
-        Otherwise, the same as `reduce_scatter`.
+        Works like `reduce_scatter`, except that each rank's inputs are parts of one tensor.
 
         Args:
             output: Any shape and strides, with the same number of elements on every rank.
@@ -530,13 +530,13 @@ class Communicator(Place):
         return self._engine.run(_BARRIER, None, None, None, None, algorithm, timeout, async_op)
 
     def agree(self, value: Any, name: str) -> None:
-        """Check, in the next collective, that all ranks have the same value here.
+        """Register a value that must be equal on all ranks; the next collective checks that it is.
 
-        All ranks call this in the same order. The method itself sends nothing: this thread's next collective on this
-        communicator, or on another communicator of the same ranks, compares a digest of the value as it is now.
-        `flush_agreements`, `barrier` and `close` compare all pending values. Values are equal if they have the same
-        types, shapes, dtypes and bits; dicts and sets may be in any order, and tensors on any device. With
-        `check="off"`, only `flush_agreements` and `close` compare the values.
+        All ranks call this in the same order. This method itself sends nothing, but records the value as it is now.
+        This thread's next collective on this communicator, or on another communicator of the same ranks, compares a
+        digest of the recorded value. `flush_agreements`, `barrier` and `close` compare all pending values. Values are
+        equal if they have the same types, shapes, dtypes and bits; dicts and sets may be in any order, and tensors on
+        any device. With `check="off"`, only `flush_agreements` and `close` compare the values.
 
         Args:
             value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
@@ -544,11 +544,11 @@ class Communicator(Place):
 
         Raises:
             TypeError: The value contains a type that cannot be compared.
-            MismatchError: Raised on every rank by the collective that compares; the error names the first differing
-                element and the ranks with each value, or a rank that has not called `agree`. `close` raises it on one
-                rank only.
+            MismatchError: Ranks have different values, or a rank has not called `agree`. The collective that compares
+                the values raises this error on every rank; `close` may raise it on one rank only. The error names the
+                first differing element and which ranks have which value, or the rank that has not called `agree`.
 
-        Cost: a hash of the value and about 10 us now, and about 0.1 ms in the next collective.
+        Cost: in this call, about 10 us plus the time to hash the value; in the next collective, about 0.1 ms.
 
         Example:
             >>> def program(comm):
@@ -566,13 +566,13 @@ class Communicator(Place):
             self._engine.agreements.add(value, name)
 
     def flush_agreements(self, timeout: Timeout | None = None) -> None:
-        """Compare the values passed to `agree` now. Collective. The communicator remains usable if they differ.
+        """Compare the values passed to `agree` right away. Collective. If they differ, the communicator remains usable.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
         Raises:
-            MismatchError: The values differ, as for `agree`; raised on every rank.
+            MismatchError: Values differ; see `agree`. Raised on every rank.
 
         Cost: a barrier, and a round trip to the control plane.
 
@@ -588,9 +588,9 @@ class Communicator(Place):
     def monitored_barrier(self, timeout: Timeout | None = None) -> None:
         """Run a barrier over the control plane; on timeout, name every missing rank and what it is doing.
 
-        Collective. It sends nothing over the backend, so you can use it if you suspect the backend. `barrier` also
-        names missing ranks, but perhaps not all of them; this method finds all, at the cost of a round trip to the
-        control plane.
+        Collective. This barrier sends nothing over the backend, so you can use it even when you suspect a fault in the
+        backend. `barrier` also names missing ranks, but perhaps not all of them; this method finds all, at the cost of
+        a round trip to the control plane.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
@@ -763,7 +763,7 @@ class Communicator(Place):
     ) -> Work | None:
         """On every rank, receive the tensor of each rank r into `tensor_list[r]`.
 
-        Collective. Tensors may differ in length between ranks, as long as all ranks' lists have the same lengths.
+        Collective. The ranks' tensors may differ in length, but every rank must know all lengths.
 
         Args:
             tensor_list: One tensor per rank, of any shape and strides; entry r has as many elements as rank r's tensor.
@@ -801,7 +801,7 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise, the same as `all_gather`.
+        """Like `all_gather`, but receive the tensors of all ranks into one tensor, rank 0's first.
 
         Args:
             output: Any shape and strides, with p times as many elements as `input` for p ranks, of the same dtype.
@@ -900,13 +900,14 @@ class Communicator(Place):
     ) -> Work | None:
         """Exchange rows of one tensor: each rank sends some rows of `input` to every rank.
 
-        Otherwise, the same as `all_to_all`.
+        Works like `all_to_all`, except that the parts are rows of one tensor.
 
         Args:
             output: Any shape with at least one dimension; the rows of rank 0 come first.
             input: Tensor of the same dtype; its first rows are sent to rank 0.
-            output_split_sizes: Rows of `output` from each rank; equal parts if None.
-            input_split_sizes: Rows of `input` for each rank; equal parts if None.
+            output_split_sizes: Number of rows of `output` to receive from each rank; if None, the same number from
+                each.
+            input_split_sizes: Number of rows of `input` to send to each rank; if None, the same number to each.
             algorithm, async_op, timeout: See `all_reduce`.
 
         Returns: See `all_reduce`.
@@ -946,8 +947,9 @@ class Communicator(Place):
 
         Args:
             tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
-            algorithm: An all_gather algorithm; as for `all_reduce`.
-            async_op: Return a work immediately; its `result()` returns the tensors. The work owns `tensor` until then.
+            algorithm: Name of an all_gather algorithm; see `all_reduce`.
+            async_op: Return a `ResultWork` immediately; its `result()` waits for the tensors, and returns them.
+                `tensor` belongs to the `ResultWork` until `result` has returned.
             timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's timeout if None.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
@@ -989,13 +991,13 @@ class Communicator(Place):
         Args:
             tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
             dst: The rank that receives.
-            algorithm: A gather algorithm; as for `all_reduce`.
+            algorithm: Name of a gather algorithm; see `all_reduce`.
             async_op, timeout: See `all_gather_v`.
 
         Returns: On rank `dst`, new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
-            MismatchError, ValueError: As for `all_gather_v`; also raised if ranks differ in `dst`.
+            MismatchError, ValueError: See `all_gather_v`. `MismatchError` also if ranks differ in `dst`.
 
         Example:
             >>> def program(comm):
@@ -1034,7 +1036,7 @@ class Communicator(Place):
             tensors: On rank `src`, one tensor per rank, of at most 16 dimensions, equal in all but the first dimension;
                 None on the other ranks.
             src: The rank that sends.
-            algorithm: A scatter algorithm; as for `all_reduce`.
+            algorithm: Name of a scatter algorithm; see `all_reduce`.
             async_op, timeout: See `all_gather_v`.
 
         Returns: A new contiguous tensor, on the communicator's device; with `async_op`, the `ResultWork` in flight.
@@ -1067,14 +1069,14 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
-        """Return the tensor from each rank, in rank order: `tensors[r]` of rank s becomes entry s on rank r.
+        """Send `tensors[r]` to each rank r, and return the tensors received from all ranks, in rank order.
 
         Collective. Cost: that of `all_to_all`, plus an all_to_all of 18 numbers per rank.
 
         Args:
             tensors: One tensor per rank, of at most 16 dimensions; the size of the first dimension may differ between
                 tensors.
-            algorithm: An all_to_all algorithm; as for `all_reduce`.
+            algorithm: Name of an all_to_all algorithm; see `all_reduce`.
             async_op, timeout: See `all_gather_v`.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
@@ -1102,8 +1104,8 @@ class Communicator(Place):
         Args:
             obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
             src: The rank that sends.
-            trusted: Whether to send anything that cloudpickle supports, which lets peers run code on this rank. Must be
-                the same on all ranks.
+            trusted: Whether to allow every type that cloudpickle supports, which lets peers run code on this rank. Must
+                be the same on all ranks.
             timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
                 timeout if None.
 
@@ -1130,7 +1132,7 @@ class Communicator(Place):
         """Return every rank's value, in rank order, on every rank. Collective.
 
         Args:
-            obj: This rank's value, as for `broadcast_object`.
+            obj: This rank's value, of a type that `broadcast_object` accepts.
             trusted, timeout: See `broadcast_object`.
 
         Raises:
@@ -1156,12 +1158,13 @@ class Communicator(Place):
         """Return every rank's value, in rank order, on rank `dst`; None on the other ranks. Collective.
 
         Args:
-            obj: This rank's value, as for `broadcast_object`.
+            obj: This rank's value, of a type that `broadcast_object` accepts.
             dst: The rank that receives.
             trusted, timeout: See `broadcast_object`.
 
         Raises:
-            TypeError, ValueError: As for `broadcast_object`, on rank `dst` and on the rank that sent the value.
+            TypeError, ValueError: See `broadcast_object`. Raised on rank `dst`; a `TypeError` also on a rank whose
+                value cannot be sent.
 
         Example:
             >>> un.launch(lambda comm: comm.gather_object({"rank": comm.rank}, dst=1), nprocs=2, backend="thread")
@@ -1233,7 +1236,7 @@ class Communicator(Place):
         self._messages.post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
     def recv(self, tensor: Buffer, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
-        """Receive a tensor in place, and return the rank that sent it. Otherwise, the same as `send`.
+        """Receive a tensor in place, and return the rank that sent it.
 
         Args:
             tensor: See `send`.
@@ -1244,6 +1247,7 @@ class Communicator(Place):
         Returns: The sender's rank.
 
         Raises:
+            CommTimeoutError, MismatchError: See `send`.
             ValueError: `src` is None, and the backend (nccl, for example) cannot report which ranks have sent.
 
         Example:
@@ -1285,7 +1289,7 @@ class Communicator(Place):
         """Start a receive. The tensor holds the message once the work's `wait` has returned.
 
         If `src` is None, the message may come from any rank; the work's `source_rank` then returns the sender. Receives
-        without `src` are matched in call order, and only with messages from ranks for which no other receive is posted.
+        without `src` are matched in call order, and only with messages that no receive with `src` matches.
 
         Args:
             tensor, src, tag: See `recv`.
@@ -1309,9 +1313,9 @@ class Communicator(Place):
 
         Args:
             send_tensor, dst, sendtag: See `send`.
-            recv_tensor, src, recvtag: As for `recv`, but `recv_tensor` must not share memory with `send_tensor`, and
-                `src` must not be None.
-            timeout: As for `send`, for both messages.
+            recv_tensor, src, recvtag: See `recv`; but `recv_tensor` must not share memory with `send_tensor`, and `src`
+                must not be None.
+            timeout: Limit for both messages together; see `send`.
 
         Example:
             >>> def program(comm):
@@ -1338,8 +1342,7 @@ class Communicator(Place):
         Args:
             messages: `un.Send` and `un.Recv`, each with a tensor, a peer and a tag.
 
-        Returns: A list with one work for all messages, as torch's function of the same name returns on nccl; empty if
-        there are no messages.
+        Returns: A list with a single `Work` for all messages, as in torch on nccl; empty if there are no messages.
 
         Raises:
             TypeError: An element is neither a `Send` nor a `Recv`.
@@ -1364,7 +1367,7 @@ class Communicator(Place):
         return [self._messages.post("batch_isend_irecv", messages)] if messages else []
 
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
-        """Wait for a message that no posted receive matches, and return the rank that sent it.
+        """Wait for a message other than those that posted receives will get, and return the rank that sent it.
 
         The message is not received: the next receive from that rank with this tag gets it.
 
@@ -1400,7 +1403,7 @@ class Communicator(Place):
         return work.source_rank()
 
     def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
-        """Return the sender of a message that has already arrived, or None. Otherwise, the same as `probe`.
+        """Return the sender of a message that has already arrived, or None. Like `probe`, but does not wait.
 
         Args:
             src, tag: See `probe`.
@@ -1415,8 +1418,8 @@ class Communicator(Place):
     def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
         """Return a mailbox, and the metadata that each rank passed. Collective.
 
-        Use it in libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not the
-        mailboxes, which only call `mark_lost` for that rank.
+        Mailboxes are for libraries that serve requests from other ranks. A rank that dies breaks this communicator, but
+        not its mailboxes: they only mark that rank as lost.
 
         Args:
             metadata: A value that `unisono.serialization` supports, sent to all ranks.
@@ -1450,7 +1453,7 @@ class Communicator(Place):
         None. Subgroups can be used concurrently with each other and with their parent.
 
         Args:
-            color: Number of the group to join; None joins none.
+            color: Any int; ranks with equal colors form a group. With None, this rank joins no group.
             key: Position among the ranks of the same color.
 
         Returns:
@@ -1507,7 +1510,7 @@ class Communicator(Place):
         Collective over this communicator: every rank calls it, with the same list.
 
         Args:
-            ranks: Different ranks of this communicator, at least one.
+            ranks: Distinct ranks of this communicator, at least one.
 
         Raises:
             MismatchError: Ranks passed different lists.
@@ -1537,8 +1540,8 @@ class Communicator(Place):
         """Return a second communicator over the same ranks, for another thread or library. Collective.
 
         Args:
-            check, deterministic: As for `init`; None copies this communicator's setting. check="off" suits a library
-                whose ranks have already agreed on the calls that follow.
+            check, deterministic: See `init`; None copies this communicator's setting. A library whose ranks have
+                already agreed on the calls that follow can pass "off" for `check`.
 
         Example:
             >>> def program(comm):
@@ -1553,7 +1556,7 @@ class Communicator(Place):
         return duplicate
 
     def _plain(self) -> Transport:
-        """Return the transport without the wrapper that `Communicator` adds for checks: subgroups add their own."""
+        """Return the transport without its `Checked` wrapper, because each new communicator adds its own wrapper."""
         transport = self._engine.transport
         return transport.inner if isinstance(transport, Checked) else transport
 
@@ -1563,14 +1566,14 @@ class Communicator(Place):
 
         Collective over the live ranks: each rank calls this after a failed call, or all ranks call it at the same point
         of the program to admit newcomers. The method does not wait for ranks that have left or that die meanwhile. This
-        communicator is unusable afterwards; its subgroups are unaffected. The new communicator takes over everything
-        that the old one would have closed.
+        communicator is unusable afterwards; its subgroups are unaffected. The new communicator takes over these
+        subgroups, and the actions registered with `before_close` and `after_close`.
 
         Args:
             grow: Number of newcomers (calling `unisono.join`) to wait for and admit; they get the highest ranks.
-            size: Instead of `grow`: number of ranks in the new communicator. Waits for enough newcomers to reach this
-                number, replacing any that are lost meanwhile. Ranks that pass neither `grow` nor `size` accept the
-                other ranks' `size`.
+            size: Instead of `grow`: number of ranks in the new communicator. `rebuild` then waits until enough
+                newcomers have joined to reach this number, even if ranks are lost meanwhile. Ranks that pass neither
+                `grow` nor `size` accept the other ranks' `size`.
             timeout: Time within which the other ranks must join; the communicator's timeout if None. A live rank that
                 has not joined by then (a stopped process, say) is excluded permanently, and its call raises
                 `AbortedError`.
@@ -1579,7 +1582,7 @@ class Communicator(Place):
             AbortedError: The other ranks continued without this rank.
             CommTimeoutError: Newcomers did not join in time.
             MismatchError: Ranks passed different arguments.
-            CommError: More ranks remain than `size`.
+            CommError: More than `size` ranks remain.
 
         If `is_replacement` is true, the method joins the other ranks and ignores every argument but the timeout.
 
@@ -1706,8 +1709,8 @@ class Communicator(Place):
         Args:
             collective: "all_reduce", "broadcast", ...; the root is rank 0.
             nbytes: Size in bytes of one rank's input or output, whichever is larger.
-            dtype, op: As in the call; floating-point reductions allow fewer algorithms.
-            algorithm: Algorithm to predict the time of, instead of the one that "auto" chooses.
+            dtype, op: Dtype and operation of the call; fewer algorithms can serve floating-point reductions.
+            algorithm: Algorithm to evaluate instead of the one that "auto" chooses.
 
         Raises:
             ValueError: No such collective or algorithm, or the algorithm cannot serve the call.
@@ -1729,23 +1732,24 @@ class Communicator(Place):
     def metrics(self) -> dict[str, Any]:
         """Return statistics on recent collectives, and the rank, if any, that slows down the other ranks. Collective.
 
-        Call it in a training loop, every 100 steps or so. A report covers the collectives since the previous report,
-        but at least the last 100 and at most the last 2,048. For a reliable result, a report should cover at least 20
-        training steps. A rank is named if it lags behind the other ranks by 2 % of the time (8 % with two ranks), more
-        steadily than chance would explain. Rank 0 logs a warning on the logger `unisono` when the named rank, or what
-        it is doing, changes. While a rank is named, ranks sample their stacks 200 times a second, and later calls of
-        this method report what the slow rank is doing. All times are host times, so a kernel that is waiting on a GPU
-        adds nothing.
+        Call this method in a training loop, every 100 steps or so. A report covers the collectives since the previous
+        report, but at least the last 100 and at most the last 2,048. For a reliable result, a report should cover at
+        least 20 training steps. A rank is named if its typical delay is at least 2 % of the time (8 % with two ranks),
+        and if it is late too consistently for chance to explain. Rank 0 logs a warning on the logger `unisono` when the
+        named rank, or what it is doing, changes. While a rank is named, ranks sample their stacks 200 times a second,
+        and later calls of this method report what the slow rank is doing. All times are measured on the host, so the
+        time that a kernel waits on a GPU is not included.
 
         Returns: A dict, equal on all ranks: "calls" (number of collectives that all ranks have recorded), "seconds"
         (the time that these collectives span), "outside_s" (for each rank, the part of that time spent outside this
-        communicator's calls), and "straggler": None, or a dict of "rank"; "where", the call at which it arrives late;
-        "late_s" and "share", its delay in seconds and as a fraction of the time; "doing" ("computing", "in a
-        collective" of another group, or "in the loader") and "line", both None until there are enough samples to
-        distinguish it from other ranks.
+        communicator's calls), and "straggler" (None, or a dict that describes the slow rank). The keys of that dict are
+        "rank"; "where", the call at which the rank arrives late; "late_s" and "share", its delay in seconds and as a
+        fraction of the time; "doing", which is "computing", "in a collective" (of another group) or "in the loader";
+        and "line", its line in the program. "doing" and "line" are None until there are enough samples to distinguish
+        the slow rank from the other ranks.
 
         Raises:
-            CommError: As for any collective.
+            CommError: One of the collectives failed; see `unisono.errors`.
 
         Cost: 2 short collectives with 24 bytes per recorded call; recording adds 50 ns to every call.
 
@@ -1800,20 +1804,20 @@ class Communicator(Place):
 
     # -- stopping at the same step -----------------------------------------------------------------
     def stop_requested(self) -> bool:
-        """Return whether all ranks stop here. Every rank calls this once per step, at the same place in its loop.
+        """Return whether all ranks stop at this step. Every rank calls this once in each step, at the same place.
 
-        Each call is a step boundary. After any rank has requested a stop, the method returns True on all ranks,
-        starting at the first boundary that no rank has passed yet. Until a stop is requested, the method sends nothing
-        and never waits. `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals,
-        deadlines and files request a stop.
+        Each call of this method is a boundary between two steps. After any rank has requested a stop, the method
+        returns True on all ranks, starting at the first boundary that no rank has passed yet. Until a stop is
+        requested, the method sends nothing and never waits. `un.stop.batches` calls this method for each batch of a
+        loader; `un.stop.enable` lets signals, deadlines and files request a stop.
 
         Raises:
             ClosedError: The communicator is closed.
             CommTimeoutError: After a request, a rank did not report its step in time. Raised on every rank; the error
                 names the silent rank.
-            CommError: After a request, the communicator has failed.
+            CommError: A stop was requested, and the communicator has failed.
 
-        Cost: 0.2 us, and, once after a request, one exchange over the control plane.
+        Cost: 0.2 us per call. After a request, one call also makes an exchange over the control plane.
 
         Source: the preemption sync point of JAX's coordination service.
 
@@ -1890,10 +1894,10 @@ class Communicator(Place):
         """Release all resources, including those of sub-communicators. Every rank calls this at the end. Idempotent.
 
         The method first waits for background saves, then up to a second for the other ranks, so that nothing in flight
-        is cut off. Both waits end immediately if the communicator is broken. If a save has failed, its error is raised
-        at the end. On nccl, `close` also raises a mismatch between the last calls, which are compared while they run. A
-        communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
-        works.
+        is cut off. If the communicator is broken, the wait for saves and the wait for ranks both end immediately. If a
+        save has failed, its error is raised at the end. On nccl, calls are compared while they run, so `close` also
+        raises `MismatchError` if the ranks' last calls differ. A communicator is closed in the background once nothing
+        refers to it, to its sub-communicators, or to a `Work` that it has in flight.
 
         Example:
             >>> comm = un.init()
@@ -1942,7 +1946,7 @@ class Communicator(Place):
         self._engine.ending.closers.append(action)
 
     def _finish(self) -> None:
-        """Wait for background users to finish while the communicator still works."""
+        """Let background work on this communicator and its subgroups finish, while calls can still be made."""
         if self._successor is not None:
             self._successor._finish()
         while self._before_close:
@@ -1958,7 +1962,7 @@ class Communicator(Place):
         self._engine.ending.finish()
 
     def _fail(self, error: BaseException) -> None:
-        """Report an error of this rank to the ranks that wait for this rank, also in sub-communicators."""
+        """Report this rank's error to the ranks that may be waiting for this rank, here or in sub-communicators."""
         if self._successor is not None:
             self._successor._fail(error)
             return
@@ -2008,11 +2012,11 @@ class Communicator(Place):
 
 
 def join_part(comm: Communicator, part: Group, check: Check, options: Options) -> Communicator:
-    """Return a communicator of some of another communicator's ranks. Only those ranks call this, with a new group name.
+    """Return a communicator for some of another communicator's ranks. Only these ranks call it, with a new group name.
 
     Args:
         comm: The communicator of all ranks.
-        part: A child of `comm`'s group.
+        part: Group of these ranks, created with `Group.child` from the group of `comm`.
         check: See `init`.
         options: Options of the new communicator's transport.
 
@@ -2040,7 +2044,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
 
 
 def engine_of(comm: Communicator) -> Engine:
-    """Return a communicator's engine, for modules that make calls themselves or need its group.
+    """Return a communicator's engine, for modules that use the engine or its group directly.
 
     Example:
         >>> comm = un.init()
@@ -2062,7 +2066,7 @@ def boundaries_of(comm: Communicator) -> StepBoundaries:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Replace the transport and control plane of a communicator, and of those made from it later.
+    """Replace a communicator's transport and control plane, also for communicators that are made from it later.
 
     Used to install a recording wrapper, and to restore the originals when recording ends.
     """

@@ -34,12 +34,12 @@ _SHORT.maxstring = _SHORT.maxother = 200
 class Agreements:
     """Values passed to `agree`, which the next collective will compare, and other comparisons of ranks' values.
 
-    Communicators over the same ranks share the values, so a collective on any of these communicators compares them. It
-    compares only those that its own thread passed to `agree`, because ranks may run the collectives of several threads
+    Communicators over the same ranks share the values. A collective on any of these communicators compares the values
+    that its own thread has passed to `agree`, and no others, because ranks may run the collectives of several threads
     in different orders.
 
     Args:
-        failures: Failures of the communicator, to which mismatches are reported.
+        failures: The communicator's `Failures`, through which mismatches are raised.
         checked: Whether collectives compare the values; if False, only `flush_agreements` and `close` do.
 
     Attributes:

@@ -121,7 +121,7 @@ def odd_ranks(values: Sequence[Any]) -> str | None:
 
 
 def sides_of(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the ranks that hold each value; the keys are the values as text."""
+    """Return the ranks that hold each distinct value, keyed by the value as text."""
     sides: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         sides.setdefault(str(value), []).append(rank)

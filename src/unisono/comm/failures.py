@@ -1,4 +1,4 @@
-"""Failures of one communicator: the first cause, which later calls raise, and reports of this rank's own errors."""
+"""Failures of one communicator: its group's first failure, which later calls raise, and this rank's own errors."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _PATIENCE_S = 1.0
 
 
 class Failures:
-    """The first cause of a group's failure, which breaks the communicator, and the errors that this rank raises.
+    """Breaks the communicator at its group's first failure, and determines which errors this rank raises.
 
-    A failed call reports its error to the control plane, which returns the group's first cause; that cause ends all
-    waits of this rank, and every later call raises it. The control plane calls `fail` for causes that other ranks
-    report.
+    A failed call reports its error to the control plane, which returns the group's first failure. This rank then aborts
+    all its waits, and every later call raises an error for that failure. The control plane calls `fail` for failures
+    that other ranks report.
 
     Args:
         transport, control: The communicator's transport and control handle.
-        activity: This rank's activity, which holds the communicator's phase.
+        activity: This rank's activity, whose `life` is the communicator's phase.
         backend: The communicator's backend.
 
     Attributes:
-        transport, control: As passed, or the ones that `Engine.wrap` has put in their place.
-        activity: As passed.
+        transport, control: The arguments, or the replacements that `Engine.wrap` has set.
+        activity: The argument.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, activity: Activity, backend: str) -> None:
@@ -68,7 +68,7 @@ class Failures:
             raise error
 
     def check_open(self, operation: str) -> None:
-        """Raise if the communicator is closed. A broken communicator passes."""
+        """Raise if the communicator is closed, but not if it is only broken."""
         if self._life.closed:
             self.check(operation)
 
@@ -92,7 +92,7 @@ class Failures:
     def fail(self, cause: Cause) -> None:
         """Break the group, and end every wait in it.
 
-        This has no effect on a broken group, or on a closed group with no call in flight.
+        `fail` has no effect on a broken group, or on a closed group with no call in flight.
 
         Callable from any thread: the control plane's thread calls it for a cause reported elsewhere, a caller's thread
         for its own error or `abort`, and the helper thread for an error in an asynchronous collective.
@@ -114,12 +114,12 @@ class Failures:
 
     # -- this rank's errors --------------------------------------------------------------------
     def report(self, error: BaseException, operation: str | None, call: int | None = None) -> BaseException:
-        """Break the group for this error, and return the error to raise: the group's first cause.
+        """Break the group because of an error; return the error to raise: this one, or the group's first error.
 
         Args:
             error: Error raised by the operation, or by the program itself.
             operation: Name of the operation; None for the program.
-            call: Number of the operation; the next one if None.
+            call: Number of the call; the next number if None.
         """
         self._raised = True
         return self._report(error, operation, call)
@@ -155,7 +155,7 @@ class Failures:
         return self.with_context(error if first == own else _first_error(error, first, self._group), operation, call)
 
     def _first_cause(self, own: Cause, error: BaseException) -> Cause:
-        """Report this rank's cause, and return the group's first one."""
+        """Report `own` unless the group has already failed; break the communicator; return the first failure."""
         anonymous = isinstance(error, PeerLostError) and error.peer is None
         known = self.control.first_cause(self._group, _PATIENCE_S if anonymous else 0.0)
         first = known or self.control.report_failure(self._group, own)
@@ -176,7 +176,7 @@ def weak_method(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
-    """Return the error for the group's first cause, on a rank whose own error is a consequence of it."""
+    """Return the error to raise for the group's first failure, of which this rank's own error is a consequence."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
         # Use the hang report of the first error: by the time of a later report, ranks may have continued.
         if "\n" in first.message:

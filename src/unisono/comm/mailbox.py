@@ -44,7 +44,7 @@ class IncomingStream:
         return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
 
     def arrived(self) -> Envelope | None:
-        """Handle the arrival of the posted receives. Return the message if it is complete.
+        """Process the data of the completed receives. Return the message if it is complete.
 
         Raises:
             ValueError: The message is invalid, or there is not enough memory for it.
@@ -69,9 +69,9 @@ class IncomingStream:
 class PointToPointMailbox(Mailbox):
     """Mailbox that uses one stream of tag-0 messages per ordered pair of ranks.
 
-    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. Of the transport, the mailbox
-    uses only `post` and the futures of the works that `post` returns, so wrappers of the transport also see these
-    messages. Cost per message: the transport's messages and two thread switches.
+    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. The mailbox communicates only
+    through the transport's `post`, so wrappers of the transport also see these messages. Cost per message: the
+    transport's messages and two thread switches.
 
     Args:
         transport: Transport of a separate group, for this mailbox only. The mailbox closes it.

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a communicator: checks, works, and receives from any source."""
+"""Point-to-point messages of a communicator: argument checks, `Work` handles, and receives from any source."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _NAMED = 8
 class AnySource:
     """Queue of one communicator's any-source receives, which probes the transport for ranks that have sent.
 
-    Receives with the same tag are served in call order. If several ranks have sent, the next rank after this tag's last
-    match is chosen, so that no rank starves the others.
+    Receives with the same tag are served in call order. If several ranks have sent, they are served round-robin,
+    beginning after the rank that last matched this tag, so that no rank starves the others.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,12 +48,13 @@ class AnySource:
         self._found: dict[int, int] = {}
 
     def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
-        """Return a work that calls `begin` with the sender of the first unmatched message, and wraps the returned work.
+        """Queue a receive, and return its `Work`. Once a message has arrived, `begin` receives it from its sender.
 
         Args:
             tag: Tag of the message.
             src: The sender's rank; any rank if None.
-            begin: Function that starts the receive; called while the queue is locked.
+            begin: Function that starts the receive from a given sender, and returns its `Work`; called while the queue
+                is locked.
         """
         peers = [src] if src is not None else list(range(self._engine.group.size))
         work = Matching(self, tag, peers, begin, self._engine.options.timeout_s)
@@ -62,7 +63,7 @@ class AnySource:
         return work
 
     def leave(self, work: Matching) -> bool:
-        """Remove a work from the queue; return whether it was there."""
+        """Remove a receive from the queue; return whether it was still there."""
         with self._lock:
             queue = self._queues.get(work.tag, deque())
             found = work in queue
@@ -178,7 +179,7 @@ class Matching(Work):
 
 
 class PointToPointWork(Work):
-    """A transport's work that also names the call in its errors, and runs actions when it ends."""
+    """Wraps a transport's `Work`: names the call in its errors, and runs actions when it ends."""
 
     def __init__(
         self,
@@ -372,7 +373,7 @@ class Messages:
             raise ValueError(f"this backend has no tags: messages match in order. Use tag=0, not {tag}")
 
     def probe(self, operation: str, src: int | None, tag: int) -> PointToPointWork:
-        """Return a work that completes when a message has arrived, from any rank if `src` is None.
+        """Return a `Work` that completes when a message has arrived, from any rank if `src` is None.
 
         Args:
             operation: Name of the method, for error messages.

@@ -14,7 +14,7 @@ __all__ = ["Place"]
 
 
 class Place:
-    """Base of `Communicator`, in a separate file, because Dynamo traces this file into its callers' graphs."""
+    """Base class of `Communicator`, in its own file, because Dynamo may trace this file but not `communicator.py`."""
 
     _engine: Engine
     _options: Options

@@ -70,8 +70,8 @@ class ShapeExchange:
         The output will be on the device of this rank's tensors, or on `device` if this rank has none. Headers are in
         CPU memory if the transport supports CPU tensors.
 
-        If a sending root rejects its tensors, its headers say so, because the other ranks are waiting for these
-        headers.
+        A sending root that rejects its tensors does not raise here. Its headers report the rejection instead, because
+        the other ranks are waiting for them.
         """
         what = self._what
         given = tuple[torch.Tensor, ...]()

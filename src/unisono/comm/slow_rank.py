@@ -76,8 +76,8 @@ class SlowRank:
 
     A rank that is late to a collective has spent more time outside calls than the other ranks, which have been waiting
     inside the call. So it suffices to record how long each rank was outside calls before each of its latest calls: no
-    clocks are compared, and it does not matter whether calls block. The sums over 20 blocks of these calls go to
-    `find_straggler`.
+    clocks are compared, and it does not matter whether calls block. `find_straggler` gets each rank's total time
+    outside calls in each of 20 blocks of calls.
 
     While a rank is named, each rank samples the stack of its calling thread 200 times a second. The activity that is
     more frequent on the named rank than on the other ranks is reported as the cause.
@@ -159,7 +159,7 @@ class _StackSamples:
         self._over.set()
 
     def since(self, call: int) -> list[tuple[str, str, int]]:
-        """Return how often each activity and line has been sampled since a call."""
+        """Return how often each activity and line has been sampled since the call with number `call`."""
         counts = Counter((doing, line) for calls, doing, line in self._samples.copy() if calls >= call)
         return [(doing, line, count) for (doing, line), count in counts.items()]
 

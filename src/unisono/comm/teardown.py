@@ -23,12 +23,12 @@ _AT_EXIT_S = 5.0
 
 
 class Teardown:
-    """All resources that a communicator releases. It does not reference the communicator, and so can outlive it.
+    """All resources that a communicator releases, without a reference to the communicator, which they may outlive.
 
     A top-level communicator without references is closed in the background, as if by `close`. A subgroup without
-    references is kept for now, because its messages may still be in flight, and other ranks may still use it. It is
-    released once all its ranks have dropped it, or with its parent at the latest. Ranks report the subgroups that they
-    have dropped when they create the next one.
+    references is kept for now, because its messages may still be in flight, and other ranks may still use it. The
+    subgroup is released once all its ranks have dropped it, or with its parent at the latest. Whenever the parent is
+    split again, each rank reports the subgroups that it has dropped.
 
     Args:
         transport: Transport to close.
@@ -61,7 +61,7 @@ class Teardown:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
-        """Release everything: `drain`, `leave` and `finish`."""
+        """Release everything, by calling `drain`, `leave` and `finish`."""
         self.drain()
         self.leave(patience)
         self.finish()
@@ -87,7 +87,7 @@ class Teardown:
         self._transport.close()
 
     def finish(self) -> None:
-        """Close the open subgroups after `leave`, and call the registered closers."""
+        """Close the subgroups that are still open, and call `closers`. Called after `leave`."""
         if os.getpid() != self._process:
             return
         for part in self.left():

@@ -51,12 +51,12 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
     chrome://tracing open; `unisono trace summary` reads it. If a rank's program raises, that rank writes only its own
     part, such as `run.rank3.json` next to `run.json`; `unisono trace merge` merges these files.
 
-    Calls from other threads are not recorded. Recorded calls take the general path, as calls that name an algorithm do.
+    Calls from other threads are not recorded. Recorded calls bypass the fast path, like calls that name an algorithm.
 
     Args:
         path: File to write, replaced if it exists. Without `comm`, each rank needs its own file.
-        comm: The ranks that are traced together; all of them must enter the `with` block. None to trace this rank
-            alone.
+        comm: The ranks that are traced together; all of them must enter the `with` block. If None, only this rank is
+            traced.
 
     Yields:
         The list of this rank's events; each is appended when it ends.
@@ -113,10 +113,11 @@ def _write_own(
 class ClockReading:
     """This rank's clock relative to rank 0's. Collective.
 
-    In each round, all ranks gather their times. No rank can receive all times before the last rank has sent its own. So
-    each rank's time is earlier than the end of the round on any other rank. Over several rounds, this bounds the offset
-    from both sides. Clocks that may be equal within these bounds count as equal: ranks on one host read the same clock,
-    and clocks on different hosts start at different moments.
+    In each round, every rank reads its clock, and all ranks gather the readings. No rank can receive all readings
+    before the last rank has sent its own, so no rank's round ends before every rank has read its clock. Over several
+    rounds, this bounds the offset from both sides. If the bounds include zero, the offset counts as zero: ranks on one
+    host read the same clock, while clocks on different hosts start at different moments, so they are unlikely to be
+    that close.
 
     Attributes:
         at_s: Time of the reading, on this rank's clock.

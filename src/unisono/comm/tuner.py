@@ -149,7 +149,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
 
 
 def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
-    """Return the constants that fit a communicator's calls, on rank 0; None elsewhere, and for a single rank.
+    """Time calls on a communicator; return the constants fitted to them on rank 0, None on other ranks or a lone rank.
 
     The communicator's ranks share `cores` cores; 0 means that each rank is on its own host.
     """

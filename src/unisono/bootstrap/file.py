@@ -89,7 +89,7 @@ def read(path: Path) -> RendezvousFile | None:
 
 
 def _is_address(host: str, port: str) -> bool:
-    """Return whether a socket could try to connect to this address."""
+    """Return whether the port is from 1 to 65535, and the host consists of 1 to 255 printable ASCII characters."""
     number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else 0
     return 0 < number < 1 << 16 and 0 < len(host) < 256 and host.isascii() and host.isprintable()
 

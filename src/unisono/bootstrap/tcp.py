@@ -44,7 +44,8 @@ def plain_host(host: str) -> str:
     A link-local address gets a zone that is valid on this host: the given zone, or the interface from the environment.
 
     Raises:
-        ValueError: The host stands for all addresses, or is a link-local address with an unknown interface.
+        ValueError: The host is empty, a wildcard address (0.0.0.0 or ::), or a link-local address whose interface is
+            unknown.
     """
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(

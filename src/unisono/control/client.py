@@ -42,21 +42,22 @@ class SocketControl(ControlClient):
 
     The handle has two connections. The first carries requests and answers. The thread that waits for an answer reads it
     itself, because being woken by another thread would take longer than the answer itself. The second carries group
-    failures, which a daemon thread reads. That thread runs the callbacks of `join` and `on_orphan`, which must not send
-    requests on this handle.
+    failures. A daemon thread reads these and runs the callbacks passed to `join` and as `on_orphan`, which must not
+    send requests on this handle.
 
     Args:
         address: Host and port of the server. The server may start later than this client.
         secret: The server's secret.
         timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
-        on_orphan: Called if the server disappears without announcing its end.
+        on_orphan: Called if the server disappears without announcing that it shuts down.
         reach_within_s: Seconds to reach the server; `timeout` if None.
         host_rank: Rank of the job that hosts the server, named in the error if the server is lost; None if no rank
             hosts it.
-        rank: This rank in the job, reported to the other ranks if its secret differs from theirs.
+        rank: This process's rank in the job, which error messages on other ranks name if this process has a different
+            secret.
 
     Attributes:
-        server_lost: Whether the server, or the connection to it, has ended.
+        server_lost: Whether the server has shut down, or the connection to it was lost.
 
     Raises:
         CommTimeoutError: No server answers at the address.
@@ -102,8 +103,9 @@ class SocketControl(ControlClient):
     def address_for_all(self, group: Group, timeout: float) -> str:
         """Return this host's address for a group's other ranks; all ranks on this host get the same one. Collective.
 
-        If the server is on this host, this is the address at which ranks on other hosts have reached the server: a host
-        that resolves its own name often gets its loopback address, or one of a protocol that other hosts do not use.
+        If the server is on this host, this is the address at which ranks on other hosts have reached the server.
+        Resolving the host's own name would often return a loopback address, or one of an IP version that the other
+        hosts do not use.
         """
         here = host_identity()
         reports = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
@@ -233,7 +235,7 @@ class SocketControl(ControlClient):
                 other.awake.set()
 
     def lose(self) -> None:
-        """Disconnect like a killed process, without leaving, for tests."""
+        """Disconnect abruptly, as if this process had been killed; for tests."""
         self._connection.hang_up()
 
     def _stop(self) -> None:
@@ -310,7 +312,7 @@ class ClientConnection:
         return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float, kind: Kind = Kind.REQUEST) -> None:
-        """Send a request. Raises `OSError` if the server does not accept it by `deadline` (on the library's clock)."""
+        """Send a request. Raises `OSError` unless the server accepts it all by `deadline` (on the library's clock)."""
         with self._sending:
             rest = memoryview(self._channel.encode(kind, content))
             while rest:
@@ -335,12 +337,12 @@ class ClientConnection:
         return self._channel.available(self._peer, kind) if found else []
 
     def limit_silence(self, seconds: float) -> None:
-        """End the connection after this much silence from the server's host."""
+        """End the connection once the server's host has been silent for `seconds`."""
         self._host = self._peer.getpeername()[0]
         limit_silence(self._peer, seconds)
 
     def outage(self, error: BaseException | None = None) -> str:
-        """Return text on how long the server's host has been silent; empty if it answers, or there is no limit."""
+        """Return how long the server's host has been silent, as a sentence; empty if it responds or no limit is set."""
         return outage(self._peer, self._host, error) if self._host else ""
 
     def hang_up(self) -> None:

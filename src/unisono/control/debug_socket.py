@@ -1,7 +1,7 @@
 """A debugger's access to a process whose ranks are held: a Unix socket for processes of the same user.
 
-A debugger can run any code here. So the socket exists only while the ranks are held, the kernel identifies the
-connecting user, and the control plane carries only "hold" and "go".
+A debugger can run any code in the process. Therefore, the socket exists only while the ranks are held, the kernel
+identifies the user who connects, and the control plane carries no debugger's requests, only "hold" and "go".
 
 Requests and answers are frames of JSON.
 """
@@ -112,7 +112,7 @@ class _HeldRank:
         return printed.getvalue()[:_MOST_TEXT]
 
     def end(self) -> None:
-        """Break every group of the rank."""
+        """Fail every group of the rank, which ends the job."""
         for activity in self.activities.open():
             group = activity.group
             cause = Cause("AbortedError", group.rank, f"the debugger has ended the job at rank {group.rank}")
@@ -219,7 +219,7 @@ class DebugConnection:
     """A debugger's connection to one process whose ranks are held.
 
     Args:
-        pid, number: As listed by `held_processes`.
+        pid, number: The socket's process ID and number, as returned by `held_processes`.
 
     Raises:
         CommError: The socket does not exist, or belongs to another user.
@@ -269,5 +269,5 @@ class DebugConnection:
 
 
 def held_processes() -> list[tuple[int, int]]:
-    """Return the process ID and number of each socket on this host that belongs to held ranks."""
+    """Return, for each socket of held ranks on this host, its process ID, and its number within that process."""
     return names(_KIND)

@@ -1,4 +1,4 @@
-"""Groups of ranks in the control plane: their members, exchanges of values, and first causes of failures."""
+"""Groups of ranks in the control plane: their members, their exchanges of values, and their first failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _GroupState:
         return len(self.present) + len(self.left) == self.size
 
     def fail(self, cause: Cause) -> Outgoing:
-        """Store the first cause, notify every member, and fail every exchange with this cause."""
+        """Unless the group has already failed, store the cause, notify every member, and fail all current exchanges."""
         if self.cause is not None:
             return []
         self.cause = cause
@@ -88,7 +88,7 @@ class Groups:
         members: Sequence[int] = (),
         answer: str | None = None,
     ) -> Outgoing:
-        """Add a rank to a group. Idempotent per client. A conflicting join fails the group if it is still forming."""
+        """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
         group = self._groups.setdefault(name, _GroupState(name, size))
         group.members = group.members or tuple(members)
         contradiction = self._contradiction(group, client, rank, size)
@@ -133,7 +133,8 @@ class Groups:
     def vacate(self, client: int, name: str) -> bool:
         """Let another process replace a lost process; return False if it is too late for that.
 
-        This is possible until the members have exchanged something; before that, they don't know about each other.
+        A process can be replaced until the members have exchanged something; before that, they don't know about each
+        other.
         """
         group = self._groups.get(name)
         rank = self._ranks.get(client, {}).get(name)
@@ -218,7 +219,7 @@ class Groups:
         return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
 
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
-        """Fail the group, and return its first cause: `cause`, unless the group had already failed."""
+        """Fail the group, and return its first failure: `cause`, unless the group had already failed."""
         group = self._groups.get(name)
         out = [] if group is None else self._fail(group, cause)
         return (group and group.cause) or cause, out
@@ -231,12 +232,15 @@ class Groups:
         return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
 
     def cause(self, name: str) -> Cause | None:
-        """Return the first cause of failure, if there is one."""
+        """Return the group's first failure; None if it has not failed."""
         group = self._groups.get(name)
         return group.cause if group is not None else None
 
     def complete(self, name: str) -> bool:
-        """Return whether every rank has joined at some point. An unknown group has ended, so it was complete."""
+        """Return whether every rank has joined at some point.
+
+        True for an unknown group, because a group is forgotten only once all its ranks have joined and left.
+        """
         group = self._groups.get(name)
         return group is None or group.complete
 

@@ -49,7 +49,7 @@ class LocalHub:
         return control
 
     def make(self, client: int) -> LocalControl:
-        """Return a new handle for this hub, with its number."""
+        """Return a new handle for this hub, which sends requests as client number `client`."""
         return LocalControl(self, client)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
@@ -124,7 +124,7 @@ class LocalControl(ControlClient):
             self._hub.forget(self._client)
 
     def lose(self) -> None:
-        """Disconnect like a killed process, without leaving; for tests, and for ranks that were aborted."""
+        """Disconnect abruptly, as if the process had been killed; for tests, and for ranks that were aborted."""
         if self._ended is None:
             self._end(CLOSED, fails_groups=False)
             self._hub.lost(self._client)

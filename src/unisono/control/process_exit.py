@@ -41,7 +41,7 @@ class ExitHandler(Protocol):
     """A resource to close before the process ends."""
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close; if an error ends the process, report it to the other ranks."""
+        """Close this resource; if an error ends the process, report the error to the other ranks."""
         ...
 
 
@@ -79,7 +79,10 @@ def _take_leave() -> None:
 
 
 def end_at_once() -> None:
-    """Don't delay this process's exit after another's failure: reports tell the launcher which process failed first."""
+    """Let this process exit without delay after another process's failure.
+
+    Call this if the launcher learns from reports, not from the order of exits, which process failed first.
+    """
     _end_at_once.add(os.getpid())
 
 

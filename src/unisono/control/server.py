@@ -43,8 +43,8 @@ class ControlServer:
 
     Args:
         secret: The secret that every client must know.
-        host: An address of this host to listen on (by default, the loopback), or a name of this host, to listen on all
-            of its addresses.
+        host: An address of this host to listen on (by default, the IPv4 loopback address), or a name of this host, to
+            listen on all of its addresses.
         port: 0 selects any free port.
         on_left: Called in the server's thread with the label of a client that has left or disappeared; see
             `SocketControl.identify`.
@@ -116,7 +116,7 @@ class ControlServer:
             self._wakeup_sender.send(b"!")
 
     def stay(self) -> bool:
-        """Cancel `retire`; return False if it is too late."""
+        """Cancel a shutdown that `retire` has requested; return False if the server has already shut down."""
         with self._lock:
             self._end_at = None
             return not self._ended
@@ -280,9 +280,9 @@ class Connection:
     """Connection of an authenticated client, with a non-blocking socket.
 
     Attributes:
-        serves: Number of the client, which is the number of its first connection.
+        serves: Number of the client: the `number` of the client's first connection.
         clean_exit: Whether the client has announced that it will leave.
-        watched: Events of its socket that the selector reports.
+        watched: Socket events that the selector reports for this connection.
         waiting: Whether bytes are queued because the client has not yet read earlier bytes.
         error: The error that has ended the connection.
     """
@@ -303,12 +303,12 @@ class Connection:
         return bool(self._unsent)
 
     def limit_silence(self, seconds: float) -> None:
-        """End the connection after this much silence from the client's host."""
+        """End the connection once the client's host has been silent for `seconds`."""
         self._host = self.peer.getpeername()[0]
         limit_silence(self.peer, seconds)
 
     def outage(self) -> str:
-        """Return text on how long the client's host has been silent; empty if it answers, or there is no limit."""
+        """Return how long the client's host has been silent, as a sentence; empty if it responds or no limit is set."""
         return outage(self.peer, self._host, self.error) if self._host else ""
 
     def read(self) -> list[Frame]:

@@ -67,7 +67,7 @@ def check_platform() -> None:
 
 
 def tune(peer: socket.socket) -> None:
-    """Disable Nagle's algorithm, survive link outages, and keep a long link full.
+    """Disable Nagle's algorithm, survive link outages, and use the full bandwidth of links with a long round trip.
 
     A connection does not end just because its peer isn't reading or cannot be reached: calls have deadlines, and the
     control plane watches hosts; see `limit_silence`.
@@ -90,7 +90,7 @@ def tune(peer: socket.socket) -> None:
 
 
 def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S) -> None:
-    """End a connection once the host at the other end has been silent this long, plus up to `probe_s` seconds.
+    """End a connection once the host at the other end has been silent for `silence_s`, plus up to `probe_s` seconds.
 
     The kernels probe and answer, so a process that is computing or stopped is not silent. A peer that accepts no bytes
     because its buffers are full also counts as silent.
@@ -115,14 +115,14 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
 
 
 def outage(peer: socket.socket, host: str, error: BaseException | None = None) -> str:
-    """Return text on how long the host at the other end of a connection has been silent.
+    """Return how long the host at the other end of a connection has been silent, as a sentence.
 
     Args:
         peer: A connection watched with `limit_silence`.
         host: The host's address.
         error: The error that has ended the connection, if any.
 
-    Returns: The text; empty if the host responds, or the kernel does not report it.
+    Returns: The sentence; empty if the host responds, or the kernel does not report it.
     """
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_KEEPIDLE"):
         return ""
@@ -176,8 +176,8 @@ def port_range() -> range | None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on exactly this address, or, for a name of this host, on all of its addresses.
 
-    Different hosts may resolve a name to different addresses; a host often resolves its own name to the loopback. For
-    port 0, the socket listens on any port allowed for ranks.
+    Different hosts may resolve a name to different addresses; a host often resolves its own name to a loopback address.
+    For port 0, the socket listens on any port allowed for ranks.
 
     Raises:
         CommError: Listening on the address failed (the message gives the reason and the fix), or `port_range` raised
@@ -395,7 +395,7 @@ def _read_or_create(directory: Path) -> bytes:
 
 
 def _create(path: Path) -> None:
-    """Create the file, written completely under another name first, so that no process reads an incomplete secret."""
+    """Write the secret to a temporary file, and link it to `path`, so that no process reads an incomplete secret."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
     try:
         with os.fdopen(descriptor, "w") as file:

@@ -26,11 +26,11 @@ def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like 
     Provisional: it may change in any minor version, without a deprecation.
 
     Deadlines are suspended while ranks are held. If the ranks are threads of this process, or simulated, and standard
-    input is a terminal, the debugger's prompt appears in that terminal. Otherwise, attach as the same user from another
-    terminal on this host with `unisono debug PID`, or from Python with `attach`. If the job has several hosts, attach
-    on each host to the ranks on that host. While ranks are held, each process has a Unix socket through which processes
-    of the same user (checked by the kernel) can run code in the process. With PYTHONBREAKPOINT=0, this function does
-    nothing, like Python's `breakpoint`.
+    input is a terminal, the debugger's prompt appears in that terminal. If there is no prompt, attach as the same user
+    from another terminal on this host with `unisono debug PID`, or from Python with `attach`. If the job has several
+    hosts, attach on each host to the ranks on that host. While ranks are held, each process has a Unix socket through
+    which processes of the same user (checked by the kernel) can run code in the process. With PYTHONBREAKPOINT=0, this
+    function does nothing, like Python's `breakpoint`.
 
     Args:
         comm: A communicator of the job. If None, a communicator that this thread has created or used.

@@ -144,8 +144,8 @@ class Call(NamedTuple):
             empty.
         fingerprint: Description for comparison between ranks and for reports.
         steps: The chosen algorithm, which exchanges messages; None if the transport implements the collective itself.
-        staging: Copies between the caller's tensors and the tensors here; None if this collective is a phase of another
-            one.
+        staging: Copies between the caller's tensors and this call's tensors; None if this collective is a phase of
+            another one.
         timeout: Time limit for the whole collective in seconds.
         checked: Whether ranks compare their collectives before any of them writes to memory; False with `check="off"`.
         inference: Whether the collective was called in inference mode.

@@ -173,7 +173,7 @@ FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name
 
 
 def header_of(collective: Collective) -> Collective:
-    """Return the collective that exchanges shapes before `collective` allocates its output; both have the same name.
+    """Return the collective that exchanges shapes, under the same name, before `collective` allocates its output.
 
     Example:
         >>> header_of(COLLECTIVES["scatter_v"]).family

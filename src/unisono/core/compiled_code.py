@@ -33,10 +33,10 @@ def leave_out_of_graphs() -> None:
     """Make Dynamo break the graph at each call into this package, now or once Dynamo is imported.
 
     Code that the library calls in turn, such as the `step` of an optimizer that updates shards, isn't compiled either.
-    Otherwise, Dynamo would trace every Python frame below a compiled one, and put messages, locks, backward hooks and
-    inference mode into a graph, where they are lost, happen only once, or cannot be traced. `torch.compiler.disable` on
-    each public function would import Dynamo, which takes a second, and would add 0.6 us to each call; a rule for whole
-    files avoids both.
+    Without this, Dynamo would trace every Python frame below a compiled one into a graph. There, messages, locks,
+    backward hooks and inference mode would have no effect or run only once, or could not be traced.
+    `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and would add 0.6 us to
+    each call; a rule for whole files avoids both.
     """
     if _MODULE in sys.modules:
         _add_rules(import_module(_MODULE))

@@ -1,4 +1,4 @@
-"""One rank's handle to the control plane. Data transports report to it, but never need it on their hot path."""
+"""One rank's handle to the control plane, which transports of data never need on their hot path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NewMembership(NamedTuple):
 
     Attributes:
         name: Name of the new group.
-        members: Job-wide numbers of its ranks: the survivors in their old order, then the newcomers.
+        members: For each rank of the new group, its number in the job: survivors in their old order, then newcomers.
     """
 
     name: str
@@ -33,10 +33,10 @@ class NewMembership(NamedTuple):
 
 
 class ControlPlane(ABC):
-    """Key-value store, agreement, membership and first causes of failure. Thread-safe.
+    """Interface to the control plane: key-value store, agreement, membership and failures of groups. Thread-safe.
 
     Groups are identified by `Group.name`. A rank is in a group from `join` to `leave`. A rank whose connection ends
-    without `leave` is lost, and the loss becomes the first cause of failure of every group that the rank was in.
+    without `leave` is lost, which fails every group that the rank was in.
 
     Attributes:
         simulated: Whether ranks are threads of a simulation, which end when the simulation does.
@@ -63,7 +63,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set if the value is `expected` (or the key is absent and `expected` is empty); return the resulting value."""
+        """Set a key if its value is `expected` (or, if absent, `expected` is empty); return the value afterwards."""
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
@@ -94,9 +94,9 @@ class ControlPlane(ABC):
         `value` is anything that `unisono.serialization` supports.
 
         Raises:
-            CommTimeoutError: Some members did not call this in time. The error names them, and becomes the group's
-                first cause.
-            CommError: The group has failed (its first cause names the class of the error), or a member left.
+            CommTimeoutError: Some members did not call this in time. The error names these members, and becomes the
+                group's first failure.
+            CommError: The group has failed (the error is of the class that the first failure names), or a member left.
         """
 
     @abstractmethod
@@ -105,11 +105,11 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def report_failure(self, group: Group, cause: Cause) -> Cause:
-        """Report a failure; return the group's first cause, which every member receives."""
+        """Report a failure; return the group's first failure, which every member receives."""
 
     @abstractmethod
     def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
-        """Return the group's first cause, if known; wait up to `patience` seconds for a report."""
+        """Return the group's first failure, if known; wait up to `patience` seconds for a report."""
 
     @abstractmethod
     def rebuild(
@@ -124,7 +124,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
-        """Wait to be admitted as a newcomer; return the group, this newcomer's rank, and the members' terms."""
+        """Wait to be admitted as a newcomer; return the group, this rank in it, and the `terms` passed to `rebuild`."""
 
     # -- stopping at the same step -------------------------------------------------------------
     @abstractmethod
@@ -140,7 +140,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
-        """Wait for the number of the boundary at which all ranks stop; return None if the group ends in the meantime.
+        """Wait until the boundary at which all ranks stop is known; return its number, or None if the group ends first.
 
         If some ranks have not reported their boundaries by the deadline, the group fails.
         """
@@ -148,7 +148,7 @@ class ControlPlane(ABC):
     # -- activity of all ranks -----------------------------------------------------------------
     @abstractmethod
     def watch(self, activity: Activity) -> None:
-        """Include this activity in replies to `query` for as long as the object exists."""
+        """Include an activity in replies to `query` for as long as the `Activity` object exists."""
 
     @abstractmethod
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
@@ -160,7 +160,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next library call, giving debuggers the reason; None releases all ranks."""
+        """Hold every rank of the job at its next library call; debuggers show `reason`. With None, release them."""
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
@@ -211,7 +211,7 @@ def compare_in_full(
 
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
-    """Raise an error that quotes each rank's collective, once all ranks know that their collectives differ."""
+    """Raise an error that lists each rank's collective. All ranks call this once they know that these differ."""
     # Leave the call numbers out: the fast path has assigned none yet, and all ranks are known to be at the same call.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
     raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")

@@ -1,4 +1,4 @@
-"""Group failures: an error becomes the first cause, which every rank raises with its own context."""
+"""Group failures: the first error becomes the group's `Cause`, from which each rank makes the error that it raises."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Group:
     def text(self) -> str:
         """Description of the group for error messages: its ranks in the job, and how it was created.
 
-        Error messages don't show the name, because programs never see what it consists of: counters of jobs, and of
-        their calls to `split`, `dup`, `subgroup` or `rebuild`.
+        Error messages don't show `name`, which would mean nothing to users: it consists of internal counters, such as
+        the number of a job or of a call to `split`, `dup`, `subgroup` or `rebuild`.
 
         Example:
             >>> Group.world(2, 4, "world1").text, Group("world1/2.0", 1, (0, 2)).text

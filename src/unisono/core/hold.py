@@ -23,7 +23,7 @@ SUSPENDABLE = frozenset({"thread", "shm", "tcp", "sim"})
 
 
 class _Holdable(Protocol):
-    """Interface that an engine must have so that it can be held."""
+    """Attributes of an engine that `Hold` uses."""
 
     owner: int | None
     activity: Activity
@@ -50,7 +50,7 @@ class Hold:
         self._lock = _thread.allocate_lock()
 
     def add(self, engine: _Holdable) -> None:
-        """Include an engine for as long as it exists."""
+        """Register an engine, which `stop` can hold for as long as the engine exists."""
         self._engines[id(engine)] = engine
 
     def engines_of(self, thread: int) -> list[Any]:
@@ -68,7 +68,7 @@ class Hold:
         return [engine for ref in self._engines.valuerefs() if (engine := ref()) is not None]
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
-        """Hold the engines of these activities; with None, hold only threads that call `wait` (simulated ranks).
+        """Hold the engines with these activities. With None, hold only the threads that call `wait` (simulated ranks).
 
         Ranks that are waiting in a call keep waiting, with their deadlines suspended.
         """
@@ -162,7 +162,7 @@ def hold_ranks(control: ControlPlane, group: Group, why: str, show: Callable[[],
 
     Args:
         control: Control plane of the ranks.
-        group: Group with this rank.
+        group: A group that contains this rank.
         why: What happened on this rank.
         show: Function that opens a prompt here; None if the debugger has to attach.
     """

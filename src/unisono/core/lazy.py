@@ -17,7 +17,7 @@ def load_on_use(
 
     Args:
         package: `__name__` of the package.
-        homes: For each module, the package's names that it defines, separated by spaces.
+        homes: For each module, the names that the module defines for the package, separated by spaces.
         modules: Modules that are attributes of the package, each under the last part of its name.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}

@@ -56,7 +56,7 @@ class Life:
 
     Attributes:
         phase: The current phase.
-        cause: The group's first cause of failure, once a failure has changed the phase.
+        cause: The group's first failure; None until a failure changes the phase.
     """
 
     def __init__(self) -> None:

@@ -170,7 +170,7 @@ def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
 
 
 def wait_for(streams: Iterable[torch.Stream]) -> None:
-    """Make later work on the devices' current streams wait for the work queued so far on these streams."""
+    """Make the current stream of each stream's device wait for the work queued so far on that stream."""
     for stream in streams:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 

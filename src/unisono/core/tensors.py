@@ -85,7 +85,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
     """Return the tensor, or one that shares the buffer's memory; raise an error if it can't be communicated safely.
 
     Raises:
-        TypeError, ValueError: As for `as_tensor`, or the tensor cannot be sent.
+        TypeError, ValueError: The buffer is invalid (see `as_tensor`), or the tensor cannot be sent.
     """
     if not isinstance(tensor, torch.Tensor):
         tensor = as_tensor(tensor, name, written=written)
@@ -120,8 +120,8 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
 def _has_history(tensor: torch.Tensor) -> bool:
     """Return whether the tensor has an autograd history, or would have one after a write.
 
-    Torch reports a view created without gradients as a leaf until something writes to the view. A collective writes on
-    some ranks only, so the ranks' answers would differ.
+    Torch reports a view created without gradients as a leaf until something writes to the view. A collective may write
+    to the tensor on some ranks only, so `is_leaf` alone would differ between ranks.
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
@@ -154,9 +154,10 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Write a result to its tensor, even if that tensor was created in another inference mode.
+    """Copy a result into its tensor, whether or not the tensor was created in inference mode.
 
-    On an accelerator, the copy is queued on the current stream, so the result's pinned memory is read later.
+    On an accelerator, the copy is only queued on the current stream, so the result's pinned memory must not be reused
+    before the copy has run.
     """
     if tensor.data_ptr() != result.data_ptr():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -241,7 +242,7 @@ _NO_DTYPE = "{} has dtype {}, which torch does not have; convert it first, as by
 
 
 class _DLTensor(ctypes.Structure):
-    """Tensor in a DLPack capsule; a capsule in the protocol's first version begins with it."""
+    """DLPack's description of a tensor. Capsules of versions before 1.0 begin with this structure."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -425,7 +426,7 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out`, which may be one of them; `low` is the lower rank's, so ranks get equal bits."""
+    """Write `low` op `high` to `out`, which may be one of them. Ranks get equal bits if `low` is the lower rank's."""
     COMBINE[op](low, high, out=out)
 
 

@@ -57,7 +57,7 @@ class Options:
         deterministic: Whether floating-point sums have a fixed order; see `unisono.init`.
         heartbeat_s: Seconds after which an unresponsive host counts as lost. If None, slightly more than `timeout_s`: a
             call that waits for an unresponsive host then times out first, and the error names what the call waited for.
-        hosts: Ranks on each host, as numbers in the job's first group; detected if None.
+        hosts: For each host, the numbers of its ranks in the job's first group; detected if None.
         extra: Options for transports from other packages.
     """
 
@@ -72,7 +72,7 @@ class Options:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def host_of(self, member: int) -> str | None:
-        """Return the name that `hosts` gives to the host of one of the job's ranks."""
+        """Return a name for the host of rank `member` of the job, according to `hosts`; None if it is not listed."""
         return next((f"host {number}" for number, ranks in enumerate(self.hosts or ()) if member in ranks), None)
 
 
@@ -100,19 +100,21 @@ class Transport(ABC):
         simulated: Whether ranks are threads that run one at a time, on a virtual clock; read by `launch`.
         launcher: Launcher for ranks that are processes: "forkserver" or "mpirun"; read by `launch`.
         native: Names of the collectives (see `Call`) that `run` performs natively, without messages.
-        tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` is always distinguished.
+        tags: Whether tags above 0 are distinguished from each other. `COLLECTIVE_TAG` is always distinguished from
+            other tags.
         any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
         checks: Whether `compare` or `run` compares the collectives of all ranks.
         full: Whether this comparison includes shapes and contents, as needed for `check="full"`.
-        compares_later: Whether ranks may compare a native collective while it runs, because `abort` ends a mismatched
-            one.
+        compares_later: Whether ranks may compare a native collective while it runs. This requires that `abort` ends the
+            collective if ranks differ.
         balanced: Whether message-based sums must be reduced along the balanced tree over the ranks, like native sums.
         devices: The supported device types of tensors.
         host_staged: Device types that are staged in CPU memory, so that `post` gets CPU tensors.
         overlaps: Whether a native collective progresses, once started, while the caller does other work.
         background: Whether completing collectives in a thread pays off, because the thread mostly waits for a network,
             or because each rank has a spare core. Must be the same on every rank.
-        fast_path: Implementation of blocking calls on plain tensors with one native call each; None if there is none.
+        fast_path: Object that performs each blocking call on plain tensors with a single native call; None if the
+            transport has no such object.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
         reconnect: Function that chooses a new transport for a different set of ranks; set only if this transport was
             chosen to suit the ranks' hosts.
@@ -157,7 +159,7 @@ class Transport(ABC):
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
-        """Return the capabilities under a given name, for transports that have several names.
+        """Return the capabilities for a backend's name; one transport class may implement several backends.
 
         Args:
             backend: Name of the backend, such as "gloo".
@@ -168,7 +170,7 @@ class Transport(ABC):
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
         """Return the subsets of a group within which `connect` is known to work: the whole group, or each host's ranks.
 
-        Collective over the control plane; the ranks must first have joined the group there.
+        Collective, through the control plane, in which the ranks must already have joined the group.
 
         Args:
             group, control: See `connect`.
@@ -178,7 +180,7 @@ class Transport(ABC):
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """This rank, from 0 to `size` - 1."""
         return self.group.rank
 
     @property
@@ -226,7 +228,8 @@ class Transport(ABC):
     def mailbox(self, group: Group) -> Mailbox | None:
         """Return a mailbox, in which `group`'s members get messages without posting receives. All members call this.
 
-        Return None, on all ranks, if the transport has nothing faster than posting messages on a `split`.
+        Return None, on all ranks, if the transport does not implement mailboxes; callers then use messages on a
+        `split`.
 
         Args:
             group: All or some of this transport's ranks.
@@ -234,7 +237,9 @@ class Transport(ABC):
         return None
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return a transport of the same kind for a group that replaces this one's, even if this transport is broken.
+        """Return a transport of the same kind for the group that replaces this transport's group.
+
+        This also works if this transport is broken.
 
         Args:
             group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
@@ -329,11 +334,11 @@ class Transport(ABC):
         """Return once all collectives so far have been compared, including those that are compared while they run."""
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        """Start a collective. By default, messages perform it, in the thread that waits for the work.
+        """Start a collective. By default, the thread that waits for the returned `Work` exchanges the messages.
 
         Args:
-            call: The collective, whose tensors belong to the returned work until it completes. Without `steps`, it must
-                be a collective that `supports` accepts.
+            call: The collective, whose tensors belong to the returned work until it completes. A call without `steps`
+                must be a collective that `supports` accepts.
             over: Transport that posts the messages: the outermost wrapper around this one, if there is one.
 
         Returns:
@@ -374,7 +379,7 @@ Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 
 
 def share_capabilities(transport: Transport, other: Transport, *names: str) -> None:
-    """Copy the declared capabilities of the transport through which another transport sends.
+    """Copy declared capabilities to a transport from another transport, through which it sends.
 
     Args:
         transport, other: The transport to update, and the transport through which it sends.
@@ -391,8 +396,8 @@ def renewed(transport: Transport, group: Group) -> Transport:
 class FastPath(Protocol):
     """Blocking operations directly on the caller's tensors, each with one native call.
 
-    They interoperate with `Transport.run` on other ranks, so ranks need not all take the same path. The fast path
-    compares the ranks' collectives itself.
+    These operations interoperate with `Transport.run` on other ranks, so some ranks may use the fast path while others
+    use `run`. The fast path compares the ranks' collectives itself.
     """
 
     def try_collective(
@@ -438,7 +443,7 @@ class Envelope(NamedTuple):
     Attributes:
         peer: Rank of the sender.
         head: Content of the message besides the tensors.
-        bodies: One-dimensional uint8 tensors sent with the head, in newly allocated memory.
+        bodies: The message's tensors: one-dimensional, uint8, in newly allocated memory.
     """
 
     peer: int
@@ -449,10 +454,10 @@ class Envelope(NamedTuple):
 class Mailbox(ABC):
     """A rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
 
-    Unlike a transport, it has no posted receives, and does not fail as a whole: a lost rank is marked with `mark_lost`,
-    and the other ranks continue. Any thread may send; one thread at a time may `poll`; only the permanent service
-    thread may `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting thread remains
-    asleep.
+    Unlike a transport, a mailbox has no posted receives, and does not fail as a whole: a lost rank is marked with
+    `mark_lost`, and the other ranks continue. Any thread may send; one thread at a time may `poll`; only the permanent
+    service thread may `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting thread
+    remains asleep.
 
     Attributes:
         group: The ranks' group.
@@ -472,7 +477,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send a message; return when the bodies may be modified.
+        """Send a message; return when the tensors in `bodies` may be modified.
 
         Args:
             peer: Another rank.
@@ -536,4 +541,4 @@ class Mailbox(ABC):
 
 
 def _nothing() -> None:
-    """Do nothing: the default of `on_stall`."""
+    """Do nothing; the initial value of `on_stall`."""

@@ -69,7 +69,7 @@ class NonBlocking(TypedDict, total=False):
 
 
 class ReduceOp(StrEnum):
-    """Reduce operation that combines contributions. Its name is also accepted as a plain string.
+    """Operation with which a reduction combines contributions. Methods that take a `ReduceOp` also accept its name.
 
     Example:
         >>> ReduceOp("sum") is ReduceOp.SUM
@@ -91,9 +91,9 @@ class Send:
     """A message to another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Tensor or buffer, which must not be modified until the work is done. A transport gets it as a
+        tensor: Tensor or buffer, which must not be modified until the work is done. Transports get the data as a
             one-dimensional contiguous tensor.
-        peer: Rank that receives it.
+        peer: Rank of the receiver.
         tag: See `Communicator.send`.
 
     Example:
@@ -111,9 +111,9 @@ class Recv:
     """A message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Tensor or buffer to write to, with the same dtype and length as the sent tensor. A transport gets it as
-            a one-dimensional contiguous tensor.
-        peer: Rank that sends it.
+        tensor: Tensor or buffer to write to, with the same dtype and length as the sent tensor. Transports get a
+            one-dimensional contiguous tensor to write to.
+        peer: Rank of the sender.
         tag: See `Communicator.recv`.
 
     Example:
@@ -155,7 +155,7 @@ class Work(ABC):
         """
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
-        """Wait until all receives have completed; sends may still be in flight. Same as `wait` by default.
+        """Wait until all receives have completed; sends may still be in flight. By default, this calls `wait`.
 
         Args:
             timeout: See `wait`.
@@ -175,7 +175,7 @@ class Work(ABC):
         """Return a future that completes when the work does, without further calls from the caller."""
 
     def source_rank(self) -> int:
-        """Return the sender of the received message; -1 while it is unknown, and for works other than receives."""
+        """Return the sender of the received message; -1 while the sender is unknown, or if this is not a receive."""
         return -1
 
     def cancel(self) -> bool:

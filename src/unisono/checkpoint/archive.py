@@ -100,7 +100,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
 
         Raises:
             CorruptError: A tensor is damaged.
-            ValueError: The checkpoint was saved by fewer ranks.
+            ValueError: `rank` is not one of the ranks that saved the checkpoint.
 
         Cost: reads all tensors of the state once.
 

@@ -42,7 +42,7 @@ class CollectiveScope:
     """The ranks that save or load together; only this process if there is no communicator.
 
     Args:
-        comm: Their communicator, or None.
+        comm: Communicator of the ranks that save or load; None for this process alone.
         operation: Name of the operation in messages, such as "save".
         path: The checkpoint's path.
         timeout: Limit on the wait for the slowest rank in each phase; the communicator's timeout if None.
@@ -67,7 +67,8 @@ class CollectiveScope:
 
         Args:
             step: Function to run.
-            stores: Whether `step` writes to or lists the storage; a replay must not repeat such a step.
+            stores: Whether `step` writes to the storage or lists its contents. A replay uses the recorded result
+                instead of running such a step again.
 
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: `step` raised an error on some rank. Every rank then
@@ -108,7 +109,7 @@ class CollectiveScope:
         return self.all_or_none(step if self.rank == 0 else lambda: None, stores=stores)[0]
 
     def compare(self, digests: Sequence[str], describe: Callable[[], dict[str, Any]], advice: str) -> None:
-        """Raise `MismatchError` on every rank unless all digests are equal. Collective if they differ.
+        """Raise `MismatchError` on every rank unless all digests are equal. Collective, but sends nothing if they are.
 
         Args:
             digests: Digests of all ranks, already exchanged.
@@ -169,7 +170,7 @@ def _reason(error: OSError) -> str:
 
 
 def _with_values(values: Sequence[Any]) -> str | None:
-    """Return the text of `odd_ranks`, followed by the ranks' values."""
+    """Return text with the ranks that differ from the majority, and up to three values; None if all are equal."""
     odd = odd_ranks(values)
     listed = [f"{str(value)[:50]} on {ranks_text(ranks)}" for value, ranks in list(sides_of(values).items())[:3]]
     return odd and f"{odd} ({'; '.join(listed)})"
@@ -311,7 +312,7 @@ def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True)
 
 @atexit.register
 def raise_failed() -> None:
-    """Wait for all saves of this process; raise the first error that no caller saw. At exit, Python prints it."""
+    """Wait for all saves of this process; raise the first error that no caller saw, which Python prints at exit."""
     for saving in [*_open]:
         if (error := saving._unseen()) is not None:
             raise error

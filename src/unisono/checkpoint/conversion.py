@@ -47,9 +47,9 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
     Args:
         source: As for `read_any`.
-        target: Path to write. Its suffix selects the format: `.pt`, `.pth` or `.bin` for the format of `torch.save`;
-            `.safetensors` for the tensors only; `.dcp` for a DCP directory; anything else for this library's own
-            format.
+        target: Path to write. The path's suffix selects the format: `.pt`, `.pth` or `.bin` for the format of
+            `torch.save`; `.safetensors` for the tensors only; `.dcp` for a DCP directory; anything else for this
+            library's own format.
         to: Format to write, if the target's suffix does not select it: "unisono", "torch", "safetensors", "dcp".
         trusted: As for `read_any`.
 

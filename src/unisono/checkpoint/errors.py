@@ -21,7 +21,7 @@ _NAMED = 6
 
 
 class CheckpointError(CommError):
-    """Base class of checkpoint errors. They are raised on every rank, and the communicator remains usable.
+    """Base class of checkpoint errors, which are raised on every rank and leave the communicator usable.
 
     Attributes:
         path: Path of the checkpoint.

@@ -68,16 +68,16 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. The number of ranks may differ from the number that saved. Nothing is changed until it is certain that
-    the checkpoint fits the state, that all files exist, and that objects of up to 64 MiB accept their states. Optimizer
-    states are assigned to the parameters with the same names. Custom loading logic in modules, such as
-    `load_state_dict` hooks, runs as in torch.
+    Collective. The number of ranks may differ from the number of ranks that saved the checkpoint. Nothing is changed
+    until it is certain that the checkpoint fits the state, that all files exist, and that objects whose states take up
+    to 64 MiB accept these states. Optimizer states are assigned to the parameters with the same names. Custom loading
+    logic in modules, such as `load_state_dict` hooks, runs as in torch.
 
     Each host reads every byte from the disk once: each rank reads a share, and copies the other shares from the page
     cache. For storage without a page cache, such as `s3://...`, the ranks broadcast their shares.
 
     Args:
-        path: As passed to `save`.
+        path: The path or storage that was passed to `save`.
         state: State to fill, with the structure that was saved; saved dict entries that the state lacks are not read.
             Tensors, modules and objects are updated in place; numbers and strings are replaced in their dict or list.
             If None, everything is created, with dicts in place of objects. For a `TensorShard`, only the blocks of 4
@@ -86,10 +86,10 @@ def load(
         map_location: Device for created tensors: a device, a dict from saved devices to new devices, or a function, as
             for `torch.load`, except that None means the CPU. Existing tensors remain on their device.
         strict: Whether a name that exists only in the module or only in the checkpoint is an error.
-        check: Whether to compare all bytes with their digests as they are read. "first" compares them in a separate
-            pass before anything is changed. True has the same effect if a rank reads at most 4 MiB. If a larger
-            checkpoint is damaged, some tensors of the state are already overwritten when the error is raised, and the
-            message says so.
+        check: Whether to compare all bytes with their digests as they are read. "first" compares the bytes in a
+            separate pass, before anything is changed; with True, a rank that reads at most 4 MiB does the same. If a
+            larger checkpoint is damaged, some tensors of the state are already overwritten when the error is raised,
+            and the message says so.
         timeout: As for `save`.
         progress: Called with the number of bytes loaded and the total.
 
@@ -107,8 +107,9 @@ def load(
         StorageError: The storage cannot be read.
         TypeError, ValueError: `map_location` is invalid.
 
-    If the number of ranks is unchanged, rank r loads the per-rank values of rank r. Otherwise, after a save by p ranks,
-    rank r loads the values of rank r mod p; random generators on ranks p and above remain unchanged (see `PerRank`).
+    If the number of ranks is unchanged, rank r loads the per-rank values of rank r. If the number has changed since p
+    ranks saved the checkpoint, rank r loads the values of rank r mod p; random generators on ranks p and above remain
+    unchanged (see `PerRank`).
 
     Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB per rank; each rank copies each
     byte once, straight into its tensor, and hashes it there.
@@ -260,7 +261,7 @@ def _progress(options: LoadOptions, total: int) -> Callable[[int], None]:
 
 
 def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRanges:
-    """Byte ranges to read from tensors of which ranks need only shards."""
+    """Return the byte ranges of this rank's shards, except in tensors that are read as a whole."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name, shard in wanted.shards:
         if name not in whole and shard.start < shard.stop:
@@ -328,8 +329,8 @@ class TensorLoader:
 
     If the host's page cache keeps file contents, each rank reads all bytes that it needs straight into its tensors:
     first its own share from the disk, then, once the other ranks have read their shares, those shares from the page
-    cache. Otherwise one rank reads each window and broadcasts it to the other ranks. In both cases, the rank that reads
-    a window from the disk checks it for all ranks.
+    cache. If it doesn't keep them, one rank reads each window and broadcasts it to the other ranks. Either way, the
+    rank that reads a window from the disk checks it for all ranks.
 
     Args:
         files: The files to read from.
@@ -561,7 +562,7 @@ class Destination:
             self._flat[low - self._start : high - self._start].copy_(data[low - offset : high - offset])
 
     def memory(self, offset: int, length: int) -> memoryview | None:
-        """Return a writable view of these bytes of the tensor; None unless all of them are in its host memory."""
+        """Return these bytes of the tensor as a writable view; None if some are out of range or not in host memory."""
         first = offset - self._start
         inside = 0 <= first <= first + length <= self._flat.numel()
         return self._memory[first : first + length] if inside and self._memory is not None else None

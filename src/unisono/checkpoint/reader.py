@@ -44,7 +44,7 @@ _MOST_OPEN = 256
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of a file that share a digest: a header (no `name`), or part of a tensor, from its byte `offset` on."""
+    """Bytes of a file that share a digest: a header (no `name`), or part of a tensor, starting at its byte `offset`."""
 
     file: int
     start: int
@@ -116,8 +116,8 @@ class Files(Closing):
 
     Attributes:
         cached: Whether bytes that one process has read remain cached for other processes of this host.
-        identities: Identity of each opened file, equal on two ranks of a host if both read the same file from the same
-            memory. None if the storage does not report an identity.
+        identities: Identity of each opened file, equal on two ranks of a host if both read the same cached contents of
+            the same file. None if the storage does not report an identity.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
@@ -130,7 +130,7 @@ class Files(Closing):
         self._held: dict[Block, memoryview] = {}
 
     def open(self, index: int) -> Source:
-        """Open a file by its number. Raises `CorruptError` if it is missing or truncated."""
+        """Open a file, given its number in the manifest. Raises `CorruptError` if the file is missing or truncated."""
         if index not in self._open:
             entry = self._manifest.files[index]
             try:
@@ -162,7 +162,7 @@ class Files(Closing):
         return bool(state.hexdigest() == block.digest)
 
     def prefetch(self, windows: Sequence[ReadWindow], number: int) -> None:
-        """Start reading ahead from the disk. The caller reads window `number` next."""
+        """Start reading ahead from the disk, for a caller that is about to read `windows[number]`."""
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
@@ -171,7 +171,7 @@ class Files(Closing):
 
         Args:
             windows: Windows to check.
-            hold: Whether to keep their bytes in memory, so that they are not read again.
+            hold: Whether to keep the windows' bytes in memory, so that they are not read again.
         """
         longest = max([block.stop - block.start for window in windows for block in window.blocks], default=0)
         bad = []

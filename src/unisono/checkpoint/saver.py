@@ -237,9 +237,10 @@ def commit(
     progress: Progress | None,
     newest: Callable[[], int],
 ) -> None:
-    """Compare, write, and publish. Collective. An earlier checkpoint remains until the new one is published.
+    """Write and publish a checkpoint, once it is certain that the ranks' states match. Collective.
 
-    `newest` returns a time in ns; the new checkpoint gets a later timestamp.
+    An earlier checkpoint remains until the new one is published. `newest` returns a time in ns; the new checkpoint gets
+    a later timestamp.
     """
     made: list[PreparedState] = []
 
@@ -524,7 +525,7 @@ class PreparedState:
         return json.dumps((tensors, self.tree), sort_keys=True).encode()
 
     def describe(self) -> dict[str, str]:
-        """Return a text for every tensor and value, by name; texts of values that share a path are joined."""
+        """Return a description of each tensor and value, by name; descriptions under the same name are joined."""
         described = {
             name: f"{DTYPE_NAMES[e.dtype]} {list(e.shape)} "
             + ("in shards" if name in self.shards else digest(".".join(self.digests.get(name, ())).encode()))
@@ -539,7 +540,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     """Capture a state, compute the digests to compare, and select this rank's share.
 
     Args:
-        state: As passed to `save`.
+        state: The state that was passed to `save`.
         rank, size: This rank, and the number of ranks that save.
         copy: Whether to copy the share, so that the state may change before it is written.
 

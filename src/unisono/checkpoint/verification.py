@@ -126,7 +126,7 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
 
 
 def last_good(storage: Storage) -> str | None:
-    """Path of the newest checkpoint in the same directory that can be loaded instead, for messages."""
+    """Return the path of the newest intact checkpoint beside this one, for messages; large ones aren't verified."""
     try:
         beside = [pair for pair in complete(storage.parent()) if pair[0].name != storage.name]
     except OSError:

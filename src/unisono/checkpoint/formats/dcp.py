@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint` (DCP).
 
-Such a directory has a pickle file named `.metadata`. We read it with an unpickler that allows only the classes that DCP
-writes.
+A DCP directory contains a pickle file, `.metadata`, which we read with an unpickler that allows only the classes that
+DCP writes.
 """
 
 from __future__ import annotations

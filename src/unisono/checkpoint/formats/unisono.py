@@ -29,5 +29,5 @@ def read(path: Path, trusted: bool) -> Any:
 
 
 def write(path: Path, state: Any) -> None:
-    """Write as `save` does on one rank."""
+    """Write a state to a checkpoint, as `save` does without a communicator."""
     save(path, state)

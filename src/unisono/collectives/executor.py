@@ -66,7 +66,7 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """Memory layout of a buffer of chunks. Sender and receiver may differ in layout, but cut the same segments."""
+    """Memory layout of a buffer of chunks. Sender and receiver may use different layouts that give equal segments."""
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
@@ -77,7 +77,7 @@ class Layout(ABC):
         return self.regions(start, stop, segment_bytes)
 
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
-        """Return the regions of each message in a move: a single region, or several short regions packed together."""
+        """Return the messages of a `Move`, each as its regions: one region, or several short ones packed together."""
         found: list[list[Region]] = []
         packed = 0
         most = min(segment_bytes, PACKED_BYTES)
@@ -196,8 +196,7 @@ class Schedule:
 
     Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
     the next step starts as soon as this rank has received (and reduced) the segments that the batch sends on, while
-    later segments are still in flight. This pipelines a ring, for example, without any pipelining code in the ring's
-    file.
+    later segments are still in flight. So a ring, for example, is pipelined without any pipelining code in its file.
 
     Args:
         algorithm: The algorithm.

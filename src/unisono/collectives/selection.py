@@ -58,11 +58,12 @@ class Selection:
         """Return the name (with options) and the steps of the chosen algorithm, or "native" and None.
 
         Args:
-            call: The call, without an algorithm's steps.
-            requested: The caller's choice. If it cannot serve the call, a ValueError lists the possible names.
-                "fewest_bytes" means the native collective if there is one, or else the algorithm that sends the fewest
-                bytes, regardless of its rounds. "auto" means the algorithm with the lowest predicted time, which
-                depends on the operation, size class, number of ranks, hosts and cost table.
+            call: The call, whose `steps` are not set yet.
+            requested: The algorithm that the caller requested, if any. If that algorithm cannot serve the call, a
+                ValueError lists the names of those that can. "fewest_bytes" means the native collective if there is
+                one, or else the algorithm that sends the fewest bytes, regardless of its rounds. "auto" means the
+                algorithm with the lowest predicted time, which depends on the operation, size class, number of ranks,
+                hosts and cost table.
         """
         native = bool(self._transport.native) and self._transport.supports(call)
         if native and requested is None and not self._deterministic:
@@ -177,7 +178,8 @@ class Needs(NamedTuple):
     Attributes:
         rounded: Whether results depend on the order of operations, as for sums and products of floating-point numbers.
         balanced: Whether this order must be the balanced tree over the ranks.
-        rotated: Whether the root is not rank 0, so that the algorithm numbers the ranks differently than the call.
+        rotated: Whether the root is not rank 0. Algorithms number the ranks from the root, so their rank numbers then
+            differ from the call's.
     """
 
     collective: str

@@ -1,4 +1,4 @@
-"""Collective algorithms by name. Each is a file `<collective>/<algorithm>.py` that only computes with integers."""
+"""Collective algorithms by name. Each is a file `<collective>/<algorithm>.py` that handles integers, never tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
         collective: A name in `COLLECTIVES`.
         name: A name in `ALGORITHMS[collective].names()`, optionally with options: "double_binary_tree:segments=8",
             "hierarchical:levels=8x128".
-        options: Options of the algorithm, as listed in its file. They take precedence over options in `name`.
+        options: Options of the algorithm, as listed in its file, which take precedence over options in `name`.
 
     Raises:
         ValueError: There is no such collective, algorithm or option, or an option's value is not an integer. The
@@ -64,7 +64,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
 
 def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
-    """Return the algorithm given by name, file or `Algorithm`. Raises ValueError if it cannot serve `size` ranks."""
+    """Return an algorithm given as a name, file or `Algorithm`; raise ValueError unless it can serve `size` ranks."""
     if isinstance(algorithm, str):
         algorithm = find(collective, algorithm)
     elif not isinstance(algorithm, Algorithm):
@@ -83,7 +83,7 @@ def serving(
 
     Args:
         collective: A name in `COLLECTIVES`.
-        size: Number of ranks, from 1.
+        size: Number of ranks, at least 1.
         rounded: Whether the call adds or multiplies floating-point numbers.
         uneven: Whether the parts of a message may differ in length.
         balanced: Whether sums must be reduced in the balanced binary tree over the ranks.

@@ -103,10 +103,10 @@ class Step(NamedTuple):
     """Messages that one rank sends and receives concurrently.
 
     Attributes:
-        send: Messages to send. Their data is read before any received data of this step is written.
-        recv: Messages to receive. The n-th message from a peer in a step is the n-th message that the peer sends to
-            this rank in the peer's matching step. A run that is overwritten must not overlap another received run, or a
-            run that is sent in this step.
+        send: Messages to send, whose data is read before any received data of this step is written.
+        recv: Messages to receive. Messages match in order: the n-th message that this step receives from a peer is the
+            n-th that the peer's matching step sends to this rank. A run that is overwritten must not overlap another
+            received run, or a run that is sent in this step.
         reduce: Whether received data is reduced into the existing data instead of overwriting it. All contributions to
             a chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order.
             If the number of ranks is odd, the first half is longer. Every rank that reduces the same contributions
@@ -123,11 +123,11 @@ class Step(NamedTuple):
     reduce: bool = False
 
     def renumbered(self, peer: Callable[[int], int], chunk: int = 0) -> Step:
-        """Return this step of an algorithm for only some ranks, with peers and chunks renumbered for all ranks.
+        """Return this step with peers and chunks renumbered, for instance to run an algorithm on a subset of the ranks.
 
         Args:
             peer: Function that maps a rank in this step to its number among all ranks.
-            chunk: Number that is added to each chunk.
+            chunk: Number that is added to each chunk's number.
 
         Example:
             >>> Step(send=(Move(1, 0, 2),)).renumbered(lambda rank: 10 * rank, chunk=5).send
@@ -144,7 +144,8 @@ class Step(NamedTuple):
 def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
     """Return steps in reverse order, with sends and receives exchanged.
 
-    This turns a reduce into a broadcast, and a reduce_scatter into an all_gather. With `reduce`, it does the opposite.
+    Mirroring turns a reduce into a broadcast, and a reduce_scatter into an all_gather; with `reduce`, it turns a
+    broadcast into a reduce, and an all_gather into a reduce_scatter.
 
     Args:
         steps: Steps of one rank, in which each chunk travels along a tree.
@@ -158,7 +159,7 @@ def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
 
 
 class Cost(NamedTuple):
-    """Exact cost of an algorithm for a number of ranks and a message size. The prover checks costs by counting.
+    """Exact cost of an algorithm for a number of ranks and a message size; the prover verifies declared costs.
 
     Attributes:
         rounds: Number of steps on the longest chain of messages that depend on each other.

@@ -98,9 +98,9 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     Each round costs one latency, and each message costs one overhead. A step's bytes move at link speed; between hosts,
     a host's ranks share one link. Received data is reduced while further messages of the round arrive. Only the steps
     of rank 0 are examined, or those of all ranks on the first host if there are several hosts. If the algorithm has
-    more rounds than these ranks have steps, each round counts as moving at least their smallest message. If a host has
-    fewer cores than ranks, the time is at least the ranks' total work divided by the number of cores (Brent, 1974).
-    This work includes copies and the latency of waking a waiting rank.
+    more rounds than the examined ranks have steps, each round is assumed to move at least as much as the smallest of
+    these steps. If a host has fewer cores than ranks, the time is at least the ranks' total work divided by the number
+    of cores (Brent, 1974). The ranks' work includes copies and the latency of waking a waiting rank.
 
     Args:
         algorithm: The algorithm.
@@ -191,7 +191,7 @@ def compare(
         size: Number of ranks.
         nbytes: Size of the message in bytes.
         machine: Cost constants and ranks per host.
-        why: Reason for the choice. By default, it says that the algorithm is the fastest.
+        why: Reason for the choice; by default, that the algorithm is the fastest.
 
     Example:
         >>> machine = Machine(CostTable.builtin(latency_s=10e-6, second_per_byte=1e-9), per_host=64)

@@ -53,9 +53,10 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
     - the declared cost equals the counted cost, whether or not the message divides evenly into chunks.
 
     Args:
-        collective: Name of a collective, such as "all_reduce". If it is rooted, rank 0 is the root.
-        algorithm: Name of an algorithm, a file as in `algorithms/<collective>/`, or an `Algorithm` with its options.
-        size: Number of ranks, from 1.
+        collective: Name of a collective, such as "all_reduce". A rooted collective has rank 0 as its root.
+        algorithm: Name of an algorithm, an `AlgorithmFile`, such as a module in `algorithms/<collective>/`, or an
+            `Algorithm` with its options.
+        size: Number of ranks, at least 1.
 
     Returns:
         The counted cost, and other properties of the algorithm.
@@ -229,7 +230,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
-        """Return the models, by rank, whose current steps must run together with this model's step."""
+        """Return, by rank, all models whose current steps must run together with this model's step."""
         group = {model.rank: model}
         queue = [model]
         for member in queue:

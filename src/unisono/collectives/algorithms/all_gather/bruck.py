@@ -1,4 +1,4 @@
-"""Bruck all-gather: each rank sends all chunks that it has to the rank 1, 2, 4, ... places before it.
+"""Bruck all-gather: for d = 1, 2, 4, ..., each rank sends min(d, p - d) chunks to the rank d places before it.
 
 Cost: log2(p) rounds, rounded up, for any number of ranks p; each rank sends (p-1)/p of the message. Source: Bruck, Ho,
 Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems",

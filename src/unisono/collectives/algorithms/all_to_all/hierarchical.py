@@ -1,10 +1,10 @@
 """Hierarchical all-to-all: first inside groups of consecutive ranks, then between the groups.
 
-A rank first collects, from the members of its group, all data for ranks at its own position in other groups. Then ranks
-at the same position exchange the collected data, with one message per group instead of one per rank. Cost for groups of
-q ranks: 2 rounds; each rank sends q - 1 + p/q - 1 messages with up to twice the message's data. Only for parts of equal
-length. Source: Träff and Rougier, "MPI collectives and datatypes for hierarchical all-to-all communication", EuroMPI
-2014.
+First, each rank collects from its group's members the data for all ranks that have the same position as itself in their
+groups. Then ranks at the same position exchange the collected data, with one message per group instead of one per rank.
+Cost for groups of q ranks: 2 rounds; each rank sends q - 1 + p/q - 1 messages with up to twice the message's data. Only
+for parts of equal length. Source: Träff and Rougier, "MPI collectives and datatypes for hierarchical all-to-all
+communication", EuroMPI 2014.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ def steps(rank: int, size: int, group: int = 0) -> Iterator[Step]:
 
 
 def _group(size: int) -> int:
-    """Return the largest divisor of `size` up to its square root, for which ranks send the fewest messages."""
+    """Return the largest divisor of `size` up to its square root, which minimizes the number of messages per rank."""
     return max(divisor for divisor in range(1, size + 1) if size % divisor == 0 and divisor * divisor <= size)
 
 
 def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
-    """Return the chunk that stores, between rounds, the part from position `source` in this group to group `other`."""
+    """Return the chunk in which a rank keeps, between the rounds, one of the parts that it has collected.
+
+    The part comes from position `source` in the rank's group, and goes to group `other`.
+    """
     mine, place = divmod(rank, group)
     if other == mine:
         return size + mine * group + source

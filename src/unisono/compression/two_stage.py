@@ -1,8 +1,8 @@
 """Two-stage codecs: each rank decodes and sums one piece of every rank's bucket, and sends the sum, encoded, to all.
 
 The stages are a reduce-scatter and an all-gather; in each, a rank sends one message to every peer. Pieces are decoded
-before they are added, so a codec need not support sums of encoded data, and each rank knows all losses that its own
-encoding causes.
+before they are added, so a codec need not support sums of encoded data, and each rank knows every compression error
+that its own encoding causes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["HalfPrecision", "TwoStage"]
 
 
 class TwoStage(Codec):
-    """Base class of block codecs: a subclass defines `encode`, `decode`, and a bound on their `loss`.
+    """Base class of block codecs. A subclass defines `encode`, `decode`, `piece_bytes` and an error bound, `loss`.
 
     A bucket is cut into p pieces, one per rank. All pieces have the same number of blocks, and all blocks the same
     length, at most `block`; the end of the bucket is padded with zeros. Cost: each rank sends 2(p-1)/p of the encoded
@@ -57,7 +57,7 @@ class TwoStage(Codec):
 
     @abstractmethod
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Decode the output of `encode`; the result differs from `encode`'s input by the losses.
+        """Decode the output of `encode`; the result differs from `encode`'s input by the compression error.
 
         Args:
             coded: Output of `encode`, as received.
@@ -171,7 +171,7 @@ class TwoStage(Codec):
 
 
 def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None:
-    """Add the second stage's error in the mean, times the number of ranks, to this rank's `kept`."""
+    """Add the second stage's error in the mean, multiplied by the number of ranks, to this rank's piece of `kept`."""
     mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
     mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)
 

@@ -1,4 +1,4 @@
-"""error_feedback: adds a codec's losses to the next contribution, so that they are only delayed.
+"""error_feedback: adds a codec's compression error to the next contribution, so that it is sent later, not lost.
 
 Sources: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich and Jaggi,
 "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
@@ -19,11 +19,12 @@ __all__ = ["CODEC", "ErrorFeedback"]
 
 
 class ErrorFeedback(Codec):
-    """Wrapper that adds a codec's earlier losses to each contribution.
+    """Wrapper that adds a codec's earlier compression errors to each contribution.
 
     The sum of all averages then stays close to the sum of all true means, however lossy the codec is. Each rank needs
     memory for one more bucket, its residual, in float32 (float64 for float64 buckets). Residuals that are not finite
-    are reset to zero, so that one bad training step does not affect all later ones. `kept` may include earlier losses.
+    are reset to zero, so that one bad training step does not affect all later ones. `kept` may include earlier
+    compression errors.
 
     Args:
         codec: A codec, a class or function that returns a codec, or a name.

@@ -31,8 +31,8 @@ def gather_metrics(
 
     Args:
         comm: A communicator; None if there is only one rank.
-        metrics: Metrics by name. Each is a one-dimensional tensor or sequence with one number per sample of this rank,
-            or a single number: the sum over this rank's `count` samples.
+        metrics: Metrics by name. Each metric is a one-dimensional tensor or sequence with one number per sample of this
+            rank, or a single number: the sum over this rank's `count` samples.
         count: This rank's number of samples, needed if any metric is a sum.
 
     Raises:

@@ -29,7 +29,7 @@ class Partition(Dataset[T_co]):
     Slicing returns another `Partition` of the same data. A negative index counts from the end.
 
     Args:
-        data: Anything with a length that can be indexed. It is not copied.
+        data: Any object that can be indexed and has a length. The data is not copied.
         indices: Indices of the samples of `data`, in order.
 
     Attributes:
@@ -37,7 +37,7 @@ class Partition(Dataset[T_co]):
         indices: A one-dimensional int64 tensor on the CPU.
 
     Raises:
-        IndexError: On access, the index is out of range.
+        IndexError: Raised on access with an index that is out of range.
         TypeError: `indices` are not integers (for example, a boolean mask).
         ValueError: `indices` are not one-dimensional.
 
@@ -83,7 +83,7 @@ class DataPartitioner(Generic[T_co]):
     generators are neither read nor changed. Memory: 8 bytes per sample. Time: a sort of all samples by a random key.
 
     Args:
-        data: Anything with a length that can be indexed. It is not copied.
+        data: Any object that can be indexed and has a length. The data is not copied.
         sizes: The fraction of each part; fractions must sum to 1. Every part's length is within one sample of its
             fraction. Lengths are first rounded down; each sample left over goes to one of the parts that lost most by
             rounding, and ties go to earlier parts.

@@ -65,7 +65,11 @@ class Resharding:
         return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Return positions to repeat: from the sequence's start if parts are interleaved, else the part's own."""
+        """Return the positions to repeat.
+
+        These are the first of the sequence if parts are interleaved, or if this part is empty; otherwise, the first of
+        this part.
+        """
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
             return (number + len(self.parts) * more) % len(self.rest)
@@ -133,7 +137,7 @@ def added(
     """Return the phases with `last` appended, merging phases if possible.
 
     Interleaved parts that progress at the same pace have together used a prefix of the order, for any number of parts.
-    Such phases are merged, so a job that is resumed a thousand times still has a single phase.
+    Phases with such progress are merged, so a job that is resumed a thousand times still has a single phase.
     """
     total = sum(last.taken)
     if not total:

@@ -58,7 +58,7 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
         states: States of some or all ranks of the job.
         lengths: Number of samples of each rank.
         in_step: Whether ranks can be assumed to progress at the same pace.
-        lost: Whether ranks without a state have died. Such ranks are assumed to have advanced as far as the furthest
+        lost: Whether ranks without a state have died. Dead ranks are assumed to have advanced as far as the furthest
             rank that has a state.
 
     Raises:

@@ -347,7 +347,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return counts_of(states, self._dealt(self._phases, common["parts"], rule).lengths, rule.in_step, lost)
 
     def _close(self, common: dict[str, Any], counts: Sequence[int]) -> None:
-        """End the phase in which parts used `counts` samples; divide the remaining samples among the current ranks."""
+        """End a phase in which part p used `counts[p]` samples; divide the other samples among the current ranks."""
         rule = self.rule.replaced(common["settings"])
         lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
@@ -368,8 +368,8 @@ class PartitionSampler(DistributedSampler[Any]):
     def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
         """Load the state of an iteration, and return the position at which to resume.
 
-        If the state's epoch was complete, the iteration starts over. But if `set_epoch` has requested that epoch, the
-        iteration yields nothing until the next `set_epoch`, because other ranks may have samples of the epoch left.
+        If the state's epoch was complete, the iteration starts over, unless `set_epoch` has requested that same epoch.
+        Other ranks may then have samples of the epoch left, so the iteration yields nothing until the next `set_epoch`.
         """
         requested = self._requested_epoch
         self.load_state_dict(state)
@@ -409,8 +409,8 @@ class EpochProgress:
         batch: Largest number of samples committed in one call of `advance`.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Whether ranks that have one sample more than this rank have used that sample; None if unknown. Needed
-            only when this rank has used all its samples.
+        through: Whether ranks whose part is one sample longer have used their last sample; None if unknown. Needed only
+            when this rank has used all its samples.
         over: Whether the pass was loaded from a complete state for the requested epoch, so that it must not start over.
     """
 

@@ -22,8 +22,9 @@ class StreamPartition(IterableDataset[T_co]):
     """This rank's share of a stream that every rank reads: each sample goes to exactly one worker of one rank.
 
     Samples are assigned to ranks round-robin, so the ranks' counts differ by at most one. Within a rank, whole batches
-    are assigned to the workers of a `DataLoader` round-robin. So a training loop has always used a prefix of its rank's
-    samples, for any number of workers, and a state can be loaded with a different number of ranks and workers.
+    are assigned to the workers of a `DataLoader` round-robin. So at any time, and for any number of workers, the
+    samples that a training loop has used are the first ones of its rank's share. A state can therefore be loaded with a
+    different number of ranks and workers.
 
     A loader's persistent workers (`persistent_workers=True`) do not see `set_epoch`, and so keep the epoch in which
     they started. After a resume, these workers raise `RuntimeError` when the second epoch begins.
@@ -31,13 +32,13 @@ class StreamPartition(IterableDataset[T_co]):
     Args:
         dataset: An iterable that yields the same samples each time, in all workers of a loader. While the iterable
             runs, `get_worker_info` returns None, so that even a dataset that divides itself among workers yields all
-            its samples. If the dataset has a method `set_epoch`, it is called.
+            its samples. If the dataset has a method `set_epoch`, this object's `set_epoch` calls it.
         comm, num_replicas, rank: As for `PartitionSampler`.
         batch_size: The loader's batch size, if it has workers.
 
     Attributes:
         epoch: The current epoch, as set by `set_epoch`; initially 0.
-        dataset, rank, num_replicas, batch_size: As passed, or the default.
+        dataset, rank, num_replicas, batch_size: The arguments, or the defaults that replace them.
 
     Raises:
         TypeError, ValueError: `comm`, `num_replicas` or `rank` is invalid (see `PartitionSampler`); or `batch_size` is
@@ -102,11 +103,11 @@ class StreamPartition(IterableDataset[T_co]):
             forward(epoch)
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next `count` samples. The next iteration resumes after them.
+        """Commit this rank's next `count` samples. The next iteration resumes after these samples.
 
         Args:
-            count: Number of samples trained on since the last call. This number is not checked against the stream's
-                length, which is unknown.
+            count: Number of samples trained on since the last call; not checked against the stream's length, which is
+                unknown.
 
         Raises:
             ValueError: `count` is negative.

@@ -18,7 +18,7 @@ Method = Literal["largest_first", "same_count", "runs"]
 
 
 class Balanced(AssignmentPartitioner):
-    """Parts of equal total cost, such as tokens or seconds. If chosen by name, uses the dataset's `costs` or `lengths`.
+    """Parts of equal total cost, in tokens or seconds, say. If chosen by name, uses the dataset's `costs` or `lengths`.
 
     Args:
         costs: One cost per sample, finite, 0 or more.
@@ -28,8 +28,9 @@ class Balanced(AssignmentPartitioner):
               as much as the most expensive part of the best division, and no part costs more than share * (total + (p -
               1) * largest cost).
             - "same_count": also balances the number of samples (within one), so that ranks make the same number of
-              training steps. Two parts' costs differ by at most the largest cost difference between samples that, when
-              sorted by cost, are p - 1 positions apart. Supports equal shares only.
+              training steps. If the samples are sorted by cost and cut into groups of p, two parts' costs differ by at
+              most the largest cost difference within a group; a sample that the last group lacks counts as 0. Supports
+              equal shares only.
             - "runs": each part is a run of adjacent samples. The part's cost differs from its share of the total by at
               most the cost of the most expensive sample.
 
@@ -100,7 +101,7 @@ def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
 
 
 def largest_first(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Return, for each cost, the number of its part. Costs are assigned largest first, each to the least loaded part.
+    """Assign costs to parts, largest first, each to the least loaded part; return the index of each cost's part.
 
     The method is from R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the
     most loaded of p equal parts has at most 4/3 - 1/(3p) times the load of the most loaded part in the best division,
@@ -144,11 +145,13 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 
 
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
-    """Return each cost's part number, and a bound on how far the parts' loads differ. All parts get equally many costs.
+    """Return the index of each cost's part, and a bound on how far the parts' loads differ.
+
+    The numbers of costs in two parts differ by at most one.
 
     The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part;
     the most expensive sample goes to the least loaded part. So two parts' loads never differ by more than the largest
-    difference between the first and last cost of a group.
+    difference between the first and last cost of a group; a sample that the last group lacks costs 0.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

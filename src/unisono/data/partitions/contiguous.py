@@ -15,7 +15,7 @@ __all__ = ["PARTITIONER", "Contiguous"]
 class Contiguous(Partitioner):
     """Runs of adjacent samples. Samples are shuffled only within a run, so each rank keeps reading the same files.
 
-    Balance: each part's length is less than one sample away from its share. Cost: constant time and memory, for any
+    Balance: each part's length differs from its share by less than one sample. Cost: constant time and memory, for any
     number of samples.
 
     Example:

@@ -26,7 +26,7 @@ class Dirichlet(AssignmentPartitioner):
         alpha: Concentration, more than 0. With a large value, parts are similar; with a small one, each part has about
             one label.
 
-    Balance: each part's length is less than one sample away from its share; only the labels are uneven. When a label
+    Balance: each part's length differs from its share by less than one sample; only the labels are uneven. When a label
     runs out, samples with other labels replace it in proportion to the part's mix, so the last parts get the leftovers.
 
     Raises:
@@ -88,7 +88,7 @@ def _mix(concentration: Sequence[float], chance: random.Random) -> list[float]:
 
 
 def _filled(size: int, left: Sequence[int], mix: Sequence[float]) -> list[int]:
-    """Return how many samples of each label to take for a total of `size`, following the mix while labels last."""
+    """Return how many samples of each label to take, `size` in total, following the mix until labels run out."""
     taken = [0] * len(left)
     while need := size - sum(taken):
         free = [have - count for have, count in zip(left, taken, strict=True)]

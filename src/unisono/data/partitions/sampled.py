@@ -35,8 +35,8 @@ class Sampled(Strided):
         sampler: Any object that can be iterated over repeatedly. The sampler defines the order, so `shuffle` must be
             False.
 
-    Balance: each part's length is less than one entry away from its share of the sequence. Cost: every rank draws the
-    whole sequence.
+    Balance: each part's length differs from its share of the sequence by less than one entry. Cost: every rank draws
+    the whole sequence.
 
     Example:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)

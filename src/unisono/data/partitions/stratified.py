@@ -25,9 +25,8 @@ class Stratified(AssignmentPartitioner):
     Raises:
         ValueError: `labels` is a tensor that is not one-dimensional.
 
-    Balance: for each label, a part's number of samples is less than one away from its share. If shares are equal, a
-    part's length is less than one sample away from its share; otherwise, the difference is less than the number of
-    labels.
+    Balance: for each label, a part's number of samples differs from its share by less than one. A part's length differs
+    from its share by less than one sample if all shares are equal, and by less than the number of labels otherwise.
 
     Example:
         >>> labels = ["cat"] * 8 + ["dog"] * 4

@@ -15,11 +15,11 @@ __all__ = ["PARTITIONER", "Strided"]
 class Strided(Partitioner):
     """Round-robin assignment: of p equal parts, part r has samples r, r + p, r + 2p and so on.
 
-    Unequal parts are spread as evenly as possible: sample i of a part with n samples is placed at the time (i + 0.5) /
-    n, and samples are assigned in order of these times (Webster's method of apportionment).
+    Unequal parts are spread as evenly as possible: sample i of a part with n samples has the sort key (i + 0.5) / n,
+    and the keys in ascending order determine the parts of consecutive samples (Webster's method of apportionment).
 
-    Balance: each part's length is less than one sample away from its share. Cost: none for equal shares; unequal shares
-    need a sort of all positions, with about 50 bytes per sample.
+    Balance: each part's length differs from its share by less than one sample. Cost: none for equal shares; unequal
+    shares need a sort of all positions, with about 50 bytes per sample.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="strided")]

@@ -21,11 +21,11 @@ class Weighted(Partitioner):
     `un.data.apportion`).
 
     Args:
-        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the
-            `sizes` of the `DataPartitioner`, or equal shares in a sampler.
+        weights: One weight per part, 0 or more, such as samples per second; only the ratios matter. If None, the parts
+            have the `sizes` of the `DataPartitioner`, or, in a sampler, equal shares.
         partition: The inner partitioner, which assigns the samples; `shuffled` if None.
 
-    Balance: as guaranteed by the inner partitioner, relative to the shares used.
+    Balance: the inner partitioner's guarantee, for shares in proportion to the weights.
 
     Raises:
         ValueError: A weight is negative or NaN, or all weights are 0. When samples are divided: the number of weights

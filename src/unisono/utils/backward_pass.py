@@ -44,20 +44,22 @@ _is_open = attrgetter("is_open")
 
 
 def _end_passes(trackers: list[BackwardTracker]) -> None:
-    """End the backward passes of all models that a graph task has reached, in the order of their trackers' creation.
+    """End the backward passes of all models that a graph task has reached, in the order in which trackers were created.
 
     All ranks create their trackers in the same order. The order in which gradients arrive depends on the graph, and
     differs if ranks add up a loss in different orders. Ending a model's backward pass may block until all other ranks
     also end it, so ranks could deadlock if they ended passes in the order of the gradients.
 
     Models whose forward passes communicate come first. A rank that has failed in this backward pass repeats such a
-    forward pass before anything else, so all other ranks must meet it in that model, not wait in another one. Models
-    whose forward passes communicate therefore raise an error if a rank has failed. If they raise none, all ranks have
-    reached the end of this backward pass, and any other broken model has been broken since an earlier backward pass.
+    forward pass before anything else, and waits in it for the other ranks, so they must join it in that model instead
+    of waiting in another one. Models whose forward passes communicate therefore raise an error if a rank has failed. If
+    none of these models raises an error, all ranks have reached the end of this backward pass; any other model that is
+    broken was already broken by an earlier backward pass.
 
-    Models that wait for another rank to repeat its failed backward pass come last. The repeating rank first renews
-    models that do not wait; this renewal is collective. If a rank that does not know of the failure first waited in one
-    of the waiting models, both ranks would block forever.
+    Models whose `end` waits for another rank to repeat its failed backward pass (`PassOwner.waits`) come last. The
+    repeating rank first calls `renew` on models whose `end` does not wait, and `renew` is collective. If a rank that
+    does not know of the failure called an `end` that waits before it reached those models, both ranks would block
+    forever.
     """
     if _is_nested():
         return
@@ -98,7 +100,7 @@ class PassOwner:
     def fail(self) -> None:
         """Undo the backward pass, because the outermost autograd call or `end` has raised an error.
 
-        This is also called if an autograd call raised an error before it reached a parameter, and thus before a
+        `fail` is also called if an autograd call raised an error before it reached a parameter, and thus before a
         backward pass began.
         """
         raise NotImplementedError
@@ -108,9 +110,10 @@ class PassOwner:
         return False
 
     def renew(self) -> None:
-        """Restore communication. Collective. Called for all models of a backward pass if one of them is broken.
+        """Restore communication. Collective. Called for all models of a backward pass if one of these models is broken.
 
-        This comes after `end` of the models whose forward passes communicate, and before `end` of the others.
+        `renew` is called after the models whose forward passes communicate have run `end`, and before the others run
+        it.
         """
 
 
@@ -123,24 +126,24 @@ class BackwardTracker:
     the token with the graph task, whether the task has succeeded or failed. If the task was nested, the enclosing graph
     task is then current again and gets its own token, and so on up to the outermost task.
 
-    The first tracker that sees a graph task enlists the tracker of each other model on the communicator, if the model's
-    parameters are in the task's graph. If the task fails before it reaches one of these models, other ranks may already
-    be waiting in that model, so the model's owner must also fail.
+    The first tracker that sees a graph task announces the task to the trackers of the communicator's other models. Each
+    of them tracks the task as well if its model's parameters are in the task's graph. If the task fails before it
+    reaches one of these models, other ranks may already be waiting in that model, so the model's owner must also fail.
 
     Args:
         owner: The model's owner, which is notified of each backward pass.
         parameters: The model's trained parameters.
-        watch: Watch that is started and stopped with each backward pass.
+        watch: The model's `PassWatch`, which is started and stopped with each backward pass.
 
     Attributes:
-        owner: The owner, as passed.
+        owner: The argument `owner`.
         number: Position in the order in which trackers were created.
-        cause: Type and text of the error with which the owner is failing a pass, if the owner itself raised it. Empty
-            for an error in the program's own hooks and Functions, which torch holds back until the owner has failed the
-            pass.
+        cause: Class and text of the error because of which the owner's `fail` is called, if the owner itself raised the
+            error. Empty if the program's own hooks and Functions raised it, because torch propagates such an error only
+            after `fail`.
         running: Number of the latest graph task that adds to the model's gradients.
         is_open: Whether a backward pass has begun but not ended.
-        arrived: Indices of the leaves to whose gradients the backward pass has added or is about to add.
+        arrived: Indices of the leaves whose gradients the backward pass has accumulated or is about to accumulate.
     """
 
     def __init__(self, owner: PassOwner, parameters: Sequence[torch.Tensor], watch: PassWatch) -> None:
@@ -227,7 +230,7 @@ class BackwardTracker:
             self._watch.announce(number)
 
     def _enlist(self, number: int) -> None:
-        """Follow a graph task that reached another model first, if it will also add to this model's gradients."""
+        """Track a graph task that reached another model first, if the task will also add to this model's gradients."""
         if number not in self._tasks and any(map(_is_ahead, self._parameters)):
             self._hold(number)
 
@@ -244,7 +247,7 @@ class BackwardTracker:
         self.forget()
 
     def failed(self, error: Exception) -> Exception:
-        """Note the error with which the owner fails the backward pass, to quote it on other ranks; return the error."""
+        """Store in `cause` the text of an error that the owner raises, to quote it on other ranks; return the error."""
         # Keep only the text, because the error's traceback refers to frames, which could keep the graph task's token
         # alive.
         self.cause = f"{type(error).__name__}: {text_of(error)}"
@@ -332,7 +335,7 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
     False for `torch.autograd.grad`.
 
     Args:
-        parameters: `id`s of the parameters; other leaves count only if the tensor depends on no parameter.
+        parameters: `id`s of the parameters. Other leaves are considered only if the tensor depends on no parameter.
     """
     leaf = _leaf(_current_node(), parameters)
     return leaf is None or will_run(leaf)

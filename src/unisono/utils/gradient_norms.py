@@ -67,8 +67,8 @@ def clip_grad_norm_(
     Args:
         parameters, comm, norm_type: As for `grad_norm`.
         max_norm: Maximum norm of the scaled gradients, up to rounding.
-        error_if_nonfinite: Whether to raise an error if the norm is infinite or nan. If False, gradients are scaled
-            with that norm, as in torch.
+        error_if_nonfinite: Whether to raise an error if the norm is infinite or nan. If False, the scaling factor is
+            computed from the infinite or nan norm, as in torch.
 
     Returns:
         The norm before scaling; see `grad_norm`.

@@ -15,11 +15,12 @@ class RepeatableBarrier:
     """A barrier of a communicator's ranks, which can be used again after an abort or a timeout.
 
     An aborted communicator is broken forever. Each call therefore uses its own group in the control plane, and an abort
-    breaks only that group. Calls are matched by their number. If the other ranks have given up a call before a rank
-    arrives there, this rank skips that call, and waits for them in the next.
+    breaks only that group. Calls are matched by their number. If a call has already failed on the other ranks when a
+    rank reaches it, this rank skips that call, and waits for the other ranks in the next call.
 
     Args:
-        comm: Communicator of the ranks. Its failure also ends the barrier. Construction is not collective.
+        comm: Communicator of the ranks. If the communicator fails, waits in the barrier fail too. Construction is not
+            collective.
 
     Attributes:
         name: Group name under which hang reports show a rank that waits here.
@@ -53,7 +54,7 @@ class RepeatableBarrier:
         return engine_of(self._comm).group.child(f"barrier {number}", range(self._comm.size))
 
     def wait(self) -> None:
-        """Wait until all ranks call this. Raises the error with which the call or the communicator has failed."""
+        """Wait until all ranks call this. If the call or the communicator fails, raises the error of the failure."""
         control = engine_of(self._comm).control
         given_up = True
         while given_up:
@@ -79,7 +80,7 @@ class RepeatableBarrier:
                     control.leave(group)
 
     def abort(self, reason: str) -> None:
-        """Make the call in which ranks are waiting raise `AbortedError` on every rank. Callable from any thread."""
+        """Abort the current call: every rank that waits in it raises `AbortedError`. Callable from any thread."""
         engine = engine_of(self._comm)
         if engine.life.closed:
             return

@@ -16,9 +16,9 @@ __all__ = ["ReplaceableComms"]
 class ReplaceableComms:
     """A communicator for training steps, and the communicator from which it is recreated after a failure.
 
-    If a rank fails in the middle of a training step, it aborts the communicator in use. Then no other rank waits for
-    the failed rank, and no message of that step can match a message of the next step. All ranks replace the
-    communicator before they continue. Calls that must survive a failed step on another rank use `base`.
+    If a rank fails in the middle of a training step, it aborts the communicator in use. As a result, no other rank
+    waits for the failed rank, and no message of the failed step can match a message of the next step. All ranks replace
+    the communicator before they continue. Calls that must survive a failed step on another rank use `base`.
 
     Args:
         comm: Communicator of the ranks. Construction is collective.
@@ -75,7 +75,7 @@ class ReplaceableComms:
         return {**found, self._barrier.name: self._barrier.abort}
 
     def replace(self) -> None:
-        """Replace the failed communicator in use. Collective. All ranks can repeat it after an `AbortedError`."""
+        """Replace `data`, which has failed. Collective. All ranks can call `replace` again after an `AbortedError`."""
         # A rank can be blocked in another model, waiting for ranks that wait for it here. So wait in a barrier first,
         # because a barrier can be aborted and repeated. An aborted `base` could not be replaced, so use it only after
         # all ranks have arrived.

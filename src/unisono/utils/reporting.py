@@ -38,7 +38,7 @@ class Rate(NamedTuple):
 
 
 class Throughput:
-    """Meter of samples per second over the last steps. Ranks may have different numbers of samples.
+    """Measures samples per second over the most recent steps. Ranks may have different numbers of samples.
 
     Args:
         comm: Communicator of the ranks; None for a single process.

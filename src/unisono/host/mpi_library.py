@@ -1,4 +1,4 @@
-"""The MPI library of this process, and the settings that MPI's launcher makes in the environment.
+"""The MPI library of this process, and the environment variables that MPI's launcher sets.
 
 Importing mpi4py starts MPI, so only `library` imports it completely, when the caller requests MPI.
 """

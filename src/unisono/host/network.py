@@ -185,9 +185,9 @@ def requested_interface(
     """Return the requested network interface and the setting that requests it; None if no interface is requested.
 
     Args:
-        named: Interface passed by the program. It takes precedence over UNISONO_INTERFACE, GLOO_SOCKET_IFNAME and
-            NCCL_SOCKET_IFNAME. If a variable lists several interfaces, the first interface that exists is used. NCCL's
-            variable may also contain prefixes and the signs for "exactly" (=) and "not" (^).
+        named: Interface passed by the program. This argument takes precedence over UNISONO_INTERFACE,
+            GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. If a variable lists several interfaces, the first interface that
+            exists is used. NCCL's variable may also contain prefixes and the signs for "exactly" (=) and "not" (^).
 
     Example:
         >>> requested_interface("lo", {})

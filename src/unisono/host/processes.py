@@ -49,7 +49,10 @@ def exit_status(pid: int) -> int | None:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of Linux's stat file, beginning with the state; without a file, those of an ended process."""
+    """Return the fields of /proc/<pid>/stat, beginning with the process's state.
+
+    If the file cannot be read, the fields are those of a process that has ended.
+    """
     try:
         # Split after the last parenthesis: the process name is in parentheses and may contain any character.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,6 +1,6 @@
 """Processors of this host: their number, the time spent waiting for them, NUMA nodes, and the placement of ranks.
 
-Containers may often use fewer processors than the machine has.
+A container is often limited to fewer processors than the machine has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cores() -> int:
 
 
 def core_wait_s() -> float | None:
-    """Return for how many seconds this thread was runnable but not running; None if the system does not record it.
+    """Return how many seconds this thread has been runnable but not running; None if the system does not record this.
 
     Example:
         >>> (core_wait_s() or 0.0) >= 0.0
@@ -55,7 +55,11 @@ def core_wait_s() -> float | None:
 
 
 def visible() -> int:
-    """Return the number of processors in this process's affinity mask, or in the machine if a launcher binds ranks."""
+    """Return the number of processors in this process's affinity mask.
+
+    If a launcher binds ranks, the mask lacks the processors of the other ranks, so this function returns the number of
+    processors in the machine; likewise on a platform without affinity masks.
+    """
     of_the_machine = os.cpu_count() or 1
     # The script that sbatch runs is not a Slurm step, so it is not bound: it may use all of the job's processors on
     # this host.
@@ -106,9 +110,9 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def nodes() -> dict[int, tuple[int, ...]]:
-    """Return the processors of each NUMA node that this process may use. Hardware threads of a core are adjacent.
+    """Return, for each NUMA node, the processors that this process may use, with a core's hardware threads adjacent.
 
-    If the host does not list its NUMA nodes, all processors belong to node 0.
+    If the host does not list its NUMA nodes, all processors belong to node 0, in numeric order.
 
     Example:
         >>> len(nodes()) >= 1 and min(map(len, nodes().values())) >= 1

@@ -1,4 +1,4 @@
-"""Describes calls on torch's process groups for comparison between ranks and for reports."""
+"""Describes calls on torch's process groups, so that they can be compared between ranks and shown in reports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPERATIONS = tuple(sorted({name.lower() for name in dist.ReduceOp.RedOpType.__me
 
 @cache
 def form_of(operator: Operator) -> Form | None:
-    """Return the `Form` of an operator's calls, or None if the watch does not know the operator."""
+    """Return the `Form` of an operator's calls, or None if the calls of this operator are not watched."""
     return Form(operator) if operator.name in _NAMES else None
 
 
@@ -106,7 +106,7 @@ class Signature(NamedTuple):
 
     Attributes:
         same: Hash of the values that must be equal on all ranks, except the reduce operation.
-        fingerprint: All values; the call number is always 0.
+        fingerprint: Fingerprint of the call, with all values; its call number is always 0.
     """
 
     same: int
@@ -167,5 +167,5 @@ def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int
 
 
 def unseen() -> list[str]:
-    """Return the known operators that this version of torch lacks. If torch renamed one, its calls are not watched."""
+    """Return the known operators that this torch lacks. If it has renamed an operator, those calls are not watched."""
     return [name for name in _NAMES if not hasattr(torch.ops.c10d, name)]

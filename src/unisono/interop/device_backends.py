@@ -44,10 +44,11 @@ _OLDER = {
 class DeviceBackends:
     """Torch process groups of a unisono group's ranks, one for each device type except the CPU, created on first use.
 
-    If one backend of a group is a Python process group, torch drops the group's other backends. This object keeps them.
+    If one backend of a group is a Python process group, torch drops the group's other backends, so this object creates
+    and keeps them.
 
     Args:
-        group: The unisono group; torch stores the backend configuration under it.
+        group: The unisono group, which is also the key under which torch stores the backend configuration.
         store: Store used only by this group.
         timeout: Timeout of operations on the created groups.
         options: The user's options for the created groups, or None.
@@ -75,14 +76,21 @@ class DeviceBackends:
         return self._group in dist.distributed_c10d._world.pg_backend_config
 
     def names(self) -> dict[str, str]:
-        """Return each device's backend, except the CPU's; before torch has set the configuration, torch's defaults."""
+        """Return the backend of each device type except the CPU.
+
+        Until torch has set the group's configuration, these are torch's default backends.
+        """
         if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
         pairs = (pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
         return {kind: name for kind, name in pairs if kind != "cpu"}
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
-        """Return a device's group; raise `ValueError` if none is configured, `UnavailableError` if there are hooks."""
+        """Return the group for a device.
+
+        Raises `ValueError` if no backend is configured for the device, and `UnavailableError` if hooks are registered,
+        because a call on a device's group would not run them.
+        """
         kind = device.type
         if self.has_hooks:
             # The hooks are registered on the group `through`, so a call on a device's group would not run them.
@@ -99,14 +107,14 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A C++ group of the same ranks. Its methods call torch's operators, which in turn call the unisono group."""
+        """A C++ group of the same ranks. Calls on it run torch's operators, which in turn call the unisono group."""
         group = self._group
         made = self._named(dist.ProcessGroup(self._store, group.rank(), group.size()))
         take_calls(made, group)
         return made
 
     def hooked(self) -> Any:
-        """Return `through`, and route all later calls through it so that its hooks run; see `Carrier`.
+        """Return the C++ group `through`, which from now on handles all calls, so that its hooks run; see `Carrier`.
 
         Raises `UnavailableError` before torch 2.14.
         """
@@ -188,7 +196,7 @@ _EVENTS = {
 
 
 def by_device(method: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a method to accept every call form, and to forward calls with accelerator tensors to their devices' groups.
+    """Wrap a method: accept all `CallForms`, and forward calls on accelerator tensors to the group of their device.
 
     Calls on CPU tensors appear as events in torch's profiler. An asynchronous call's event ends when the call returns.
     """

@@ -37,7 +37,7 @@ def add_torch_words(error: CommError) -> None:
 
 @contextmanager
 def torch_words() -> Iterator[None]:
-    """Add torch's words to an error raised in the block. Tensor calls do this without a context manager, for speed."""
+    """Apply `add_torch_words` to errors raised in the block. Tensor calls do so without a context, for speed."""
     try:
         yield
     except CommError as error:

@@ -103,11 +103,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unversioned(tensor: torch.Tensor) -> torch.Tensor:
-    """Like `plain`, but with a separate version counter, so that autograd does not notice writes.
+    """Return a view as `plain` does, but with a separate version counter, so that autograd does not notice writes.
 
     When torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they
     reduce an activation that autograd has saved. When torch's gloo copies results from its own buffer, as for the
-    outputs of `all_gather`, autograd does notice. In that case, outputs are passed through `plain` instead.
+    outputs of `all_gather`, autograd does notice; for such calls, outputs are passed through `plain` instead.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
 
@@ -122,10 +122,10 @@ _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 class UnisonoWork(dist.Work):
     """Torch `Work` that wraps a unisono work.
 
-    A work has a C++ object and a Python object. When Python passes a work to torch's C++ code, as `DDP.join` does, C++
-    refers only to the C++ object, but looks up methods on the Python object. The last 1,024 Python objects per process
-    are therefore kept alive, because there is no way to know how long C++ needs them. They drop large tensors, which
-    `DDP.join` does not need, because it reduces a single number.
+    A torch `Work` consists of a C++ object and a Python object. When Python passes it to torch's C++ code, as
+    `DDP.join` does, C++ refers only to the C++ object, but looks up methods on the Python object. The last 1,024 Python
+    objects per process are therefore kept alive, because there is no way to know how long C++ needs them. The kept
+    objects drop large tensors: `DDP.join`, which reduces a single number, does not need these.
 
     Args:
         work: The operation in flight, or None if the operation is done.

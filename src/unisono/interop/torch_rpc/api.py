@@ -45,7 +45,7 @@ __all__ = [
 
 
 class BackendType(enum.Enum):
-    """Torch's RPC backends. All are accepted, but unisono always uses its own backend."""
+    """Torch's RPC backends. `init_rpc` accepts any of them, but always uses unisono's own backend."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -97,7 +97,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             self.set_device_map(to, mapped)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Warn that the map has no effect: tensors are sent through the CPU, and always arrive on the CPU."""
+        """Warn that `device_map` has no effect: tensors are sent through the CPU, and always arrive on the CPU."""
         warnings.warn("unisono's calls carry tensors to the CPU of the other rank; move them there", stacklevel=2)
         self.device_maps.setdefault(to, {}).update(device_map)
 
@@ -115,7 +115,7 @@ _numbers = itertools.count()
 
 
 class _TorchAgent(rpc.Agent):
-    """Agent whose references have torch's signatures."""
+    """Agent that returns references of this package's class `RRef`, whose methods have torch's signatures."""
 
     rref_class = RRef
 
@@ -141,7 +141,7 @@ def init_rpc(
     Raises:
         RuntimeError: `init_rpc` was called before, some ranks did not join, or the arguments are invalid (in this case,
             the error is also a ValueError).
-        TypeError: The backend or the options are not of torch's class.
+        TypeError: `backend` is not a `BackendType`, or `rpc_backend_options` is not a `TensorPipeRpcBackendOptions`.
     """
     if find_agent() is not None:
         raise RuntimeError("RPC is already initialized")

@@ -27,7 +27,7 @@ Times = Mapping[tuple[int, int, int, tuple[tuple[int, int], ...]], tuple[float, 
 
 
 class _MatchedMove(NamedTuple):
-    """A message: the sender's and the receiver's step number, from 0, and the two matching moves."""
+    """A message: the algorithm's moves that send and receive it, with the index of each move's step."""
 
     sender: int
     sent_in: int
@@ -53,7 +53,7 @@ def play(
 
     Args:
         path: The file to write; an existing file is replaced.
-        collective: "all_reduce", ...; roots are rank 0.
+        collective: Name of the collective, such as "all_reduce"; if it has a root, that is rank 0.
         algorithm: Name of one of the collective's algorithms.
         size: Number of ranks, up to 32.
         nbytes: Message size in bytes; the message is divided into chunks.

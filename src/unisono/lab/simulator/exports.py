@@ -30,11 +30,12 @@ def goal(
     for GOAL: Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
 
     Args:
-        collective: "all_reduce", ...; roots are rank 0.
+        collective: Name of the collective, such as "all_reduce"; if it has a root, that is rank 0.
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes, as in `simulate`.
-        gamma: Time to reduce one received byte, in seconds. The schedule contains it as computation in nanoseconds.
+        gamma: Time to reduce one received byte, in seconds. Unless it is 0, the schedule has a `calc` operation, in
+            nanoseconds, for each message that is reduced.
         itemsize: Element size in bytes; chunks contain whole elements.
 
     Raises:

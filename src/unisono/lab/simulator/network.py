@@ -185,7 +185,7 @@ def exponential(seed: int, sender: int, number: int) -> float:
 
 
 def exponentials(seed: int, size: int, number: int) -> Any:
-    """Return `exponential` for all senders, as an array.
+    """Return the values of `exponential` for all senders, as an array.
 
     Example:
         >>> round(float(exponentials(0, 4, 2)[1] - exponential(0, 1, 2)), 12)

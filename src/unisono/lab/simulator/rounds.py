@@ -1,7 +1,7 @@
-"""Engine for algorithms whose ranks behave identically up to rotation: numpy computes all ranks of a round at once.
+"""Engine for algorithms whose ranks behave identically up to rotation: numpy simulates a round on all ranks at once.
 
-The algorithm's steps are evaluated once, with a symbolic rank. For each distance a, the times of the messages from all
-ranks to rank + a are in one array, or in two slices of it if rank + a wraps around.
+The algorithm's steps are evaluated once, with a symbolic rank. For each distance a, one array has the times of the
+messages from every rank to rank + a. Rotating it by a takes two slices, because rank + a wraps around.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Array = npt.NDArray[np.float64]
 
 
 class _ChunkRun(NamedTuple):
-    """Run of consecutive chunks of rank r, from b + first up to b + last, where b = ((r + shift) mod size) * scale."""
+    """For each rank r, the chunks b + first to b + last - 1, where b = ((r + shift) mod size) * scale."""
 
     shift: int
     scale: int
@@ -130,7 +130,7 @@ class Rounds:
             np.maximum(reduced[into], delivered[source], out=begin[into])
 
     def _paths(self, shift: int) -> tuple[_Array, _Array, _Array]:
-        """Return, for the path from each rank to rank + shift, alpha, the ports' beta and the links' largest beta."""
+        """Return, for each rank's path to rank + shift: `alpha`, `beta`, and the largest beta of the path's links."""
         if shift not in self._costs:
             paths = [self.network.path(rank, (rank + shift) % self.size) for rank in range(self.size)]
             slowest = [max((beta for _, beta in (*path.out, *path.into)), default=0.0) for path in paths]
@@ -144,7 +144,7 @@ class Rounds:
         return [(slice(0, cut), slice(shift, None)), *([(slice(cut, None), slice(0, shift))] if shift else [])]
 
     def _exchange_many(self, sends: list[_ShiftedSend], reduce: bool) -> None:
-        """Compute a step with any number of messages; receivers' ports serve them in order of arrival."""
+        """Compute a step with any number of messages. A receiver's port serves its messages in order of arrival."""
         network = self.network
         begin = self.end
         factors = self._factors
@@ -192,8 +192,9 @@ def _run(start: object, stop: object) -> _ChunkRun:
 class Rotation:
     """Symbolic rank r of a group, or a number computed from r: ((r + shift) mod size) * scale + offset.
 
-    Adding an integer, multiplying by a positive integer, and the remainder modulo size * scale give another `Rotation`.
-    Any other operation, such as a comparison, raises TypeError, because its result is not a rotation of the rank.
+    You can add integers to a `Rotation`, multiply it by a positive integer, and take its remainder modulo size * scale;
+    the result is another `Rotation`. Any other operation, such as a comparison, raises TypeError, because its result is
+    not a rotation of the rank.
 
     Args:
         size: Number of ranks.

@@ -84,7 +84,7 @@ def simulate(
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        collective: "all_reduce", ...; roots are rank 0.
+        collective: Name of the collective, such as "all_reduce"; if it has a root, that is rank 0.
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes: the size of one rank's input or output, whichever is larger.
@@ -92,9 +92,9 @@ def simulate(
         start: Time at which each rank calls the collective, in seconds; 0 by default.
         itemsize: Element size in bytes; chunks contain whole elements.
         record: Whether to keep all messages, with their times.
-        engine: "rounds" computes all ranks of a round at once; the ranks must behave identically up to rotation.
-            "events" supports everything. Both engines give the same results. The default is "rounds" if it supports the
-            algorithm and the network.
+        engine: "rounds" simulates a round on all ranks at once; the ranks' steps must be rotations of each other.
+            "events" supports everything. These two engines give the same results. The default is "rounds" if it
+            supports the algorithm and the network.
 
     Returns:
         The ranks' end times, and the messages if they are recorded.
@@ -193,7 +193,7 @@ def _by_events(
 
 
 def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
-    """Yield each call's earliest time, if it is not 0, and then its steps; chunks are numbered across calls."""
+    """Yield, for each call, its `ready` time if that is not 0, and then its steps. Chunks are numbered across calls."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready

@@ -84,14 +84,14 @@ OnFailure = Literal["end", "continue", "replace"]
 
 
 class LaunchOverride(Protocol):
-    """Overrides `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
+    """Replaces `init` and `launch` in a process that runs a script outside a job, for example to replay a rank."""
 
     def communicator(self) -> Communicator:
-        """Return the communicator that `init` returns."""
+        """Return a communicator, which is what `init` returns in this process."""
         ...
 
     def results(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int) -> Any:
-        """Return the results that `launch` returns."""
+        """Run the program in place of `launch`, and return the results, which `launch` returns in turn."""
         ...
 
 
@@ -118,14 +118,14 @@ def init(
     """Join the other ranks of a job, and return the communicator of all ranks.
 
     The rank, the number of ranks and the rendezvous address come from `init_method` or, if it is None, from the
-    environment of torchrun, MPI or Slurm. If there is no such environment, this process is the only rank. The source is
-    logged (logger "unisono", level info).
+    environment of torchrun, MPI or Slurm. If there is no such environment, this process is the only rank. The source of
+    these settings is logged (logger "unisono", level info).
 
     Args:
         backend: A transport's name, a pair such as "shm+tcp" (the first within a host, the second between hosts), or
             "auto". "auto" chooses nccl if each rank has a GPU, shared memory if all ranks are on one host, tcp if no
-            two ranks share a host, and otherwise "shm+tcp". Instead of tcp, it chooses "mpi" under mpirun, and gloo if
-            a rank has no native core. The variable UNISONO_BACKEND, set by `unisono run --backend`, replaces "auto".
+            two ranks share a host, and otherwise "shm+tcp". Instead of tcp, "auto" chooses "mpi" under mpirun, and gloo
+            if a rank has no native core. The variable UNISONO_BACKEND, set by `unisono run --backend`, replaces "auto".
             None means "auto".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or "file:///path", as in
             torch; the last two need `rank` and `world_size`.
@@ -134,22 +134,22 @@ def init(
         heartbeat: Time after which an unresponsive host and its ranks are considered lost, at least 2 s. A waiting call
             may time out earlier, and the end of a process is detected immediately. If None, the variable
             UNISONO_HEARTBEAT (in seconds; set by `unisono run --heartbeat`), or else the timeout.
-        device: Device of this rank's tensors; if None, "cuda:<local rank>" with nccl (modulo the number of visible
-            GPUs), and "cpu" with other backends.
+        device: Device of this rank's tensors; if None, "cuda:<i>" with nccl, where i is the local rank modulo the
+            number of visible GPUs, and "cpu" with other backends.
         secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, or else this user's
             key file, which the first rank on a host creates (mode 0600).
         check: "auto" compares the ranks' calls before each collective (with nccl, while the collective runs); "off"
             disables this check.
-        deterministic: Whether floating-point sums and products are reduced in one fixed order: a balanced binary tree
-            over the ranks, in which the first half is the larger one if the halves differ in size, and each result is
-            rounded to the tensor's dtype. Algorithms that follow this order give bitwise identical results with all
-            chunk sizes and transports; other algorithms are refused. Fixed-order reduction disables the native core and
-            other native collectives.
+        deterministic: Whether floating-point sums and products are reduced in one fixed order: along a balanced binary
+            tree, whose nodes split their ranks into halves, with the first half larger if the sizes differ. Each
+            node's result is rounded to the tensor's dtype. Algorithms that follow this order give bitwise identical
+            results for every chunk size and on every transport; other algorithms are refused. Fixed-order reduction
+            disables the native core and other native collectives.
         chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
         wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
         interface: Network interface, such as "eth0", through which ranks on other hosts reach this rank. If None, the
             variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or else the interface of the route to
-            the first rank. The choice is logged.
+            the first rank. The chosen interface is logged.
 
     Returns: The communicator of all ranks, which the caller must close, for example with a `with` statement.
 
@@ -205,13 +205,15 @@ def communicator_at(
     hosts: Hosts | None = None,
     heartbeat_s: float | None = None,
 ) -> Communicator:
-    """Return a communicator of the ranks at a rendezvous. `close`, or a failure here, also closes the rendezvous.
+    """Connect the ranks that have met at a rendezvous, and return their communicator.
+
+    Closing the communicator also closes the rendezvous, and so does an error in this function.
 
     Args:
         place: The rendezvous.
-        backend: As for `init`, except that UNISONO_BACKEND is ignored.
-        timeout_s, heartbeat_s: `timeout` and `heartbeat` of `init`, in seconds.
-        hosts: Hosts to assume instead of detecting them.
+        backend: A backend's name, as for `init`, except that UNISONO_BACKEND is ignored.
+        timeout_s, heartbeat_s: Like `timeout` and `heartbeat` of `init`, but in seconds.
+        hosts: Ranks on each host, assumed without a check; if None, they are detected.
         device, check, deterministic, chunk_bytes, wrap, interface: As for `init`.
 
     Raises:
@@ -278,7 +280,7 @@ def launch(
     this host or other hosts.
 
     Args:
-        fn: The program of every rank.
+        fn: Function that every rank runs.
         nprocs: Number of ranks.
         backend: A transport's name. "auto" and None mean nccl if each rank has a GPU, and otherwise shared memory
             ("tcp" if the platform does not support it).
@@ -290,7 +292,7 @@ def launch(
             returns the survivors' results, and a failed rank's entry is its error. "replace" is like "end", except that
             a rank whose process or host is lost is started again. The new process calls `fn` with a communicator of
             only this rank. The new rank joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while
-            they are in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a
+            those wait in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a
             rank are lost before they have joined. "replace" works with processes on this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Number of torch threads per rank; if None, OMP_NUM_THREADS, or else an equal share of the cores.
@@ -300,19 +302,19 @@ def launch(
         on: An engine's name ("ray", "dask", "submitit" or "mpi"), an engine with options, such as
             `un.engines.Ray(num_cpus=2)`, or an executor with the interface of `concurrent.futures` whose workers are
             processes, such as a `ProcessPoolExecutor`. `nprocs` single-threaded workers must become free within
-            `timeout`. With `on`, the backend "auto" chooses as in `init`, based on the workers' hosts. When a rank
-            ends, its worker process is restored to its previous state. On Dask, MPI and executors, ranks cannot be
-            killed after another rank's failure: each runs until its next call on the communicator, which raises an
-            error. None and "local" mean processes on this host.
+            `timeout`. With `on`, backend "auto" makes the same choice as in `init`, based on the workers' hosts. When a
+            rank ends, its worker process is restored to its previous state. With Dask, MPI or an executor, ranks cannot
+            be killed after another rank's failure: each rank runs until its next call on the communicator, which raises
+            an error. None and "local" mean processes on this host.
 
-    Returns: Each rank's result of `fn`, in rank order.
+    Returns: The result of `fn` on each rank, in rank order.
 
     Raises:
         Exception: The first failing rank's error.
         PeerLostError: A rank's process ended without reporting (the error names the signal or exit code), or called
             `sys.exit`.
         CommTimeoutError: The executor did not start all ranks within `timeout`; the error says how many it started.
-        TypeError: `on` is neither an executor of processes nor an engine.
+        TypeError: `on` is neither an engine nor an executor whose workers are processes.
         UnavailableError: The engine is not installed; the error says how to install it.
 
     Example:
@@ -455,7 +457,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
 
 
 def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
-    """Return a job's ranks, to be run as processes; mpirun starts the processes if the transport needs it."""
+    """Return a job's ranks, which will be processes, started by mpirun if the transport requires that."""
     if job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import MpirunRanks
 
@@ -502,7 +504,7 @@ def _check_backends(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Facts, known to every rank, about all ranks.
+    """Where the job's ranks run, and how they can reach each other; see `discover`.
 
     Attributes:
         hosts: Ranks on each host; ranks on one host share a kernel and network.
@@ -510,7 +512,7 @@ class Topology:
         gpus: Whether each rank has a GPU to itself.
         network: Backend to use between hosts.
         address: Address at which other hosts can reach this host.
-        interface: Network interface with this address, and the reason why it was chosen, for the log.
+        interface: Network interface that has `address`, and the reason why it was chosen, for the log.
         backends: Backend that each rank passed.
     """
 
@@ -536,8 +538,8 @@ class Topology:
         """Prepare a backend for several hosts: check that hosts can reach each other, and set NCCL's network interface.
 
         Raises:
-            CommError: On every rank, if hosts cannot connect. The error names these hosts, the address, and the setting
-                to change.
+            CommError: Hosts cannot connect to each other. Raised on every rank; the error names these hosts, the
+                address, and the setting to change.
         """
         _, _, outer = backend.rpartition("+")
         if len(self.hosts) == 1 or outer not in _BY_ADDRESS:

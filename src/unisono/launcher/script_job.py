@@ -27,7 +27,7 @@ class Events(Protocol):
     def ended(self, rank: int, status: int, report: Report | None) -> None:
         """Handle a rank's exit status, which is negative if a signal killed the rank, and its error report.
 
-        Must not raise an exception, because the calling thread also reports the ends of other ranks.
+        Must not raise an exception, because the calling thread also reports when other ranks exit.
         """
         ...
 
@@ -84,8 +84,8 @@ class ScriptJob:
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
         """Return a rank's environment: the variables that torchrun also sets, and this library's own.
 
-        UNISONO_PORT also contains torch's port. If a rank starts another launcher, which sets a different MASTER_PORT,
-        the new job ignores UNISONO_PORT.
+        UNISONO_PORT contains this library's port and also torch's, to be compared with MASTER_PORT: if a rank starts
+        another launcher, which sets a different MASTER_PORT, the new job ignores UNISONO_PORT.
         """
         places = {
             "RANK": self.before + local_rank,

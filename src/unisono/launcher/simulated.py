@@ -93,11 +93,11 @@ def simulate(
         args, kwargs: Arguments of `fn`.
         seed: Seed for the scheduling order, the network's jitter and faults. If None, the value of UNISONO_SEED if that
             is set, else 0.
-        network: Model of message times; see `unisono.transports.sim.SimNetwork`.
-        faults: Arguments for `unisono.testing.Faulty`, which wraps each rank's transport if they are given; `wrap` is
-            applied to the result.
+        network: Model of the network, which determines how long messages take; see `unisono.transports.sim.SimNetwork`.
+        faults: Arguments for `unisono.testing.Faulty`; if given, each rank's transport is wrapped in `Faulty`, and then
+            `wrap` is applied to the wrapped transport.
         preempt: Probability of switching to another rank when a rank acquires a free lock. Such switches expose races
-            between a check and the acquisition.
+            in which a rank checks something before it acquires the lock.
         timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is in virtual time.
         backend: "sim", or another transport whose ranks are threads.
 

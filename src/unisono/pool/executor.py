@@ -43,12 +43,13 @@ _Initialize = Callable[[], object] | None
 class Pool(Executor):
     """`concurrent.futures` executor whose workers are new processes or the ranks of a communicator.
 
-    `Pool(4)` starts 4 processes, on this host or with an engine. They exit when the pool shuts down. Tasks and results
-    are pickled, and functions are sent as in `launch`.
+    `Pool(4)` starts 4 processes, on this host or through the engine or executor `on`. The processes exit when the pool
+    shuts down. Tasks and results are pickled, and functions are sent as in `launch`.
 
     `Pool(comm)` is collective: rank 0 submits tasks, and the other ranks run them. If rank 0 is the only rank, it runs
     the tasks in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down; their
-    `with` block then gets None as the pool. Without `with`, the other ranks run tasks in `shutdown`.
+    `with` block then gets None as the pool. Without `with`, the other ranks must call `shutdown`, in which they run
+    tasks in the same way.
 
     An idle worker gets the next tasks, and runs them one at a time in its main thread. If a worker dies, other workers
     run its unfinished tasks. Each task's result arrives once, but if a task runs again, its side effects occur again.
@@ -59,16 +60,16 @@ class Pool(Executor):
         workers: A communicator, or the number of processes to start; if None, one per core.
         backend: Transport between this process and the workers: "shm", "gloo", or "thread" for threads of this process.
             "auto" chooses "shm" if it is available, else "gloo".
-        initializer: Function called once on each worker, before its first task. If it fails on a worker, that worker
+        initializer: Function called once on each worker, before its first task. A worker on which the initializer fails
             gets no tasks.
         initargs: Arguments of `initializer`.
-        retries: How many times a task is run again after its worker is lost. After that, the task fails with
-            `PeerLostError`, because the task itself may have killed the workers.
+        retries: How many times a task is run again after its worker is lost. If no retry is left, the task fails with
+            `PeerLostError`, because the task itself may have killed its workers.
         trusted: Whether the ranks of a communicator exchange pickles, which allow a sender to run any code on the
             receiver. If False, functions must be exposed (`unisono.rpc.expose`), and arguments and results must be
             plain values, as in `unisono.rpc`. Must be equal on all ranks.
-        on: Engine or executor that starts the processes if `workers` is a number, as for `launch`. Backend "auto" then
-            chooses "tcp", or "gloo" without a native core.
+        on: Engine or executor, as for `launch`, that starts the processes; only if `workers` is a number. Backend
+            "auto" then chooses "tcp", or "gloo" without a native core.
 
     Raises:
         ValueError: The number of workers or retries is invalid, or a pool cannot start ranks on this backend.
@@ -129,9 +130,9 @@ class Pool(Executor):
         """Run `fn(*args, **kwargs)` on a worker, and return a future for its result.
 
         Args:
-            fn: Function to run. It is sent by value if workers cannot import it. With `trusted=False`, it must be
-                exposed.
-            args: Positional arguments. They are copied before `submit` returns.
+            fn: Function to run; sent by value if workers cannot import it. In `Pool(comm, trusted=False)`, the function
+                must be exposed.
+            args: Positional arguments, which are copied before `submit` returns.
             kwargs: Keyword arguments.
 
         Returns: The future. `cancel()` works until the task is sent to a worker. `result()` raises the function's
@@ -166,13 +167,13 @@ class Pool(Executor):
             iterables: Iterables, which are read immediately. Don't modify mutable items until all results have arrived.
             timeout: Time from now, in seconds or as a `timedelta`, after which waiting for a result raises
                 `TimeoutError`; None for no limit.
-            chunksize: Number of calls to send together. If None, it adapts to the duration and the number of the
-                remaining calls, so that all workers finish at about the same time. Calls that are stuck behind
-                unexpectedly long calls are moved to other workers.
+            chunksize: Number of calls to send together. If None, the number adapts to how long the calls take and how
+                many remain, so that all workers finish at about the same time. Calls that are stuck behind unexpectedly
+                long calls are moved to other workers.
             unordered: Whether to yield results as they arrive, instead of in the order of the items.
 
         Returns: The iterator. If a call fails, the iterator yields the results of the calls before it and then raises
-        its error. Calls that have not been sent by then never run.
+        its error. Calls that have not been sent when this error is raised never run.
 
         Raises:
             RuntimeError, BrokenPoolError: As for `submit`.
@@ -383,7 +384,10 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the worker processes, and wait until they exit. Always raises; only the constructor reads the error."""
+        """Start the worker processes, and wait until they exit.
+
+        Then raise an error, which is reported only if the constructor is still waiting for the workers.
+        """
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")

@@ -32,7 +32,7 @@ Report = tuple[bytes, int, float, Any]
 
 @dataclass(slots=True)
 class Chunk:
-    """Calls of one function. Each call has its own positional arguments; all calls share the keyword arguments.
+    """Calls to one function. Each call has its own positional arguments; all calls share the keyword arguments.
 
     After `limit_s` seconds, a worker returns the calls that it has not begun, so that other workers can run them.
     """
@@ -54,7 +54,7 @@ class ChunkCodec:
         return self.dumps([name_of(chunk.fn), list(chunk.args), chunk.kwargs, chunk.limit_s])
 
     def unpack(self, content: bytes) -> Chunk:
-        """Decode a chunk. Raises NotExposedError if its function is not exposed."""
+        """Decode a chunk. Raises NotExposedError if the chunk's function is not exposed."""
         name, *rest = self.loads(content)
         return Chunk(ExportTable(trusted=False).function(name), *rest)
 
@@ -92,10 +92,10 @@ class PickleCodec(ChunkCodec):
 
 
 class Worker:
-    """One rank of a pool. Its construction is collective.
+    """One rank of a pool. Construction is collective.
 
-    All tasks of a rank run in the thread that ran the initializer. Thread-local settings that the initializer makes,
-    such as `torch.set_grad_enabled`, therefore apply to the tasks.
+    All tasks of a rank run in the thread that ran the initializer. Thread-local state that the initializer sets, for
+    example with `torch.set_grad_enabled`, therefore applies to the tasks.
 
     Args:
         comm: Communicator of the ranks; rank 0 distributes the tasks.
@@ -171,7 +171,7 @@ class Worker:
         self.agent.shutdown()
 
     def _begin(self, trusted: bool) -> Any:
-        """Run the initializer; return its error in the form of `packed`, or None."""
+        """Run the initializer; return None if it succeeds, or else its error, encoded by `packed`."""
         try:
             if trusted != self.trusted:
                 raise ValueError("ranks passed different values of trusted= to Pool")

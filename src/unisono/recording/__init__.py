@@ -31,10 +31,11 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
         folder: Folder in which each rank creates its own file. The file must not exist yet. Ranks need not share the
             folder.
         comm: The communicator to record. Communicators that are later derived from it are also recorded.
-        steps: Number of optimizer steps in this thread after which the recording ends. If None, it ends when the
-            recording or the communicator is closed, or the process exits.
+        steps: Number of optimizer steps in this thread after which the recording ends. If None, the recording ends when
+            it or the communicator is closed, or when the process exits.
 
-    Returns: The recording. As a context manager, it ends the recording on exit. In a replay, it does nothing.
+    Returns: The recording, which can be used as a context manager that ends the recording on exit. In a replay, the
+    returned object does nothing.
 
     Raises:
         ValueError: The communicator has already been used, or communicators were derived from it, or `steps` is not

@@ -37,7 +37,7 @@ _LATER_S = 0.2
 
 
 class RecordingEndError(SystemExit):
-    """Raised after the last recorded call. It is a `SystemExit` with status 0, so a script exits without an error."""
+    """A `SystemExit` with status 0, raised after the last recorded call, so that a script exits without an error."""
 
 
 class RankReplay:
@@ -87,7 +87,7 @@ class RankReplay:
         raise MismatchError(f"this replay differs from the recording: {text}")
 
     def missing(self, group: Group, what: str) -> NoReturn:
-        """Raise the error for a call without an entry: the recorded failure, the recording's end, or a difference."""
+        """Raise the error for an unrecorded call: the recorded failure, the recording's end, or a difference."""
         if not self.log.holds(("call", group.name), ("send", group.name)):
             abort = self.log.peek(("abort", group.name))
             if abort is not None:
@@ -170,7 +170,7 @@ def _tuples(value: Any) -> Any:
 
 
 class ReplayTransport(Transport):
-    """Transport without peers. It reads results and messages from the recording, and rejects calls that differ."""
+    """Transport without peers, which reads results and messages from the recording, and rejects calls that differ."""
 
     checks = True
 
@@ -415,7 +415,7 @@ class _ReplayedWork(Work):
 
 
 class _Control(ControlPlane):
-    """Control plane without peers: it returns recorded replies, or else replies as from ranks identical to this one."""
+    """Control plane without peers. A reply that was not recorded is computed as if all ranks made the same request."""
 
     def __init__(self, replay: RankReplay) -> None:
         self.replay = replay
@@ -530,7 +530,7 @@ class _Control(ControlPlane):
         return self._reply("query", [group], dict)
 
     def hold(self, reason: str | None) -> None:
-        """Do nothing: there are no other ranks to hold."""
+        """Do nothing: a replay has no other ranks to stop for a debugger."""
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._shared:

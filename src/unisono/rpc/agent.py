@@ -42,7 +42,7 @@ class Agent:
 
     Args:
         comm: Communicator of the ranks; closing it also closes the agent.
-        name: Name of this rank for callers.
+        name: Name by which other ranks can address this rank.
         timeout_s: Default timeout of a call, in seconds.
         trusted: Whether peers may call any function that can be imported here, and send pickled values.
         expose: Functions and classes to expose on this rank only.
@@ -50,7 +50,7 @@ class Agent:
 
     Attributes:
         rank, size: This rank, and the number of ranks.
-        name: Name of this rank for callers.
+        name: Name by which other ranks can address this rank.
         infos: `WorkerInfo` of every rank.
 
     Example:
@@ -130,7 +130,7 @@ class Agent:
         self.box.mark_lost(message.peer, error)
 
     def _due(self) -> tuple[float, list[Task]]:
-        """Return the time of this method's next call, and the tasks that are due now."""
+        """Return when to call this method again, on the library's clock, and the tasks that are due now."""
         calls = self.client.calls
         replies = self.client.replies
         tasks: list[Task] = [partial(replies.give_up, call, call.timeout_error()) for call in calls.timed_out()]
@@ -182,7 +182,7 @@ class Agent:
         Args:
             to, func, args, kwargs, timeout: As for `unisono.rpc.rpc_sync`.
 
-        Returns: A reference to the result, immediately.
+        Returns: A reference to the result. The call does not wait until the result exists.
         """
         return self.client.make(*self.client.target(to, func, args), kwargs, timeout)
 
@@ -207,7 +207,7 @@ class Agent:
         return self.infos[self.rank if name is None else self.client.rank_of(name)]
 
     def thread(self, target: Callable[..., object], *args: Any, **kwargs: Any) -> threading.Thread:
-        """Start a daemon thread in which the functions of `unisono.rpc` act on this agent.
+        """Start a daemon thread in which the functions of `unisono.rpc` use this agent.
 
         Args:
             target: Function to run in the thread.
@@ -230,7 +230,10 @@ class Agent:
         return not len(self.client.calls) and not len(self.server)
 
     def _counts(self) -> tuple[list[int], list[int]] | None:
-        """Return the number of calls sent to, and served for, each rank; None while a call is in progress."""
+        """Return two lists with one number per rank: calls sent to that rank, and calls served for it.
+
+        Returns None while a call is in progress.
+        """
         if not self.idle():
             return None
         ranks = range(self.size)
@@ -248,7 +251,7 @@ class Agent:
 
         Raises:
             CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-            CommError: Called inside a function that another rank called; the caller would wait forever.
+            CommError: `shutdown` was called inside a function that another rank called; that rank would wait forever.
         """
         if graceful and not self.closed:
             if self.server.runs_here():
@@ -265,7 +268,7 @@ class Agent:
         """Stop serving immediately; pending calls to and from this rank fail. Idempotent.
 
         Args:
-            reason: Reason, for the errors raised on other ranks.
+            reason: Text that says why this agent was closed, for the errors raised on other ranks.
         """
         if self.closed:
             return
@@ -321,7 +324,7 @@ def init(
 
     Args:
         comm: Any communicator, including one made by `split`. Closing it also closes the agent.
-        name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
+        name: Name by which other ranks can address this rank, instead of by its number; if None, "rank0", "rank1", ...
         timeout: Default timeout of every call: seconds or a `timedelta`.
         trusted: Whether peers may call any function that can be imported here, and send pickled values, which lets them
             run arbitrary code. If False, only exposed functions can be called.
@@ -375,7 +378,7 @@ def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
 
     Raises:
         CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-        CommError: Called inside a function that another rank called; the caller would wait forever.
+        CommError: `shutdown` was called inside a function that another rank called; that rank would wait forever.
     """
     agent = find_agent()
     if agent is not None:
@@ -395,8 +398,8 @@ class TerminationDetector:
     Args:
         box: Mailbox of this rank.
         alive: Function that returns the ranks that still serve calls.
-        counts: Function that returns the number of calls sent to, and served for, each rank; None while a call is in
-            progress.
+        counts: Function that returns two lists with one number per rank: calls sent to that rank, and calls served for
+            it. Returns None while a call is in progress.
 
     Attributes:
         over: Whether all ranks have agreed to shut down.
@@ -512,7 +515,10 @@ class TerminationDetector:
             self.arrived(rank, CLOSE, ())
 
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
-        """Return what to send (None, CLOSE or CONFIRM) and its wave (round of reports), negated if only for `peer`."""
+        """Return which message to send (None, CLOSE or CONFIRM), and the number of its wave (round of reports).
+
+        The number is negated if the message is for `peer` only.
+        """
         if wave < self._wave:
             return CONFIRM, -self._wave
         self._wave = wave

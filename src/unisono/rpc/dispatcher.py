@@ -30,14 +30,14 @@ class Dispatcher:
     The receiving thread polls, and so does a thread that waits for a reply, because otherwise one thread would have to
     wake another. Only one thread may poll at a time, because messages from one rank must be handled in order. While it
     polls, a thread must neither wait nor run users' functions, because no rank's messages would be handled in the
-    meantime. That is why handlers return tasks instead of running them.
+    meantime. Handlers therefore return tasks instead of running them.
 
     Args:
         box: The mailbox.
         workers: Threads for tasks of messages that arrive while a thread waits for a reply.
 
     Attributes:
-        handlers: Handler of each kind of message; complete before the first message is received.
+        handlers: Handler of each kind of message; no handler may be missing when the first message is received.
         ended: Ranks whose loss has been handled or is being handled; their messages are dropped.
     """
 
@@ -53,7 +53,10 @@ class Dispatcher:
 
     @property
     def polling(self) -> bool:
-        """Return whether this thread is polling. If so, it must not send, because a send may wait for the receiver."""
+        """Return whether this thread is polling.
+
+        A polling thread must not send, because a send may wait for the receiver.
+        """
         return self._thread == threading.get_ident()
 
     def poll(self, todo: deque[tuple[Task, bool]]) -> bool:
@@ -131,7 +134,7 @@ class Dispatcher:
             return None
 
     def newly_lost(self) -> set[int]:
-        """Return the ranks lost since this method was last called. Their messages are dropped from now on."""
+        """Return the ranks lost since the last call. From now on, messages from these ranks are dropped."""
         lost = self._box.lost.keys() - self.ended
         # Update `ended` before the loss is handled: a new call may be added after all pending calls have failed, so the
         # thread that sends it checks `ended` afterwards.

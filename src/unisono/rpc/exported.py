@@ -84,7 +84,7 @@ def expose(target: T) -> T:
     Args:
         target: A function or class.
 
-    Returns: The same function or class.
+    Returns: `target` itself.
 
     Raises:
         TypeError: The target is not callable, or has no name under which peers could request it.
@@ -114,7 +114,8 @@ def expose(target: T) -> T:
 def async_execution(function: T) -> T:
     """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when the future completes.
 
-    In the meantime, the thread that ran the function serves other calls. Use it as a decorator below `expose`.
+    In the meantime, the thread that ran the function serves other calls. Use `async_execution` as a decorator below
+    `expose`.
 
     Args:
         function: A function, static method or class method.

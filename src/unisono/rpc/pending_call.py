@@ -15,7 +15,7 @@ __all__ = ["PendingCall"]
 
 
 class PendingCall:
-    """One call. It ends once, with a reply or an error, whichever comes first.
+    """One call. A call ends once, with a reply or an error, whichever comes first.
 
     Attributes:
         number, peer: The call's number, and the rank called.
@@ -26,8 +26,8 @@ class PendingCall:
         reply: The reply as received.
         error: Error that ended the call without a reply.
         done: Whether `reply` or `error` is set and the future, if any, is complete, so that a waiter may continue.
-        within: Autograd context of the call, and the other rank's request, if any, during which this rank makes the
-            call. Callbacks of the call's future run in the same context and request.
+        within: Autograd context of the call, and the request, if any, that this rank was serving when it made the call.
+            Callbacks of the call's future run in the same context and request.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class PendingCall:
         self._ended = AutoResetEvent()
 
     def wake_waiter(self) -> None:
-        """Let the thread that waits for this call continue. Set `reply` or `error` first: that thread reads it."""
+        """Let the thread that waits for this call continue, and read `reply` or `error`, one of which must be set."""
         self.done = True
         self._ended.set()
 

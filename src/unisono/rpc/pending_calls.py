@@ -20,7 +20,7 @@ _MOST_BYTES = 256 << 20
 
 
 class PendingCalls:
-    """Table of calls. It determines which thread ends a call, and when a call that no thread waits for times out.
+    """Table of calls: decides which thread ends a call, and when a call times out if no thread is waiting for it.
 
     A reply, a timeout, a lost rank and `cancel` compete to end a call: the first to `take` the call ends it. A call is
     *open* until it is taken, then *ending* while callbacks of its future run, which may make further calls:
@@ -62,7 +62,7 @@ class PendingCalls:
         return len(self._unfinished)
 
     def add(self, call: PendingCall) -> bool:
-        """Register a call that is about to be sent. Return whether it is due before all other calls.
+        """Register a call that is about to be sent. Return whether the new call is due before all others.
 
         Only calls with a future become due; a call without one is timed out by the thread that waits for it.
         """

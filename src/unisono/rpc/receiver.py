@@ -33,10 +33,10 @@ class Receiver:
 
     Args:
         box: The mailbox.
-        dispatcher: Dispatcher of its messages.
+        dispatcher: Dispatcher of the received messages.
         workers: Other threads, which run long functions.
-        due: Function called between messages. It returns the time of the next call, on the library's clock, and the
-            tasks that are due.
+        due: Function called between messages. Returns when to call it again, on the library's clock, and the tasks that
+            are due.
         initializer: Function called at the start of each new thread.
         name: Name of the threads.
     """

@@ -17,7 +17,7 @@ to B and then drops its own: A's `DROP` may reach the owner before B's `ADD`. Th
 - When a rank dies, its counts are dropped, and references pinned for it are released.
 
 Every live reference is either counted, or covered by a pinned reference that is itself counted or covered. Therefore,
-an object that a living rank refers to is not freed, unless the rank that passed the reference on died before the owner
+an object to which a living rank refers is not freed, unless the sender of this rank's reference died before the owner
 was notified.
 """
 
@@ -128,7 +128,7 @@ class RefCounts:
         return self._free(key, entry)
 
     def lose(self, holder: int) -> tuple[list[Any], list[Any]]:
-        """Drop all references of a lost rank. Return the freed values, and the values that will never be created."""
+        """Drop a lost rank's references. Return the freed values, and placeholders of values that will never exist."""
         freed = []
         orphans = []
         for key, entry in list(self._entries.items()):
@@ -203,7 +203,10 @@ class References:
             self._unused.add((owner, key))
 
     def give(self, owner: int, key: Key, handle: CountedReference, peer: int) -> tuple[int, Callable[[], None]]:
-        """Pass a reference on. Return the token to send with it, and a function to undo this if nothing is sent."""
+        """Prepare to pass a reference on: count it if this rank is the owner, and pin it otherwise.
+
+        Returns the token to send with the reference, and a function that undoes the preparation if nothing is sent.
+        """
         if owner == self.rank:
             with self.lock:
                 self.ledger.add(key, peer)

@@ -106,7 +106,7 @@ class CallServer:
         return len(self._open)
 
     def accept(self, message: Envelope) -> tuple[Task, bool]:
-        """Accept a call. Return its task, and whether the task is likely to be short."""
+        """Accept a call. Return the task that serves the call, and whether this task is likely to be short."""
         call = _ServedCall(message)
         if call.kind == REMOTE:
             # Register the object now, because later messages from the caller may refer to it.

@@ -36,7 +36,10 @@ _registry = threading.RLock()
 
 @contextmanager
 def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Return a context in which a module's functions and classes are sent by value. A user's registration remains."""
+    """Return a context in which a module's functions and classes are sent by value.
+
+    If the user has registered the module with cloudpickle for this purpose, it remains registered afterwards.
+    """
     if module is None:
         yield
         return

@@ -77,7 +77,8 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
             in another context.
         PeerLostError: A rank on the path of the gradients has died.
 
-    Cost: two round trips per message on the path of the gradients, one to discover it and one to send its gradients.
+    Cost: two round trips per message on the path of the gradients, one to discover the message and one to send its
+    gradients.
     """
     start(find(context), roots, retain_graph)
 

@@ -103,7 +103,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """Yield once each graph node that is reachable from these nodes."""
+    """Yield, each only once, these graph nodes and all graph nodes that are reachable from them."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

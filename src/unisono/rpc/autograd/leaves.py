@@ -151,7 +151,7 @@ def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Ite
 def _elsewhere(
     hooks: Sequence[Callable[..., Any]], lock: threading.RLock, on_cpu: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that runs these hooks only in threads other than the current thread."""
+    """Return a hook that runs `hooks` in all threads but the current one, or never unless `on_cpu` is set."""
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ class ShardedModel:
 
     Construction is collective, as are all methods except `optimizer`, `no_sync`, `state_dict` and `load_state_dict`.
     All ranks must run the same forward and backward passes in the same order. Freeze parameters before you shard the
-    model. `torch.compile` on the model raises.
+    model. `torch.compile` on the model raises `RuntimeError`.
 
     A parameter shared by several units, such as a tied weight, belongs to the nearest unit that encloses them all.
     Parameters outside all units belong to the model's own unit, which remains gathered between forward and backward.
@@ -48,8 +48,8 @@ class ShardedModel:
         units: Classes of the modules to treat as units, or a predicate on modules. None: the elements of each
             `ModuleList` and `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
-            the model's dtype. This matches torch's `MixedPrecisionPolicy`, except that inputs and buffers are not
-            converted.
+            the model's dtype. This dtype is used as in torch's `MixedPrecisionPolicy`, except that inputs and buffers
+            are not converted.
         reduce_dtype: Dtype in which gradients are averaged; by default the dtype in which they are computed.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
 
@@ -58,29 +58,29 @@ class ShardedModel:
         ValueError: The model has no parameters; no module is a unit; or a parameter is uninitialized, has a gradient,
             or is already averaged or sharded by another object. On every rank: `mesh` is not a grid of the ranks of
             `comm`.
-        MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
-            parameter. From a forward or `backward()`: ranks run different units, or one rank has skipped a backward
-            pass.
+        MismatchError: Ranks have different models or settings. Raised by `backward()`: only some ranks have a gradient
+            for a parameter. Raised by a forward or backward pass: ranks run different units, or one rank has skipped a
+            backward pass.
         AbortedError: Another rank's forward or backward pass has raised. If several models share a backward pass, the
             error may have occurred before the pass reached this model. All ranks drop the gradients of the step,
             including those of earlier passes in the step; the next step is unaffected. A rank that had already finished
-            its pass raises this error once, from its next forward, `clip_grad_norm_()` or `step()`.
-        RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
-            `backward()`: parameters were modified since the forward, or a gradient is sparse.
+            its pass raises this error once, from its next forward pass, `clip_grad_norm_()` or `step()`.
+        RuntimeError: Raised by a forward pass: a parameter was unfrozen, replaced, added, or modified in place. Raised
+            by `backward()`: parameters were modified since the forward pass, or a gradient is sparse.
 
     A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. If a pass enters
-    through another tensor, the parameters that it needs have been freed, and autograd raises its error for tensors
-    modified in place. A double backward raises the same error. A forward or backward pass that raises frees all units
-    and drops the gradients of the step.
+    through another tensor, the parameters that it needs have been freed, and autograd raises the same error as if they
+    had been modified in place. A double backward pass raises this error too. A forward or backward pass that raises
+    frees all units and drops the gradients of the step.
 
     Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, each with one
     message per unit and dtype; and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the
     previous step's order) is gathered while a unit runs. Memory of each of p ranks, in elements, without activations
-    and transport buffers: N/p for the parts, and N/p for each optimizer state. A forward adds r + u; a backward adds
-    N/p for gradients, and (2 - 1/p)(r + u) + 2w. N is the number of elements of all parameters; r, u and w are those of
-    the model's own unit, the largest other unit, and the largest parameter. If `comm.overlaps`, add u in forward and 2u
-    in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
-    2020.
+    and transport buffers: N/p for the parts, and N/p for each optimizer state. A forward pass adds r + u; a backward
+    pass adds N/p for gradients, and (2 - 1/p)(r + u) + 2w. N is the number of elements of all parameters; r, u and w
+    are those of the model's own unit, the largest other unit, and the largest parameter. If `comm.overlaps`, add u in
+    forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", SC 2020.
 
     Cost on a mesh with k ranks in `replicate` and s in `shard`: as above with p = s, plus an all_reduce of a part's
     gradients (N/s elements) over `replicate`, for which each rank sends 2 (k-1)/k N/s elements. Apart from these
@@ -148,16 +148,18 @@ class ShardedModel:
             elementwise: Whether the class is known to be elementwise; if so, the trial run that checks this is skipped.
             defaults: Options for `optimizer_class`.
 
-        Returns: An object of a class derived from `optimizer_class`. Its `state_dict` has the unsharded optimizer's
-            layout, with `un.checkpoint.TensorShard`s as values.
+        Returns: An object of a class derived from `optimizer_class`. The object's `state_dict` has the unsharded
+            optimizer's layout, with `un.checkpoint.TensorShard`s as values.
 
         Raises:
             ValueError: The class is not elementwise, or `params` contains a tensor that is not a parameter of the
                 model.
-            RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
-            MismatchError: From `step()`, which is collective: ranks have different options. No parameter has changed.
-            Exception: From `step()`: the optimizer class raised. The other ranks' next call raises an `AbortedError`
-                that names the error. If the update had begun, so that ranks may differ, all later calls raise as well.
+            RuntimeError: Raised by `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
+            MismatchError: Raised by `step()`, which is collective: ranks have different options. No parameter has
+                changed.
+            Exception: Raised by `step()`: the error of `optimizer_class`. The other ranks' next call raises an
+                `AbortedError` that names the error. If the update had begun, so that ranks may differ, all later calls
+                raise as well.
 
         Example:
             >>> def program(comm):
@@ -223,8 +225,8 @@ class ShardedModel:
     def no_sync(self) -> Iterator[None]:
         """Return a context in which backward passes accumulate gradients without averaging them.
 
-        The next pass outside the context averages the accumulated sum. Until then, each rank stores all gradients in
-        full.
+        The next pass outside the context averages the accumulated sum. Until that pass, each rank stores all gradients
+        in full.
 
         Returns: A context manager.
 
@@ -261,7 +263,7 @@ class ShardedModel:
         Returns: A context manager that frees the parameters again on exit.
 
         Raises:
-            RuntimeError: A forward, a backward or another `full_parameters` is running.
+            RuntimeError: A forward pass, a backward pass or another `full_parameters` is running.
         """
         with self._runtime.whole(writeback=writeback):
             yield
@@ -337,10 +339,10 @@ class ShardedModel:
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As for the class, but for the new ranks.
+            mesh: The argument `mesh` of the class, with communicators of the new ranks.
 
         Raises:
-            RuntimeError: A forward, a backward or `full_parameters` is running.
+            RuntimeError: A forward pass, a backward pass or `full_parameters` is running.
             MismatchError: Ranks have different models or settings.
 
         Example:
@@ -402,7 +404,7 @@ class ShardedModel:
         """Return this rank's range of a parameter, as start and stop in the flattened parameter.
 
         Args:
-            path: Keys that lead to the parameter in `snapshot()`: a single name.
+            path: Keys that lead to the parameter in `snapshot()`: only one key, the parameter's name.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

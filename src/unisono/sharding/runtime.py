@@ -120,7 +120,8 @@ def make_units(
 ) -> list[Unit]:
     """Shard the parameters of each unit.
 
-    Padding makes all message lengths different, so that the communicator's check detects ranks at different units.
+    Padding makes all message lengths different, so that the communicator's check detects ranks that have reached
+    different units.
     """
     paddings = _Paddings(comms.size)
     units = []
@@ -187,7 +188,7 @@ class _GatherOrder:
         return self._next.get((backward, unit))
 
     def forget(self) -> None:
-        """Forget the order: ranks may have been at different units, and prefetching is collective."""
+        """Forget the recorded order, on which ranks may no longer agree after a failure; prefetching is collective."""
         self._next.clear()
         self._previous = None
         self._latest = None
@@ -429,10 +430,11 @@ class Runtime(PassOwner):
         self._order.begin_forward()
 
     def _recover(self) -> None:
-        """After a failed pass, create new communicators and drop the step. Collective if a pass has failed.
+        """After a failed pass, create new communicators and drop the step's gradients. Collective if a pass has failed.
 
         Raises:
-            CommError: Another rank's pass has failed, and this rank has lost gradients. The next call recovers.
+            CommError: Another rank's pass has failed, and this rank has lost gradients. The next call of this method
+                creates the new communicators.
         """
         error = self._comms.live.data.exception()
         if error is None:
@@ -563,13 +565,13 @@ class Runtime(PassOwner):
                 )
 
     def forget(self, places: Iterable[Place]) -> None:
-        """Drop those gradients of these parameters that are not averaged yet."""
+        """Drop the gradients of these parameters, except gradients that are already averaged."""
         for flat, index in places:
             if flat.gradient is not None:
                 flat.gradient.taken.discard(index)
 
     def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
-        """Hook before an optimizer's step: raise on all ranks unless all ranks make the same step. Collective."""
+        """Hook before an optimizer's step: raise on all ranks unless all ranks take the same step. Collective."""
         problem: Exception | None = None
         try:
             self.check_reduced("optimizer.step()", places)
@@ -595,7 +597,7 @@ class Runtime(PassOwner):
         self.changed()
 
     def fail_step(self, error: BaseException) -> None:
-        """Report an optimizer's error to the other ranks, unless all ranks have raised it before the step."""
+        """Report an optimizer's error to the other ranks, unless `check_step` has raised an error on all ranks."""
         if self.phase is StepPhase.STEPPING:
             self._comms.fail_step(error)
         elif self._comms.live.data.exception() is not None:

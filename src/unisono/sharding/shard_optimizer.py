@@ -145,7 +145,7 @@ def shard_optimizer(
 
     Args:
         optimizer_class: An optimizer class from torch, or a subclass of `torch.optim.Optimizer`.
-        groups: Parameter groups as for the class, with `ParameterPiece`s as "params".
+        groups: Parameter groups, as for `optimizer_class`, but with `ParameterPiece`s as "params".
         elementwise: Whether the class is known to be elementwise; if so, the trial run that checks this is skipped.
         defaults: Options for `optimizer_class`.
 
@@ -253,7 +253,7 @@ class _NoRandomNumbers(TorchFunctionMode):
     """Context that rejects random numbers, because slices would get different numbers than whole parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reject functions that draw random numbers; call any other function."""
+        """Call a function, but raise `_RefusedError` if it draws random numbers."""
         if _draws(func):
             raise _RefusedError(f"draws random numbers, by {func.__name__}()")
         return func(*args, **(kwargs or {}))
@@ -273,11 +273,11 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 class _Trial:
     """A trial: the same steps by one optimizer on whole parameters, and by three ranks' optimizers on slices.
 
-    Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. For each distinct
-    parameter group of the user, and for each dtype and device in it, the trial has a parameter of 160 x 160 elements,
-    which is above optimizers' size thresholds, and small parameters with 2 dimensions and with each number of
-    dimensions in the user's group. Gradient norms range from 1e-3 to 1e3. After 12 steps, all states are loaded into
-    new optimizers, which make 3 more steps.
+    Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. The trial has a
+    parameter group for each distinct group of the user. For each dtype and device in the user's group, this group has
+    one parameter of 160 x 160 elements, which is above optimizers' size thresholds, and several small parameters: one
+    with 2 dimensions, and one for each other number of dimensions in the user's group. Gradient norms range from 1e-3
+    to 1e3. After 12 steps, all states are loaded into new optimizers, which take 3 more steps.
 
     Args:
         optimizer_class, groups, defaults: As for `check_elementwise`.
@@ -317,7 +317,7 @@ class _Trial:
     def _draw(
         self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
     ) -> torch.Tensor:
-        """Return random elements whose scale follows a slope, so that a slice's norm or mean is not the parameter's."""
+        """Return random elements scaled by a linear ramp, so that a slice's norm or mean is not the parameter's."""
         count = math.prod(shape)
         drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
             1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"
@@ -373,7 +373,7 @@ class _Trial:
         return runs
 
     def _step(self, step: int, whole: _Run, ranks: Sequence[_Run]) -> None:
-        """Make one step with new gradients, and compare the parameters."""
+        """Take one step with new gradients on all optimizers, and compare the parameters."""
         for index, value in enumerate(whole[1]):
             gradient = self._draw(1 + 16 * index + step, value.shape, value.dtype, value.device, -0.9)
             # Long vectors get no gradient in the first steps, so that a class that builds matrices of that size is
@@ -405,7 +405,10 @@ def _slice(value: torch.Tensor, rank: int | None) -> torch.Tensor:
 
 
 def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
-    """Raise `_RefusedError` unless states and options of slices match the whole's; return names of shared states."""
+    """Return the names of shared states.
+
+    Raises `_RefusedError` unless slices have the same states and options as whole parameters.
+    """
     trees = [dict(_leaves(optimizer.state_dict())) for optimizer, _ in (whole, *ranks)]
     shared = set[str]()
     elements = set[str]()
@@ -488,7 +491,7 @@ def named_groups(model: torch.nn.Module | Iterable[Any]) -> list[dict[str, Any]]
         model: A module, parameters, pairs of name and parameter, or groups of parameters or pairs.
 
     Raises:
-        TypeError: `model` is something else.
+        TypeError: `model` is none of these.
         ValueError: `model` is empty, or contains a parameter twice.
 
     Example:
@@ -614,9 +617,9 @@ def check_same_step(
         groups: Groups of the optimizer.
         gradients: Gradients, in order, that should be identical on all ranks; empty if they differ by design.
         step: Number of the step.
-        comm: Communicator of the ranks that make the step.
-        problem: This rank's error, or None. This rank raises the error; the other ranks raise an `AbortedError` that
-            names it.
+        comm: Communicator of the ranks that take the step.
+        problem: Error that this rank is to raise, or None. The other ranks then raise an `AbortedError` that names this
+            error.
     """
     try:
         if comm.size > 1:

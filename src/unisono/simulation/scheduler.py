@@ -1,4 +1,4 @@
-"""Scheduler for tasks and virtual time: one thread runs at a time, and a seeded generator chooses which."""
+"""Scheduler for tasks and virtual time: one thread runs at a time, chosen by a seeded generator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Wait = Callable[[], str]
 
 
 class SimulatedTask:
-    """A simulated thread. It runs only while the scheduler has selected it.
+    """A simulated thread, which runs only while the scheduler has selected it.
 
     Attributes:
         scheduler: The task's scheduler.
@@ -40,7 +40,7 @@ class SimulatedTask:
         number: Number of the current wait, so that an earlier wait's deadline cannot end the current wait.
         pending: Exception to raise in the current or next wait, or None.
         waits: Descriptions of the task's nested waits, innermost last.
-        hasty: Number of these waits that always end at their deadline, even if it is long.
+        hasty: Number of the task's current waits that always end at their deadline, even if that is far away.
         polls: Number of clock or flag reads since the task last yielded.
         children: Number of threads that the task has started.
         joiners: Tasks that wait for this task to end.
@@ -96,11 +96,12 @@ def unpatched() -> Iterator[None]:
 
 @contextmanager
 def waiting(describe: _Wait, *, hasty: bool = False) -> Iterator[None]:
-    """Return a context that describes the waits inside it. It has no effect outside simulations.
+    """Return a context that describes the waits inside it. Outside simulations, the context has no effect.
 
     Args:
         describe: Function that returns the description.
-        hasty: Whether the waits always end at their deadline; until then, they don't count as a deadlock.
+        hasty: Whether the waits always end at their deadline, even if that is far away; no deadlock is reported before
+            then.
     """
     task = here()
     if task is None:
@@ -352,7 +353,7 @@ class TaskScheduler:
         self.trace.append(f"{self.now / _NS:.9f} {name}: {text}")
 
     def choose(self, among: int) -> int:
-        """Return a seeded random integer below `among`."""
+        """Return a random index, drawn from the seed, to choose among this many items."""
         return self._random.randrange(among) if among > 1 else 0
 
     def chance(self) -> float:

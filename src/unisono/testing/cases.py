@@ -27,7 +27,7 @@ class Case:
     Attributes:
         call: The method, such as "all_reduce".
         size: Number of ranks.
-        count: Number of elements per tensor; a typical number if lengths differ.
+        count: Number of elements per tensor; if lengths differ, each is between 0 and `count` + 1.
         dtype: Dtype of all tensors.
         op: Reduction operation, for collectives that reduce.
         root: Root rank, for collectives that have a root.
@@ -79,7 +79,7 @@ class Case:
         return tuple(shares[i] for i in torch.randint(len(shares), (self.size,), generator=generator).tolist())
 
     def given(self) -> list[Tensors]:
-        """Return the input of each rank as one-dimensional tensors, the same on every calling rank."""
+        """Return all ranks' inputs as one-dimensional tensors. Every rank that calls this gets the same values."""
         generator = torch.Generator().manual_seed(self.seed)
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 
@@ -113,7 +113,7 @@ class Case:
         return tuple(row[rank] for row in self.lengths())
 
     def splits(self, rank: int) -> dict[str, Row]:
-        """Return the keyword arguments that pass uneven lengths to a collective on packed tensors; empty for others.
+        """Return the keyword arguments with uneven lengths for a collective on packed tensors; for other calls, none.
 
         Args:
             rank: The calling rank.

@@ -1,4 +1,4 @@
-"""Repeated runs of a program under random faults: each run must be right or raise an error naming a rank.
+"""Repeatedly runs a program under random faults: each rank must get the right result, or an error naming a rank.
 
     chaos.check(program, 3, seeds=range(100))
 
@@ -36,7 +36,7 @@ Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
 
 class ChaosError(AssertionError):
-    """Raised if a run ended with a wrong result or an unaccepted error. The message has the seed that replays the run.
+    """Raised if a run ends with a wrong result or a rejected error. The message has the seed that replays the run.
 
     Example:
         >>> try:
@@ -54,7 +54,7 @@ class FaultPlan:
     Attributes:
         network: Latency and bandwidth of each link.
         faults: Arguments of `unisono.testing.Faulty`.
-        preempt: Probability of a switch to another rank, as for `unisono.simulate`.
+        preempt: The argument `preempt` of `unisono.simulate`: the probability of a switch to another rank.
 
     Example:
         >>> plan = weather(seed=5, nprocs=3)
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def ending(self) -> str:
-        """Short summary: "right", or the classes of the errors."""
+        """Short summary: "right" if no rank raised an error, otherwise the names of the errors' classes."""
         errors = sorted({type(outcome).__name__ for outcome in self.outcomes if isinstance(outcome, BaseException)})
         return ", ".join(errors) or "right"
 
@@ -238,8 +238,8 @@ def check(
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
     """Accept, from each rank, either the fault-free result or an error that names a rank and an operation.
 
-    This is the default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` from a killed
-    rank.
+    This function is the default `judge` of `check`. Tensors are compared bit for bit, and `KilledError` is accepted
+    from a killed rank.
 
     Args:
         outcomes: A result or an error, by rank.

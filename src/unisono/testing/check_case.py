@@ -69,7 +69,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
 
 
 def check_reports(case: Case, reports: Sequence[Report]) -> None:
-    """Raise `AssertionError` if any rank has complaints, or if results that must be bitwise equal differ."""
+    """Raise `AssertionError` if any rank reports errors, or if results that must be bitwise equal differ."""
     complaints = [message for report in reports for message in report.complaints]
     assert not complaints, f"{case}\n" + "\n".join(complaints)
     if case.what.same_everywhere:

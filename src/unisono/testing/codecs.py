@@ -68,7 +68,7 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that the result is the mean of the `kept` outputs, respects `error_bound`, and is equal on all ranks.
+    """Check that all ranks get the same average: that of the `kept` tensors, each within `error_bound` of its input.
 
     Args:
         make, bucket: As in `check_codec`.
@@ -286,7 +286,7 @@ Make = Callable[[], Codec]
 
 
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """Return the number of bytes that a rank sends to compute one average: counted at the sender, mean over ranks.
+    """Return the number of bytes that a rank sends to compute one average, counted at the senders; the mean over ranks.
 
     Starts ranks as threads, which choose algorithms as if latency were zero, as `wire_bytes` assumes. The first average
     is not counted, because during it ranks also exchange messages that compare their calls.

@@ -33,7 +33,7 @@ def check_averages(average: Averager, comm: Communicator) -> None:
 
     Args:
         average: Function that averages a model's gradients in place, such as `unisono.average_gradients`.
-        comm: The ranks that average.
+        comm: Communicator of the ranks whose gradients are averaged.
 
     Raises: AssertionError otherwise.
 

@@ -77,10 +77,10 @@ class RankPool(Closing):
         size: int | None = None,
         on_failure: Literal["end", "continue"] = "end",
     ) -> list[Any]:
-        """Return each rank's `fn(comm, *args)`, on the first `size` ranks (all if None); other ranks stay idle.
+        """Return the results of `fn(comm, *args)` on the first `size` ranks (all if None). Other ranks stay idle.
 
         Args:
-            fn: The program. Like `args`, it is pickled by value, and need not be importable.
+            fn: The program; pickled by value, like `args`, so it need not be importable.
             args: Passed to the program, the same on every rank.
             size: Number of participating ranks, which get their own communicator.
             on_failure: As for `unisono.launch`.
@@ -190,7 +190,7 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _TestPickler(FunctionPickler):
-    """Pickler that omits Hypothesis' and unittest's wrappers around tests, which refer to open files."""
+    """Pickler for tests. Omits Hypothesis' wrapper and unittest's outcome, because they refer to open files."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TestCase):
@@ -206,7 +206,7 @@ _LEAVE_S = 10.0
 class PoolProcesses:
     """Running ranks, each waiting for programs on its connection.
 
-    The constructor starts the ranks. They exit on `close`, or when this process exits.
+    The constructor starts the ranks, which exit on `close`, or when this process exits.
     """
 
     def __init__(self, size: int, backend: str, options: dict[str, Any]) -> None:
@@ -228,7 +228,8 @@ class PoolProcesses:
     def run(self, program: bytes, size: int, limit_s: float, on_failure: str) -> tuple[list[Outcome], bool]:
         """Return the first `size` ranks' outcomes, in order of completion, and whether the ranks are still usable.
 
-        Unusable ranks have been closed. Ranks remain usable after an error raised by the program itself.
+        If they are not usable, they have already been stopped. Ranks remain usable after an error raised by the program
+        itself.
         """
         key = size, self._failures
         # All ranks take part in creating the communicator of the first `size` ranks. It is created once, and again

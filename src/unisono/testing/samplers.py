@@ -22,7 +22,7 @@ MakeSampler = Callable[..., PartitionSampler]
 
 
 def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
-    """Check that all ranks' samplers yield every sample once, have the right lengths, and repeat the order of an epoch.
+    """Check that the ranks' samplers yield every sample once, have the right lengths, and can repeat an epoch's order.
 
     Args:
         make: Factory of a rank's sampler.
@@ -48,8 +48,8 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
     """Check that a different epoch or seed gives a different order, and that an epoch always has the same order.
 
     Args:
-        make: As in `check_ranks`, for a sampler that shuffles; also called with a `seed`.
-        dataset: As in `check_ranks`, with enough samples that two orders are never equal by chance.
+        make: Factory as in `check_ranks`, which must also accept the argument `seed`; the sampler must shuffle.
+        dataset: Dataset as in `check_ranks`, with enough samples that two orders are never equal by chance.
 
     Raises: AssertionError otherwise.
 
@@ -100,8 +100,9 @@ def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], d
     """Check that interleaved ranks follow one global order, even if the job resumes with a different number of ranks.
 
     Args:
-        make: As in `check_ranks`, with a partitioner that assigns samples to ranks in turn (`Partitioner.interleaves`).
-        dataset: As in `check_ranks`.
+        make: Factory as in `check_ranks`, for samplers whose partitioner assigns samples to ranks in turn
+            (`Partitioner.interleaves`).
+        dataset: Dataset as in `check_ranks`.
         counts: Number of ranks in each phase.
         done: Number of samples that all ranks together consume in each phase but the last.
 

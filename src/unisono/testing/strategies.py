@@ -5,7 +5,7 @@
         op, count = data.draw(strategies.ops(dtype)), data.draw(strategies.counts(size, dtype))
         given = data.draw(strategies.tensors_per_rank(size, dtype, count))
 
-The examples show the values that Hypothesis shrinks to.
+The examples in the docstrings show the values to which Hypothesis shrinks.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def parts(size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
-    """Return a strategy for one-dimensional CPU tensors of any elements, including NaN and infinities.
+    """Return a strategy for one-dimensional CPU tensors with arbitrary elements, including NaN and infinities.
 
     Args:
         dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from the values of float16.
@@ -238,7 +238,7 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 def inputs(
     draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
 ) -> list[torch.Tensor]:
-    """Return a strategy for lists of equally long tensors, one per rank. Hypothesis shrinks their number and length.
+    """Return a strategy for lists of equally long tensors, one per rank. Hypothesis shrinks both number and length.
 
     With `@pytest.mark.ranks("inputs")`, a test runs on one rank per tensor in its argument `inputs`, which this
     strategy draws.
@@ -246,7 +246,8 @@ def inputs(
     Args:
         draw: Passed by Hypothesis.
         max_size: The largest number of ranks.
-        dtype: As in `tensors`. Sums and products of integers wrap around, and are exact.
+        dtype: As in `tensors`. With integers, sums and products do not depend on the order of reduction, because
+            overflow wraps around.
         max_count: The largest number of elements.
 
     Example:

@@ -2,7 +2,7 @@
 
 Ranks may be threads of this process. While a test runs on such ranks, per-process state of torch and Python becomes
 per-thread: torch's table of groups, its registry of their names, and RANK and the other environment variables of
-torchrun. A thread started by a rank belongs to this rank. Ranks that are processes get the same groups and rank numbers
+torchrun. A thread started by a rank belongs to that rank. Ranks that are processes get the same groups and rank numbers
 as ranks that are threads.
 """
 
@@ -102,7 +102,7 @@ class _TorchRank:
     Args:
         comm: The rank's communicator, from which its groups derive.
         meeting: Address and port of the rendezvous, as torchrun sets them in the environment.
-        timeout_s: Maximum wait of an operation, in seconds.
+        timeout_s: Maximum time that an operation waits, in seconds.
         run: Number of the run, which is part of group names.
     """
 
@@ -141,13 +141,13 @@ class _TorchRank:
         return JoinedGroup(comm, engine.control, group)
 
     def fail(self, error: BaseException) -> None:
-        """Report the error that ends this rank to the other ranks of all groups, so that they do not wait for it."""
+        """Report this rank's final error to all its groups, so that their other ranks do not wait for this rank."""
         for comm in self._comms:
             comm.__exit__(type(error), error, error.__traceback__)
 
 
 class _RankOfThread:
-    """Lookup of the rank to which the current thread belongs (or the whole process, if ranks are processes)."""
+    """Finds the rank to which the current thread belongs; if ranks are processes, the rank that this process runs."""
 
     process: _TorchRank | None = None
 
@@ -166,7 +166,7 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
     Args:
         ranks: The ranks.
         program: As for `RankPool.run`.
-        timeout_s: Maximum wait of an operation in seconds, even in groups with a longer timeout.
+        timeout_s: Maximum time that an operation waits, in seconds, even in groups with a longer timeout.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.

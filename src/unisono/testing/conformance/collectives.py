@@ -1,4 +1,4 @@
-"""Laws of collectives: each result equals the plain reference for all arguments; see `unisono.testing.cases`."""
+"""Checks for collectives: whatever the arguments, each result equals the reference; see `unisono.testing.cases`."""
 
 from __future__ import annotations
 
@@ -167,9 +167,10 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 
 
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
-    """Yield cases with error-prone counts for each algorithm; other parameters come from a seeded generator.
+    """Yield each algorithm's cases: counts at which errors are likely, and other parameters from a seeded generator.
 
-    A named algorithm runs half of the counts on an odd number of ranks, and the other half on an even number.
+    For a named algorithm, half of the counts are tested on an odd number of ranks, and the other half on an even
+    number.
     """
     chance = Random(f"{call} {size}")
     family = COLLECTIVES[call].family

@@ -1,4 +1,4 @@
-"""Laws of failure: every wait ends, on every rank, with an error that names the failed rank and the cause."""
+"""Failure checks: every wait ends, on every rank, with an error that names the failed rank and the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of sub-groups: each sub-group is independent, and works concurrently with its parent and siblings."""
+"""Checks for sub-groups: each sub-group is independent, and works concurrently with its parent and siblings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def subgroups_run_concurrently(world: World) -> None:
 
 
 def messages_of_parent_and_subgroup_are_separate(world: World) -> None:
-    """With the same ranks and tag in two groups, a receive gets the message of its own group."""
+    """A receive gets its own group's message, even if a message of another group has the same ranks and tag."""
 
     def program(comm: Communicator) -> list[float]:
         first = comm.dup()

@@ -1,4 +1,4 @@
-"""Measurement on ranks of this host, with one thread per rank."""
+"""Starts the benchmark's ranks on this host, with one thread per rank, and measures collectives on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TIMEOUT_S = 120.0
 
 
 def run(settings: Settings, *, shown: bool = False) -> list[Result]:
-    """Measure on ranks of this host, with one thread per rank.
+    """Start ranks on this host, with one thread per rank, and measure a collective on them.
 
     Args:
         settings: What to measure.
@@ -67,7 +67,8 @@ def on_ranks(
     Args:
         program: As for `unisono.launch`.
         ranks, backend: As for `unisono.launch`.
-        args: As for `unisono.launch`. An empty folder that all ranks can access is appended, and removed afterwards.
+        args: As for `unisono.launch`. The program also gets, as its last argument, an empty folder that all ranks can
+            access, and that is removed afterwards.
         under_mpirun: Whether mpirun starts the ranks, for any backend, so that they can also use MPI.
         timeout: Maximum duration of an operation, in seconds.
     """
@@ -112,7 +113,7 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
     """Return a result for each size, the same on every rank. Collective over `comm`.
 
     Args:
-        comm: Communicator with the number of ranks in the settings.
+        comm: Communicator of `settings.ranks` ranks.
         settings: What to measure.
         folder: An empty folder that all ranks can access.
         report: Called with each result as soon as it is available.
@@ -191,7 +192,7 @@ class _Measurement:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return the call on a slot. The call is prepared once, because slots don't change during a measurement."""
+        """Return a candidate's call on a slot's tensors. Prepared once: slots don't change during a measurement."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

@@ -1,4 +1,4 @@
-"""Results for one workload: figures for unisono and its peers, as tables and in comparison with bounds.
+"""Measurements of unisono and its peers on one workload, formatted as tables and compared with bounds.
 
 Tables have the columns of nccl-tests and, for each peer, its time and the ratio of its time to unisono's.
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Figures for a peer in the same run.
+    """Measurements of a peer (another implementation) in the same run.
 
     Attributes:
         time_us: Median time of a call in microseconds.
@@ -54,7 +54,7 @@ class Result:
         time: Time of a call in microseconds, on the slowest rank.
         wrong: Number of wrong elements in the results, over all ranks and calls.
         samples: Number of samples of each candidate.
-        against: Figures for each peer, by name.
+        against: Measurements of each peer, by name.
     """
 
     collective: str
@@ -178,12 +178,12 @@ def summary(results: list[Result]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BoundCheck:
-    """A figure compared with its bound.
+    """A measurement compared with its bound.
 
     Attributes:
-        what: Description of the figure.
-        found: The figure with its quartiles; for a single measurement, all three are equal.
-        bound: Minimum for the median, or maximum if `most`.
+        what: Description of the measurement.
+        found: The measured median and its quartiles; for a single sample, all three are equal.
+        bound: Minimum that the median must reach or, if `most` is set, maximum that it must not exceed.
         most: Whether the bound is a maximum rather than a minimum.
 
     Example:

@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timings:
-    """Figures of each candidate by name, with one figure per round.
+    """Samples of each candidate, by name, with one sample per round.
 
     Example:
         >>> timings = Timings({"new": [2.0, 3.0, 2.0], "old": [4.0, 6.0, 6.0]})
@@ -66,7 +66,7 @@ class Timings:
         return len(next(iter(self.figures.values())))
 
     def of(self, name: str) -> Spread:
-        """Return the spread of one candidate's figures."""
+        """Return the spread of one candidate's samples."""
         return Spread.of(self.figures[name])
 
     def ratio(self, name: str, to: str) -> Spread:
@@ -198,7 +198,7 @@ def interleave(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Return the order of a round. Orders rotate, so that each candidate is sometimes first and sometimes last."""
+    """Return the order of candidates in a round. It rotates: each candidate is sometimes first and sometimes last."""
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned

@@ -161,7 +161,7 @@ PERIOD = 65521
 
 
 class Pattern:
-    """Infinite periodic sequence of values. Any range of it can be written to a tensor or compared with one.
+    """Infinite periodic sequence of values. Any range of the sequence can be written to a tensor or compared with one.
 
     Args:
         period: The first `PERIOD` values.

@@ -18,7 +18,7 @@ __all__ = ["COMMANDS", "Command", "UsageError", "main", "make_parser", "numbers"
 
 
 class Command(Protocol):
-    """A module in `unisono.tools.cli.commands`, named like the command; its docstring is the help text."""
+    """A module in `unisono.tools.cli.commands`, named after the command; the module's docstring is the help text."""
 
     __doc__: str | None
 
@@ -27,12 +27,12 @@ class Command(Protocol):
         ...
 
     def run(self, given: argparse.Namespace) -> int:
-        """Run the command, and return the exit status. Raises `UsageError` if the arguments cannot be satisfied."""
+        """Run the command, and return the exit status. Raises `UsageError` if the arguments are invalid or unusable."""
         ...
 
 
 class UsageError(Exception):
-    """Error for arguments that cannot be satisfied. The text is a sentence that names alternatives. Exit status 2."""
+    """Error for invalid or unusable arguments. The text is a sentence that names alternatives. Exit status 2."""
 
 
 @contextmanager
@@ -73,14 +73,14 @@ _STATUSES = "exit status: 0 ok, 1 failed, 2 usage error, 130 interrupted"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status.
 
-    The exit status is 0 for success, 1 for a failure, 2 for arguments that cannot be satisfied (a sentence on standard
-    error names alternatives), and 130 for an interrupt.
+    The exit status is 0 for success, 1 for a failure, 2 for invalid or unusable arguments (a sentence on standard error
+    names alternatives), and 130 for an interrupt.
 
     Args:
         argv: Arguments after the program's name; if None, the arguments of this process.
 
     Raises:
-        SystemExit: As in argparse, after --help and --version, and for unknown options.
+        SystemExit: Raised by argparse after --help and --version, and for unknown options.
 
     Example:
         >>> main(["--version"])

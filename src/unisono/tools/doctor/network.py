@@ -45,7 +45,7 @@ def own_addresses() -> list[str]:
 
 
 def free_port(wanted: int) -> int:
-    """Return a free port, which is the requested port if possible."""
+    """Return the requested port if it is free, otherwise another free port."""
     for port in (wanted, 0):
         with contextlib.suppress(CommError), listen(ANYWHERE, port) as placeholder:
             return int(placeholder.getsockname()[1])

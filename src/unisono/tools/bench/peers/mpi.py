@@ -1,4 +1,4 @@
-"""MPI through mpi4py, directly on the tensors' memory. MPI buffers are created once, outside the timed region."""
+"""MPI, called through mpi4py on the tensors' own memory. MPI buffers are created once, outside the timed region."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Examine this host: which transports work, what prevents ranks from running, and how to fix it.
 
-The exit status is 1 if there is a problem; optional findings are marked as such. You can paste the
-output into an issue. With --hosts, start the command on each host, with the same list; the hosts then
-run a collective together.
+The exit status is 1 if there is a problem; findings marked as "optional" are not problems. You can
+paste the output into an issue. With --hosts, start the command on each host, with the same list; the
+hosts then run a collective together.
 
   unisono doctor
   unisono doctor torch all_reduce --backend gloo

@@ -1,8 +1,8 @@
 """Prove that collective algorithms count every contribution exactly once, don't deadlock, and have the declared cost.
 
 Nothing is sent: the algorithm runs on sets of contributions instead of numbers. For a wrong algorithm, the command
-reports the smallest number of ranks for which the algorithm fails, and the rank, step and chunk of the failure. It then
-exits with status 1.
+reports the smallest number of ranks for which the algorithm fails, and the rank, step and chunk of the failure. After a
+failure, the exit status is 1.
 
   unisono verify
   unisono verify ring --ranks 1..64

@@ -1,4 +1,4 @@
-"""Check that the native core is built. Without it, ranks that are processes can only use gloo."""
+"""Check that the native core is built. Without the core, shm and tcp are unavailable, and "auto" chooses gloo."""
 
 from __future__ import annotations
 

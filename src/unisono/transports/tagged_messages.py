@@ -136,7 +136,7 @@ class Outgoing:
         self._rest: memoryview | None = None
 
     def works(self) -> list[CountdownWork]:
-        """Works of the unfinished sends."""
+        """Return the `CountdownWork` of each unfinished send."""
         return [work for _, work in self._queue]
 
     def post(self, message: Send, work: CountdownWork) -> None:
@@ -193,7 +193,7 @@ class Incoming:
         self._end: tuple[Recv, CountdownWork] | None = None
 
     def works(self) -> list[CountdownWork]:
-        """Works of the unfinished receives."""
+        """Return the `CountdownWork` of each unfinished receive."""
         waiting = [work for queue in self._posted.values() for _, work in queue]
         return waiting + ([self._end[1]] if self._end is not None else [])
 
@@ -307,7 +307,7 @@ class TaggedMessages(ABC):
 
     Attributes:
         lock, idle, held: See `MessageEnds`.
-        broken: Error that ended all messages; None while messages can still be sent and received.
+        broken: Error passed to `abort`; None while messages can still be sent and received.
     """
 
     def __init__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], rank: int) -> None:
@@ -346,7 +346,7 @@ class TaggedMessages(ABC):
         return tag in self._in[peer].early
 
     def pending(self) -> list[CountdownWork]:
-        """Works that are not finished."""
+        """Return the `CountdownWork` of each unfinished message."""
         with self.lock:
             ends: list[_End] = [*self._out.values(), *self._in.values()]
             return [work for end in ends for work in end.works()]

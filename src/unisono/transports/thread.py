@@ -74,7 +74,7 @@ class MessageQueue:
         return list(self._keys.get((group, rank), ()))
 
     def remove(self, key: _Key) -> deque[tuple[Message, CountdownWork]]:
-        """Remove and return the waiting messages of a key. The caller must hold the lock."""
+        """Remove and return the waiting messages with this key. The caller must hold the lock."""
         for rank in {key[1], key[2]}:
             keys = self._keys[key[0], rank]
             del keys[key]
@@ -96,7 +96,10 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove a rank's waiting messages, or with `others`, those of its peers for it; return their works."""
+        """Remove the waiting messages posted by a rank, or with `others`, those that its peers have posted for it.
+
+        Returns the `CountdownWork`s of the removed messages.
+        """
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):
@@ -114,7 +117,7 @@ class InFlightMessage:
     Attributes:
         source, target: The ranks.
         sent, expected: The matched send and receive.
-        send, recv: Works that the send and the receive belong to.
+        send, recv: `CountdownWork`s to which the send and the receive belong.
         given, taken: Tensor to copy from, and tensor to copy to.
     """
 
@@ -248,7 +251,10 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self._queue, self._timeout_s)
 
     def leave(self) -> None:
-        """Fail calls and messages that wait for this rank. Messages that this rank has sent may still be received."""
+        """End, with an error, all calls and messages that wait for this rank.
+
+        Messages that this rank has already sent may still be received.
+        """
         with self._queue.lock:
             self._queue.done[self.group.name].add(self.rank)
             meetings = self._queue.meetings.get(self.group.name, {}).values()
@@ -259,7 +265,7 @@ class ThreadTransport(Transport):
             batch.complete(left_error(self.rank))
 
     def close(self) -> None:
-        """Leave, and fail other ranks' current and later messages to or from this rank."""
+        """Leave the group; other ranks' current and later messages to or from this rank end with an error."""
         self.leave()
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)

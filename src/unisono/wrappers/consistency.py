@@ -40,7 +40,7 @@ class Comparer(Protocol):
         """Wait until all ranks have made the same call; raise `MismatchError` on all ranks if their calls differ."""
 
     def leave(self) -> None:
-        """Notify the peers that are waiting for this rank that it has left."""
+        """Notify peers that this rank has left, if they are waiting for it."""
 
     def end(self, cause: BaseException) -> None:
         """End every wait with an error. Callable from any thread."""
@@ -57,13 +57,13 @@ class Checked(Wrapper):
     """Exchanges fingerprints before every collective, and raises `MismatchError` on all ranks if they differ.
 
     If the transport has `compares_later` set, only some calls wait for the exchange: the first call, barriers, calls
-    that consist of messages, and calls whose result the library itself reads. A thread compares all other calls while
-    they run.
+    that algorithms run with messages, and calls whose result the library itself reads. A thread compares all other
+    calls while they run.
 
     Cost: about 25 us per collective on one host. Each collective sends log2(p) short messages over connections that the
     first collective opens; if these connections fail, the collective makes a round trip to the control plane instead.
-    Point-to-point messages cost nothing. With `full`, ranks also compare shapes, and after each collective, with
-    another round trip to the control plane, the hashes of inputs and outputs. If hashes differ, all ranks raise
+    Point-to-point messages cost nothing. With `full`, ranks also compare shapes and, after each collective, the hashes
+    of inputs and outputs, which takes another round trip to the control plane. If hashes differ, all ranks raise
     `CorruptedError`. The hash of a sum is not known in advance, so ranks only check that they all have the same sum.
     With `full`, a point-to-point message costs the sender one request to the control plane, and the receiver two.
 
@@ -74,8 +74,8 @@ class Checked(Wrapper):
         connect: Function that opens the connections over which a group's calls are compared. If None, calls are
             compared through the control plane.
         full: Whether to also compare shapes and contents.
-        report: Function that reports an error from a comparison that runs during its call. If None, all calls wait for
-            their comparison.
+        report: Function that reports the error of a comparison that runs during the compared call. If None, all calls
+            wait for their comparison.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Checked(Wrapper):
         compare_in_full(self._control, self.group, topic, fingerprint, left, shapes=self.full)
 
     def _connected(self) -> Comparer | None:
-        """Return the comparer for later calls; if any rank could not connect, return None on all ranks."""
+        """Return the `Comparer` for all further calls; if any rank could not connect, return None on all ranks."""
         if self._connect is None:
             return None
         comparer: Comparer | None = None

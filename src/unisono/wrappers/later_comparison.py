@@ -27,8 +27,8 @@ class LaterComparison:
     """Compares calls in order while they run. The calling thread waits only if it is far ahead of the comparisons.
 
     Args:
-        compare: Function that compares one call until a deadline, as `Comparer.compare` does.
-        report: Function called with the first error. After that, no more calls are compared.
+        compare: Function that compares one call, waiting until a deadline at most, as `Comparer.compare` does.
+        report: Function called with the first error, after which no more calls are compared.
         name: Name of the thread.
     """
 
@@ -44,7 +44,7 @@ class LaterComparison:
         self._ended = False
 
     def add(self, fingerprint: Fingerprint, deadline: float) -> None:
-        """Queue a call for comparison. Do this before launching the call, which may wait for other ranks."""
+        """Queue a call for comparison. Do so before launching the call, which may wait for other ranks."""
         if self._added - self._compared >= _AHEAD:
             self.settle()
         self._added += 1

@@ -27,7 +27,7 @@ class Traced(Wrapper):
         inner: The transport to record.
         sink: Function called with each event, in the thread that completes the event.
         called_s: Time at which the program made the call, if the wrapper is for a single call.
-        posted: Messages of that single call, with numbers that count from the creation of the group.
+        posted: Messages of the single call, with sequence numbers that began when the group was created.
 
     Example:
         >>> events = []
@@ -117,8 +117,8 @@ def observed(
 ) -> tuple[Transport, AbstractContextManager[None]]:
     """Return the transport for a collective, and the context manager in which the program waits for the collective.
 
-    If a recording is open in this context, or torch's profiler is active, the transport and the context manager write
-    to them.
+    The transport and the context manager add events to the recording that is open in this context, if any, and to
+    torch's profiler if it is active.
 
     Args:
         transport: Transport of the communicator.
@@ -134,7 +134,7 @@ def observed(
 
 
 def waits_of(work: Work, name: str, group: Group) -> Work:
-    """Return a work whose waits are recorded, if a recording or a profiler is active.
+    """Return a `Work` whose waits are recorded, if a recording or a profiler is active.
 
     Args:
         work: The work.

@@ -197,7 +197,7 @@ def meet(
     connecting host must prove that it knows a secret that the first rank has published through the control plane.
 
     Args:
-        group: The ranks to connect. This function joins the group.
+        group: The ranks to connect. This function joins the group in the control plane.
         control: This rank's handle to the control plane.
         hosts: For each host, its ranks in the group.
         address: Address at which other hosts reach this host.

@@ -1,8 +1,8 @@
 """MPI's collectives on tensors: which calls they support, and how each call is made.
 
-MPI needs a single block of memory. If a list of tensors spans at most 2 GiB of addresses, a rank passes it to MPI in
-place; otherwise the rank copies it once. Each rank decides by itself whether to copy. Everything else depends only on
-the call, so all ranks make the same MPI call.
+MPI needs a single block of memory. If a list of tensors spans at most 2 GiB of addresses, a rank passes this range of
+memory to MPI without a copy; otherwise, the rank copies the tensors once. Each rank decides by itself whether to copy.
+Apart from the copy, what a rank does depends only on the call, so all ranks make the same MPI call.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ _unused: list[Any] = []
 class CommHandle:
     """Private communicator that is only used to create other communicators.
 
-    No receive may be in progress on it: Open MPI's internal messages for creating a communicator match any-tag receives
-    on the parent communicator.
+    No receive may be in progress on this communicator: Open MPI's internal messages for creating a communicator match
+    any-tag receives on the parent communicator.
 
     Args:
-        comm: The communicator. It is freed after all communicators created from it.
+        comm: The MPI communicator, which is freed only after all communicators that were created from it.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -53,11 +53,11 @@ class CommHandle:
 
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
-        """Create a communicator of some of another communicator's ranks. Collective over these ranks."""
+        """Create a communicator for a subset of another communicator's ranks. Collective over the subset."""
         return cls(*_created(comm, ranks, tag))
 
     def failed(self) -> set[int]:
-        """Return the ranks that MPI knows to be dead; none if this MPI does not survive rank failures."""
+        """Return the ranks that MPI knows to be dead; none if this MPI library does not survive rank failures."""
         mpi = library()
         with contextlib.suppress(mpi.Exception):
             # MPI detects dead ranks only while it polls for messages.
@@ -111,7 +111,7 @@ class MpiCommunicators:
         self._ended_by: BaseException | None = None
 
     def part(self, ranks: Sequence[int], name: str) -> MpiCommunicators:
-        """Return communicators of some of these ranks, even if this group is broken. Collective over those ranks."""
+        """Return communicators for a subset of this group, even if the group is broken. Collective over the subset."""
         return MpiCommunicators(self._base, [self._ranks[rank] for rank in ranks], name)
 
     def renewed(self, ranks: Sequence[int], name: str, union: Callable[[list[int]], set[int]]) -> MpiCommunicators:
@@ -133,14 +133,14 @@ class MpiCommunicators:
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Release the communicators later. No call on them may be in progress. May be called from any thread."""
+        """Schedule the communicators to be freed. No call on them may be in progress. May be called from any thread."""
         # Leave freeing to the next constructor: a finalizer may interrupt a thread that is inside MPI.
         ours = self._ours
         self._ours = []
         _unused.extend(ours)
 
     def revoke(self, cause: BaseException) -> None:
-        """End every wait in these communicators on all ranks. Has no effect unless MPI survives rank failures."""
+        """On all ranks, end every wait on these communicators. Has no effect unless MPI survives rank failures."""
         self._ended_by = cause
         for comm in (self.users, self.own):
             with contextlib.suppress(NotImplementedError, self.mpi.Exception):
@@ -151,7 +151,7 @@ class MpiCommunicators:
 
         Args:
             error: The exception.
-            peer: The peer, if the call was for a message.
+            peer: The message's peer, if the failed MPI call was to send or receive a message.
         """
         mpi = self.mpi
         kind = error.Get_error_class()
@@ -171,7 +171,7 @@ class MpiCommunicators:
 
 
 def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
-    """Create a communicator of some of another communicator's ranks for each tag. Collective over these ranks."""
+    """Create, for each tag, a communicator for a subset of another communicator's ranks. Collective over the subset."""
     mpi_group = comm.Get_group()
     members = mpi_group.Incl(list(ranks))
     made = [comm.Create_group(members, tag) for tag in tags]
@@ -181,7 +181,7 @@ def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
 
 
 def _dead(comm: Any) -> set[int]:
-    """Return the ranks that MPI knows to be dead; none if this MPI does not survive rank failures."""
+    """Return the ranks that MPI knows to be dead; none if this MPI library does not survive rank failures."""
     try:
         failed = comm.Get_failed()
         return set(failed.Translate_ranks(list(range(failed.Get_size())), comm.Get_group()))

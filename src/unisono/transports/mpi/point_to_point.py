@@ -1,7 +1,7 @@
-"""Messages with MPI's sends and receives, directly on the tensors' memory.
+"""Sends and receives messages through MPI, directly from and to the tensors' memory.
 
-In MPI, a message that is longer than its receive is an error, and Open MPI 5 then writes past the end of the receive
-buffer. Therefore no long message is received before an envelope has announced its length.
+In MPI, receiving a message that is longer than the receive buffer is an error, and Open MPI 5 then writes past the end
+of the buffer. Therefore no long message is received before an envelope has announced its length.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MpiMessages:
 
     A user's message starts with an envelope: the number of elements, their dtype, and the content itself if it has at
     most 4056 bytes. Longer content follows separately, and the receiver accepts it only after checking that it fits. In
-    collectives, both ranks know the lengths of messages, so these have no envelope. Their tags encode the length, so
-    that messages of different lengths never match. Messages longer than 1 GiB are split.
+    collectives, both ranks know the lengths of messages, so these messages have no envelope. Instead, their tags encode
+    their lengths, so that messages of different lengths never match. Messages longer than 1 GiB are split.
 
     Args:
         comms: The communicators to send on.
@@ -110,8 +110,8 @@ class MpiMessages:
     def move(self) -> None:
         """Make progress on all messages in flight. Must be called in every long wait of this rank.
 
-        `move` posts the receive for a long message's body once the message's envelope has arrived. Until then, the
-        sender may be blocked, even if this rank is waiting for something else.
+        `move` posts the receive for a long message's body once the message's envelope has arrived. Until this receive
+        is posted, the sender may be blocked, even if this rank is waiting for something else.
         """
         for work in list(self._open):
             work.move()
@@ -153,7 +153,7 @@ class Posted(CountdownWork):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """If the `with` block raises an error, complete the work with it."""
+        """Make an MPI error or a `CommError` raised in the `with` block the error of this work, which is then done."""
         try:
             yield
         except self._all.comms.mpi.Exception as error:

@@ -84,8 +84,8 @@ class Reductions:
     MPI lacks sums and products of float16 and bfloat16. For them, this module defines an operation that MPI calls back,
     so elements need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers use
     such an operation as well, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum
-    of floats, MPI loses NaNs and may return either of 0.0 and -0.0. Floats are therefore converted to integers in the
-    same order, with NaN as the extreme value.
+    of floats, MPI loses NaNs, and may return either zero if both 0.0 and -0.0 occur. Floats are therefore converted to
+    integers that compare in the same way, with NaN as the extreme value.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -124,7 +124,7 @@ def _may_have_nan(tensor: torch.Tensor) -> bool:
 
 
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Convert floats in place to integers in the same order, with NaN as the extreme integer."""
+    """Convert floats in place to integers that compare in the same way, with NaN as the extreme integer."""
     bits = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
     info = torch.iinfo(bits.dtype)
     lost = tensor.isnan() if _may_have_nan(tensor) else None
@@ -134,7 +134,7 @@ def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _swap(bits: torch.Tensor) -> None:
-    """Convert floats' bits to integers in the same order, and back: invert the magnitude bits of negative floats."""
+    """Convert floats' bits to integers that compare alike, and back: invert the magnitude bits of negative floats."""
     info = torch.iinfo(bits.dtype)
     bits ^= (bits >> (info.bits - 1)) & info.max
 

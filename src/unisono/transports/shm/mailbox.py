@@ -66,7 +66,7 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
-    """Read the remainder of a part of a message; yield while no more bytes have arrived."""
+    """Fill `part`, a message's frame or body, from the ring; yield whenever no more bytes have arrived."""
     while (step := ring.read(part)) < len(part):
         part = part[step:]
         if not step:
@@ -77,8 +77,8 @@ class ShmMailbox(Mailbox):
     """Mailbox between ranks on one host: each byte is copied twice, and there is no helper thread.
 
     The sender writes to the ring and, if the receiver's sleep flag is set, wakes the receiver with a futex. Before it
-    sleeps, the receiver sets its flag and then checks the rings again. On each side, acquiring a lock between the two
-    accesses keeps the processor from reordering them.
+    sleeps, the receiver sets its flag and then checks the rings again. On each side, a lock operation between the
+    access to the ring and the access to the flag keeps the processor from reordering them.
 
     Memory for p ranks: 512 KiB per ordered pair, allocated on first touch.
     """

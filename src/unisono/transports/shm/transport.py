@@ -35,9 +35,9 @@ __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 class ShmTransport(NativeTransport):
     """One group's transport: shared memory with counters, two staging buffers per rank, and rings for messages.
 
-    Collectives run in the native core. Reductions for which the core has no kernel are composed of messages. The
-    thread that waits for a call completes it. Memory: 2 MiB per rank and 256 KiB per ordered pair of ranks, regardless
-    of message lengths, allocated on first touch and freed when the last process exits.
+    Collectives run in the native core. Reductions for which the core has no kernel are run by algorithms that exchange
+    messages. Each call is completed by the thread that waits for it. Memory: 2 MiB per rank and 256 KiB per ordered
+    pair of ranks, regardless of message lengths, allocated on first touch and freed when the last process exits.
 
     Args:
         group, control, options: Arguments of `connect`.

@@ -47,7 +47,7 @@ class _NetworkQueue(MessageQueue):
 
 
 class _SimWork(CountdownWork):
-    """Work whose `wait` lets other ranks run, and records what this rank is waiting for, to appear in reports."""
+    """Work whose `wait` lets other ranks run, and records, for reports, what this rank is waiting for."""
 
     def wait(self, timeout: Timeout | None = None) -> None:
         task = here()
@@ -201,7 +201,7 @@ class SimNetwork:
 
     Attributes:
         link: Link for all pairs not in `links`.
-        links: Links by (source, destination). Both ranks are numbered in the whole simulation, not in a subgroup.
+        links: Links by (source, destination), both of which are ranks in the whole simulation, not in a subgroup.
         jitter: Largest fraction by which a message's latency is randomly extended; the seed determines the values.
         request_s: Response time of the control plane in seconds.
         notice_s: Delay until the other ranks are notified of a rank's death.

@@ -74,7 +74,7 @@ class Stream:
         return sent - ours
 
     def peek(self) -> memoryview:
-        """Return the buffered bytes without consuming them. Reads more if they don't fill a header."""
+        """Return the buffered bytes without consuming them. If these don't fill a header, first read more bytes."""
         if self._end - self._at < HEADER_BYTES:
             rest = bytes(self._buffer[self._at : self._end])
             self._buffer[: len(rest)] = rest
@@ -148,7 +148,7 @@ class TcpMessages(TaggedMessages):
         return work
 
     def open(self, peer: int) -> None:
-        """Create the socket pair to this rank itself, before its first message to itself."""
+        """Create the socket pair for this rank's messages to itself, before the first such message."""
         if peer not in self._out:
             self._own = _pair()
             to_oneself, from_oneself = map(Stream, self._own)

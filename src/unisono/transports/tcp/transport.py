@@ -26,8 +26,8 @@ class TcpTransport(NativeTransport):
     The connections are set up when the group connects; both ends must prove that they know the job's secret. Traffic is
     neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core runs each collective in one call, in
     which ranks also compare their calls: no output is written until all ranks agree. The core also moves blocking
-    messages while no other message is in flight. Reductions for which the core has no kernel are composed of messages.
-    Cost: p - 1 connections of each kind on each rank; about 15 us for a short message on one host.
+    messages while no other message is in flight. Reductions for which the core has no kernel are run by algorithms that
+    exchange messages. Cost: p - 1 connections of each kind on each rank; about 15 us for a short message on one host.
     """
 
     calls: TcpCollectives

@@ -39,7 +39,7 @@ class Sockets:
         return made
 
     def look(self) -> None:
-        """Record the connections accepted so far as established."""
+        """Mark as established all connections that have been accepted so far."""
         for end in self._accepted():
             self._seen.add(_number(end))
 

@@ -52,10 +52,10 @@ _threads = DaemonThreadPool("unisono torch")
 class TorchTransport(Transport):
     """Transport over a torch process group's backend, without torch's default group or its group registry.
 
-    Collectives are torch's own. With gloo, all messages, even those of which algorithms are composed, use unisono's own
+    Collectives are torch's own. With gloo, all messages, including those that algorithms exchange, use unisono's own
     TCP sockets, because a wait in gloo can be neither interrupted nor polled, and a message that does not fit its
-    receive aborts the process. With nccl, messages also use nccl, and waits are stream-ordered: see `_StreamWork`.
-    Ranks compare their calls while nccl runs them, and mismatched calls end in an abort.
+    receive buffer aborts the process. With nccl, messages also use nccl, and waits are stream-ordered: see
+    `_StreamWork`. Ranks compare their calls while nccl runs them, and mismatched calls end in an abort.
     """
 
     native: frozenset[str] = frozenset(START)
@@ -283,7 +283,7 @@ class TorchTransport(Transport):
 
 
 class _DetachedGroup:
-    """Placeholder for a detached backend: every access raises the cause."""
+    """Placeholder for a detached backend: every access raises the error that caused the detachment."""
 
     def __init__(self, cause: BaseException) -> None:
         self._cause = cause
@@ -293,10 +293,10 @@ class _DetachedGroup:
 
 
 class _BackendWork(Work):
-    """Torch's work for a collective, or for a batch of nccl messages.
+    """Wrapper for torch's `Work` of a collective, or of a batch of nccl messages.
 
     Args:
-        work: Torch's work; None for an empty collective, which moves nothing.
+        work: Torch's `Work`; None for an empty collective, which moves nothing.
         timeout_s: Default timeout of a wait.
     """
 
@@ -310,7 +310,7 @@ class _BackendWork(Work):
         self._error = cause
 
     def is_finished(self) -> bool:
-        """Return whether torch's work has ended. Gloo's reduce_scatter never reports that."""
+        """Return whether torch reports that its `Work` has ended, which it never does for gloo's reduce_scatter."""
         try:
             return self.work is None or bool(self.work.is_completed())
         except RuntimeError:

@@ -44,8 +44,8 @@ nb::dict numbers(std::initializer_list<std::pair<const char*, Enum>> names) {
 
 NB_MODULE(_native, module) {
     using namespace unisono;
-    // After an uncaught exception, the traceback keeps stack frames alive until the interpreter has shut down. The
-    // frames keep communicators alive, which nanobind would report as leaks.
+    // After an uncaught exception, the traceback's stack frames keep communicators alive until the interpreter has shut
+    // down, and nanobind would report them as leaks.
     nb::set_leak_warnings(false);
     module.doc() = "Collectives in shared memory and over connections; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;

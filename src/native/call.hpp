@@ -31,7 +31,7 @@ struct Outcome {
 };
 
 // Refuses a second thread while a core runs a call, because both threads would use the same fields for tensors and
-// progress. The GIL does not keep the second thread out, because a waiting call releases the GIL.
+// progress. The GIL alone does not prevent concurrent calls, because a call releases the GIL while it waits.
 class Exclusive {
   public:
     explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
@@ -45,8 +45,8 @@ class Exclusive {
     std::atomic<bool>& busy_;
 };
 
-// Ranks compare the first three words in the first round of a call, and the call fails if they differ. The last word
-// may differ; each rank can read the other ranks' last words.
+// Ranks compare the first three words of their signatures in the first round of a call, and the call fails if they
+// differ. The last word of a signature may differ between ranks; each rank can read the other ranks' last words.
 struct Signature {
     uint64_t words[4];
 };
@@ -54,14 +54,14 @@ struct Signature {
 // Functions that a waiting thread calls.
 class WaitCallbacks {
   public:
-    // Called before the thread might sleep.
+    // Called by a waiting thread before it might sleep.
     virtual void before_sleep() {}
     // Whether the wait should end, for example because of a signal.
     virtual bool interrupted() { return false; }
     virtual ~WaitCallbacks() = default;
 
-    // Like `interrupted`, for a thread that is moving bytes. Checks only once every 50 ms, because each check needs the
-    // GIL, and must wait for it while another thread computes in Python.
+    // Like `interrupted`, for a thread that is moving bytes. Calls `interrupted` at most once every 50 ms, because
+    // `interrupted` needs the GIL, and must wait for it while another thread computes in Python.
     bool interrupted_lately() {
         const double now = monotonic_s();
         if (now < next_look_s_) return false;
@@ -107,7 +107,7 @@ struct CollectiveCall {
     WaitCallbacks* callbacks = nullptr;
 
     // Adds the sum of the tensors' element counts to the signature. If there are several tensors, also adds a hash of
-    // the counts: FNV-1a (Fowler, Noll, Vo) over numbers instead of bytes.
+    // their element counts: FNV-1a (Fowler, Noll, Vo) over numbers instead of bytes.
     void sign_counts() {
         uint64_t total = 0, uneven = 0;
         const bool by_inputs = type == OpType::reduce || type == OpType::reduce_scatter || type == OpType::gather;
@@ -158,8 +158,8 @@ struct CollectiveCall {
         return std::all_of(parts.begin(), parts.end(), [&](const Buffer& part) { return part.count == count; });
     }
 
-    // Whether no output overlaps another tensor. Exception: in all_gather, gather and scatter, this rank's entry in the
-    // list can have the single tensor's address.
+    // Whether no output overlaps another tensor. Exception: in all_gather, gather and scatter, the call's single tensor
+    // may have the same address as this rank's entry in the call's list of tensors.
     bool are_disjoint(size_t own) const {
         const bool may_alias = type != OpType::reduce_scatter && type != OpType::all_to_all;
         const auto end = [&](const Buffer& part) { return part.data + part.count * width; };

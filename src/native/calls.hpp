@@ -21,7 +21,7 @@ namespace unisono {
 
 namespace nb = nanobind;
 
-// Longer calls release the GIL throughout; other calls release it only while they wait.
+// A call on more bytes than `kLongBytes` releases the GIL throughout; a shorter call releases it only while it waits.
 inline constexpr int64_t kLongBytes = 64 << 10;
 
 // Releases the GIL during long waits and copies, and ends a wait when a signal arrives.
@@ -46,8 +46,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// First word of a signature that contains a hash of the call: kGeneralCall for calls without kernels, kStepsCall for
-// calls that run an algorithm's steps.
+// First word of a signature whose second word is a hash of the call: kGeneralCall in rounds that only compare calls,
+// kStepsCall for calls that run an algorithm's steps.
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -103,8 +103,8 @@ class Calls {
     virtual ~Calls() = default;
 
     // Runs a collective on one target tensor and one source tensor, given by address and element count. If each rank
-    // contributes or receives its own part, the longer tensor contains all ranks' parts. Runs the steps of `program`,
-    // or the core's preferred steps if `program` has no chunks.
+    // contributes or receives its own part, the longer of the two tensors contains all ranks' parts. Runs the steps of
+    // `program`, or the core's preferred steps if `program` has no chunks.
     Failure call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source,
                  int64_t read, double deadline, const Program& program) {
         const Exclusive held(busy_);
@@ -147,8 +147,8 @@ class Calls {
         return start(op, dtype, divides);
     }
 
-    // Runs a call from Python's general path, with the steps of the algorithm that the caller has chosen. If the ranks'
-    // parts differ in length, `lengths` contains the length of each rank's part.
+    // Runs a call that does not use Python's fast path, with the steps of the algorithm that the caller has chosen. If
+    // the ranks' parts differ in length, `lengths` contains the length of each rank's part.
     Failure call_program(const Program& program, int type, int op, int dtype, int root,
                          const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
                          const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
@@ -245,8 +245,8 @@ class Calls {
         for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
     }
 
-    // Returns `unsupported` if the core does not support the call or a tensor is invalid. Python then takes its general
-    // path, which raises the error.
+    // Returns `unsupported` if the core does not support the call or a tensor is invalid. After `unsupported`, Python
+    // leaves its fast path for its general path, which raises an error if a tensor is invalid.
     Failure start(int op, int dtype, bool divides) {
         const OpType type = call_.type;
         call_.divisor = divides && op == kAverage ? size_ : 1;
@@ -324,8 +324,8 @@ class Calls {
             const int r = (place + std::max(0, call.root)) % size_;
             char* here = many.empty() ? nullptr : many[r].data;
             char* mine = r == rank_ ? one[0].data : nullptr;
-            // A rank may forward a part that is longer or shorter than its own part. In that case, `lengths_` contains
-            // the part's length.
+            // If the ranks' parts differ in length, `lengths_` contains the length of every part, even of a part that
+            // this rank only forwards.
             const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
             add_chunk(gathers ? mine : here, gathers ? here : mine, count);
         }
@@ -337,7 +337,8 @@ class Calls {
     std::vector<int64_t> lengths_;
 };
 
-// Binds these methods in each core's class, because a call from Python takes longer if a base class binds the method.
+// Binds the methods of `Calls` in each core's class, because a call from Python takes longer if a base class binds the
+// method.
 template <class Bound>
 Bound& add_calls(Bound&& bound) {
     using Type = typename std::decay_t<Bound>::Type;

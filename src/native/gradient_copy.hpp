@@ -10,7 +10,7 @@ namespace unisono {
 
 // Copies of at least this size use non-temporal stores, which bypass the caches. Ordinary stores to the bucket would be
 // slow: its cache lines were last accessed by other ranks, perhaps on cores that share no cache with this core. Caching
-// the data on this core would not help either, because it would be evicted before it is reduced.
+// the gradients on this core would not help, because they would be evicted before they are reduced.
 inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
 inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {

@@ -7,7 +7,7 @@
 
 namespace unisono {
 
-// The memory of a Python object. It is neither moved nor freed while the PythonMemory exists.
+// A Python object's memory, which is neither moved nor freed while the PythonMemory exists.
 class PythonMemory {
   public:
     PythonMemory(nanobind::handle object, int flags, uint64_t least = 0) {

@@ -13,8 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-// Futexes and eventfd exist only on Linux; shared memory transport needs futexes. UNISONO_PORTABLE disables both, so
-// that the code for other systems can be tested on Linux.
+// Futexes and eventfd exist only on Linux; shared memory transport needs futexes. UNISONO_PORTABLE disables futexes and
+// eventfd, so that the code for other systems can be tested on Linux.
 #if defined(__linux__) && !defined(UNISONO_PORTABLE)
 #define UNISONO_LINUX 1
 #include <linux/futex.h>
@@ -26,8 +26,8 @@
 
 namespace unisono {
 
-// Time in seconds on the clock of Python's time.monotonic(). On macOS this clock stops while the machine sleeps, unlike
-// CLOCK_MONOTONIC.
+// Time in seconds on the clock of Python's time.monotonic(). On macOS, Python's clock stops while the machine sleeps,
+// unlike CLOCK_MONOTONIC.
 inline double monotonic_s() {
 #if defined(__APPLE__)
     constexpr clockid_t kClock = CLOCK_UPTIME_RAW;
@@ -82,7 +82,7 @@ class Wakeup {
     Wakeup& operator=(const Wakeup&) = delete;
 
     int descriptor() const { return ends_[0]; }
-    // Any thread can call this safely. If the write fails, the descriptor is already readable.
+    // Thread-safe. Writing fails only if the descriptor is already readable.
     void wake() const {
         const uint64_t one = 1;
         [[maybe_unused]] const ssize_t written = write(ends_[1], &one, sizeof one);
@@ -93,8 +93,8 @@ class Wakeup {
 };
 
 // Writing to a closed connection must fail instead of raising SIGPIPE, which would terminate the process. On Linux, a
-// flag passed to each send prevents the signal; on macOS, a socket option does, because only the latest versions of
-// macOS have the flag.
+// flag passed to each send prevents SIGPIPE; on macOS, where only the latest versions have the flag, a socket option
+// does.
 #if defined(__APPLE__)
 inline constexpr int kNoSignal = 0;
 inline void raise_no_signal(int socket) {

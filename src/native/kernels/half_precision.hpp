@@ -66,7 +66,7 @@ struct Float16 {
         // Values from 65520 up become infinity: 65520 is halfway between the largest finite half, 65504, and 65536.
         if (magnitude >= 0x477FF000) return sign | 0x7C00;
         if (magnitude < 0x38800000) {
-            // In a float near 0.5, the last bit is worth 2**-24, so this addition rounds the value to a multiple of
+            // In a float near 0.5, the last bit is worth 2**-24, so adding 0.5 rounds the value to a multiple of
             // 2**-24.
             return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f));
         }

@@ -42,7 +42,7 @@ inline void copy_non_temporal(char* to, const char* from, size_t nbytes) {
     std::memcpy(to, from, nbytes);
 }
 
-// With AVX2 and F16C, one instruction processes eight floats. Without them, 16-bit floats are slow.
+// With AVX2 and F16C, one instruction processes eight floats; without these extensions, 16-bit floats are slow.
 #if defined(__x86_64__)
 #define UNISONO_AVX2 __attribute__((target("avx2,f16c")))
 
@@ -55,7 +55,8 @@ using FloatVector = __m256;
 
 UNISONO_AVX2 inline FloatVector add(FloatVector a, FloatVector b) { return _mm256_add_ps(a, b); }
 UNISONO_AVX2 inline FloatVector multiply(FloatVector a, FloatVector b) { return _mm256_mul_ps(a, b); }
-// If either operand is NaN, returns NaN. The processor's instruction alone would drop a NaN in the first operand.
+// If either operand is NaN, returns NaN. The processor's minimum or maximum instruction alone would drop a NaN in the
+// first operand.
 UNISONO_AVX2 inline FloatVector minimum(FloatVector a, FloatVector b) {
     return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }

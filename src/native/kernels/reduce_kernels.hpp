@@ -11,8 +11,8 @@
 
 namespace unisono {
 
-// Size of the blocks in which rows are reduced: small enough for the L1 cache. For longer copies, memcpy switches to
-// another code path with a higher startup cost.
+// Size of the blocks in which rows are reduced: small enough for the L1 cache. For copies longer than a block, memcpy
+// switches to another code path with a higher startup cost.
 inline constexpr size_t kBlockBytes = 2048;
 
 enum class ReduceOp { sum, product, min, max, band, bor, bxor };
@@ -97,7 +97,7 @@ void combine_halves(const char* a, const char* b, char* to, size_t count) {
 template <class T>
 void divide_elements(char* at, size_t count, int64_t divisor) {
     auto* values = reinterpret_cast<T*>(at);
-    // For a power of two, multiplying by the inverse gives bit-identical results and is faster.
+    // If the divisor is a power of two, multiplying by its inverse gives bit-identical results and is faster.
     const T inverse = 1 / static_cast<T>(divisor), by = static_cast<T>(divisor);
     if (divisor & (divisor - 1))
         for (size_t n = 0; n < count; n++) values[n] /= by;

@@ -13,9 +13,9 @@
 namespace unisono {
 
 // Chooses between ordinary and non-temporal stores. If the reader's core shares no cache with this one, ordinary stores
-// to cache lines that the reader has read take ten times as long as non-temporal stores. If the two cores share a
-// cache, non-temporal stores cost the reader more than they save the writer. The operating system moves ranks from core
-// to core, so each rank keeps timing its copies.
+// to cache lines that the reader has read take ten times as long as non-temporal stores. If the writer's and the
+// reader's cores share a cache, non-temporal stores cost the reader more than they save the writer. The operating
+// system moves ranks from core to core, so each rank keeps timing its copies.
 class StageWriter {
   public:
     void copy(char* to, const char* from, size_t nbytes) {
@@ -65,7 +65,7 @@ class StageWriter {
 
     // Reduces a block of all rows into `to`, and returns `to`. If there is only one row, returns that row's block
     // without copying it. With an odd number of rows, the first half has one more row than the second half, as in
-    // collectives/algorithms/algorithm.py. `spare` has a block for each further level of the tree.
+    // collectives/algorithms/algorithm.py. `spare` has a block for each level of the tree below the root.
     static const char* reduce_tree(const Reduction& reduction, const char* const* rows, size_t count, size_t at,
                                    size_t length, char* to, char* spare) {
         if (count == 1) return rows[0] + at;
@@ -76,8 +76,8 @@ class StageWriter {
         return to;
     }
 
-    // Whether partial sums can be written to the first target. If that target is also the third row or a later one,
-    // partial sums would overwrite the row before the tree reads it.
+    // Whether partial sums can be written to the first target. If the first target is also the third row or a later
+    // row, partial sums would overwrite this row before the tree reads it.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         if (targets.empty()) return false;
         return rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end();

@@ -25,10 +25,10 @@ class SharedBarrier {
     SharedBarrier(Word* words, int rank, int size, bool oversubscribed)
         : rank(rank), size(size), words_(words), spin_s_(oversubscribed ? 0 : kSpinS) {}
 
-    // Last round in which this rank arrived. Only this rank's thread writes it.
+    // Last round in which this rank arrived; written only by this rank's thread.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // Ends every current and future wait of this rank. Any thread can call this safely.
+    // Ends every current and future wait of this rank. Thread-safe.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         wake(rank);
@@ -51,9 +51,9 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of the given rank's signature in this round, n. The given rank overwrites the word in round n + 2,
-    // which it begins only after all ranks have arrived in round n + 1. So the word remains valid until this rank
-    // arrives in round n + 1.
+    // The last word of the given rank's signature in the current round, n; valid until this rank arrives in the next
+    // round. A rank overwrites its signature of round n in round n + 2, which it begins only after all ranks have
+    // arrived in round n + 1.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
@@ -132,7 +132,7 @@ class SharedBarrier {
         own(counter).store(number, std::memory_order_release);
         // A rank that is about to sleep sets its flag and then reads the counter; this rank writes the counter and then
         // reads the flag. Without a full fence in both ranks, each could miss the other's write, and the waiting rank
-        // would sleep for its full 2 ms.
+        // would sleep for the full `kSleepNs`.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int r = 0; r < size; r++)
             if (r != rank) wake(r);

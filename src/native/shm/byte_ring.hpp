@@ -30,7 +30,7 @@ struct ByteRing {
     int64_t room(uint64_t count) const {
         return static_cast<int64_t>(nbytes - (count - read().load(std::memory_order_acquire)));
     }
-    // Number of bytes that can be read. Only the reader calls this.
+    // Number of bytes that can be read; called only by the reader.
     uint64_t available() const {
         return written().load(std::memory_order_acquire) - read().load(std::memory_order_relaxed);
     }
@@ -147,7 +147,8 @@ class RingNetwork {
 
     Stream stream(int peer) const { return {rings_, peer}; }
 
-    // Sleeps until one of the wanted transfers can move bytes; returns whether a signal has interrupted the wait.
+    // Sleeps until one of the `wanted` events occurs, the deadline passes or the barrier is aborted; returns whether a
+    // signal has interrupted the wait.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         const int rank = rings_.barrier.rank;
         const auto ready = [&] {
@@ -161,7 +162,7 @@ class RingNetwork {
         return rings_.barrier.wait_until(ready, rank, deadline, callbacks) == Status::interrupted;
     }
 
-    // Nothing to do: aborting the barrier ends the waits.
+    // Does nothing, because aborting the barrier already ends `sleep`.
     void wake() {}
 
   private:

@@ -48,7 +48,7 @@ class Core : public Calls {
         });
     }
 
-    // These methods are for messages that Python code copies to and from the rings; the core only waits.
+    // Methods for messages that Python code, not the core, copies to and from the rings.
     auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }
@@ -88,8 +88,8 @@ class Core : public Calls {
   private:
     static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
 
-    // Offsets in the shared memory. After the barrier's counters, it contains two staging buffers per rank, the rings
-    // for messages, and the rings for algorithms' steps.
+    // Offsets in the shared memory, which contains the barrier's counters, two staging buffers per rank, the rings for
+    // messages, and the rings for algorithms' steps, in this order.
     struct Places {
         uint64_t stages, rings, steps, end;
 
@@ -103,8 +103,8 @@ class Core : public Calls {
         }
     };
 
-    // Only all_reduce, which works in place, can divide its input before the sum. The other collectives must not write
-    // to their input.
+    // Only all_reduce, which works in place, can divide its input before the sum; reduce and reduce_scatter must not
+    // write to their input.
     bool divides_before(const CollectiveCall& call) const override {
         return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
     }

@@ -109,8 +109,8 @@ class MessageRings {
 
   private:
     static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
-    // Time for which `wait` yields before it sleeps. It is longer than in the barrier, because moving messages in
-    // Python takes longer than in the native core.
+    // Time for which `wait` yields before it sleeps; longer than in the barrier, because moving messages in Python
+    // takes longer than in the native core.
     static constexpr double kYieldS = 200e-6;
 
     std::atomic<uint64_t> progress_{0};

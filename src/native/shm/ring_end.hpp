@@ -22,8 +22,8 @@ class RingEnd {
   public:
     RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
 
-    // Number of bytes that can be read, including padding. A thread that is about to sleep must set its flag before its
-    // last check of this number, hence the sequentially consistent load.
+    // Number of bytes that can be read, including padding. The load is sequentially consistent, because a thread that
+    // is about to sleep must set its flag before its last call of `available`.
     uint64_t available() const {
         return ring_.written().load(std::memory_order_seq_cst) - ring_.read().load(std::memory_order_relaxed);
     }
@@ -31,7 +31,7 @@ class RingEnd {
     uint64_t room() const { return static_cast<uint64_t>(std::max<int64_t>(0, ring_.room(written()))); }
 
     // Copies as many bytes from the beginning of a part as fit, and returns their number. If `more` is set, the reader
-    // sees these bytes only after the next `write`.
+    // sees the copied bytes only after the next `write` without `more`.
     uint64_t write(nanobind::handle content, bool more) {
         const PythonMemory part(content, PyBUF_SIMPLE);
         const uint64_t count = written(), step = std::min({part.nbytes(), room(), ring_.nbytes / 4});
@@ -42,14 +42,14 @@ class RingEnd {
         return step;
     }
 
-    // A view of the contiguous bytes that can be read, including padding. The bytes remain in the ring.
+    // A view of the contiguous bytes that can be read, including padding; they remain in the ring.
     nanobind::object peek() const {
         const uint64_t count = read_count();
         const auto from = static_cast<uint64_t>(ring_.at(count) - memory_->begin());
         return memory_->part(from, ring_.contiguous(count, available()));
     }
 
-    // Removes a part of this length, and its padding, from the ring.
+    // Removes a part of `nbytes` bytes, and its padding, from the ring.
     void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
 
     // Copies the next available bytes to `into`, and returns their number. `into` is the memory for the bytes of a part

@@ -48,8 +48,8 @@ class StagedRounds {
     }
 
     Outcome arrive_and_wait(CollectiveCall& call, bool first) {
-        // In a long call whose ranks keep pace, no wait lasts long enough to check for signals, so only this check
-        // notices one.
+        // Check for signals here, because in a long call whose ranks keep pace, no wait lasts long enough to check for
+        // them.
         if (!first && call.callbacks->interrupted_lately()) return Status::interrupted;
         return shared_barrier.arrive_and_wait(first ? &call.signature : nullptr, call.deadline, *call.callbacks);
     }

@@ -1,10 +1,10 @@
 // Runs collectives over links to other ranks: all of this rank's steps of an algorithm in one native call. No rank
 // writes to its caller's memory or returns before it knows that every rank makes the same call. Each frame contains the
 // call's signature, for comparison. If every rank's result depends on all contributions, receiving the data proves that
-// the calls match. Short calls therefore receive into internal memory, and copy the result to the caller's memory at
-// the end. Before long calls, and during the short calls of a rooted collective, ranks confirm their calls with a
-// dissemination barrier. In round k of the barrier, each rank sends a "heard" frame to the rank 2^k places after it,
-// once it has received the "heard" frames that were sent to it in all earlier rounds. Ranks that can compare their
+// the calls match. Short calls receive into internal memory, and copy the result to the caller's memory once the calls
+// are known to match. Before long calls, and during the short calls of a rooted collective, ranks confirm their calls
+// with a dissemination barrier. In round k of the barrier, each rank sends a "heard" frame to the rank 2^k places after
+// it, once it has received the "heard" frames that were sent to it in all earlier rounds. Ranks that can compare their
 // calls in another way, such as with a barrier in shared memory, do so before the call. Source: Hensgen, Finkel and
 // Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
@@ -92,7 +92,7 @@ class Executor {
         heard_.assign(static_cast<size_t>(size_), false);
         frames_left_.assign(static_cast<size_t>(size_), 0);
         round_ = sent_ = 0;
-        // Unsent frames refer to the call's memory. Drop them when this call ends, even if it ends because an
+        // Unsent frames refer to the call's memory, so drop them when this call ends, even if it ends because an
         // allocation failed.
         const Drop drop{links_};
         const double started = monotonic_s();
@@ -102,11 +102,11 @@ class Executor {
         return outcome;
     }
 
-    // Sets the length of the slices of long calls; it must be the same on all ranks. Slices run through all steps one
-    // after another, so each slice adds the latencies of all steps to the call.
+    // Sets the length of the slices of long calls; it must be the same on all ranks. Each slice runs through all steps
+    // before the next slice starts, and so adds the latencies of all steps to the call.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // Ends every current and future wait of this executor. Any thread can call this safely.
+    // Ends every current and future wait of this executor. Thread-safe.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();
@@ -124,13 +124,14 @@ class Executor {
     // Number of loop passes between two checks of the clock while bytes are moving.
     static constexpr int kBusyPasses = 64;
 
-    // How ranks find out that all of them make the same call. Until they have found out, data must not reach the
-    // caller's memory. A short call therefore keeps received data in the executor's own memory until the call ends.
+    // How ranks find out that all of them make the same call. Data must not reach the caller's memory until all ranks
+    // are known to make the same call, so a short call keeps received data in the executor's own memory until the call
+    // ends.
     enum class Agreement {
         // Ranks compared their calls in shared memory before this call.
         known,
-        // Ranks are exchanging the lengths of their messages. Data follows only if the lengths match, so a data frame
-        // that follows a peer's length remains unread on its link.
+        // Ranks are exchanging the lengths of their messages. A peer sends data only after the lengths that it received
+        // have matched, so its data frames can remain unread on the link until this rank has received all lengths.
         lengths,
         // A long call: "heard" frames travel before the first byte of data.
         before_data,
@@ -149,7 +150,7 @@ class Executor {
     bool is_short() const { return agreement_ == Agreement::by_data || agreement_ == Agreement::beside_data; }
     bool spreads() const { return agreement_ == Agreement::before_data || agreement_ == Agreement::beside_data; }
 
-    // Drops the frames that are still queued when a call ends. After a successful call, there are none.
+    // Drops the frames that are still queued when a call ends; after a successful call, no frames are queued.
     struct Drop {
         std::vector<Link>& links;
         ~Drop() {
@@ -384,8 +385,8 @@ class Executor {
         for (int peer = 0; peer < size_; peer++) {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
-            // If a complete header is waiting, its frame belongs to a later step or call, or is the peer's last frame.
-            // Nothing behind the header needs to be read yet.
+            // Don't wait for bytes behind a complete header: its frame belongs to a later step or call, or is the
+            // peer's last frame.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
@@ -406,7 +407,7 @@ class Executor {
                 if (!link.aside_is_whole()) return Status::ok;
                 const bool aside = in && link.first_aside();
                 const FrameHeader* header = aside ? link.first_aside() : link.peek();
-                // The peer may already have finished this call. The header may then belong to the peer's next call or
+                // If the peer has already finished this call, the header may belong to the peer's next call or
                 // farewell.
                 if (!header || header->call == number_ + 1) return Status::ok;
                 if (header->kind == FrameKind::farewell) {

@@ -18,8 +18,8 @@ namespace unisono {
 // no more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
-// The beginning of each frame. It is sent in native byte order, because ranks with different builds or architectures
-// refuse to connect.
+// The beginning of each frame, sent in native byte order, because ranks with different builds or architectures refuse
+// to connect.
 struct FrameHeader {
     uint64_t signature;
     uint32_t call;
@@ -59,7 +59,7 @@ class Link {
         return moved;
     }
 
-    // Drops unsent frames. If a frame has been sent only in part, the stream is unusable afterwards.
+    // Drops unsent frames. Dropping a frame that has been sent in part makes the stream unusable.
     void drop() {
         if (!out_.empty() && out_.front().sent) cut_ = true;
         out_.clear();

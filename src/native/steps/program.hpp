@@ -8,12 +8,12 @@
 
 namespace unisono {
 
-// A message to or from another rank. It consists of one or more runs of consecutive chunks.
+// A message to or from another rank: one or more runs of consecutive chunks.
 struct Move {
     int peer;
     std::vector<std::pair<int, int>> runs;
-    // For a received message: whether it can be reduced as it arrives. It cannot if one of its chunks is also sent in
-    // the same step, or belongs to another message received in that step.
+    // Whether a received message can be reduced as it arrives: true unless one of its chunks is also sent in the same
+    // step, or belongs to another message received in that step.
     bool streams = false;
 
     template <class Function>

@@ -67,7 +67,7 @@ class SocketMessages {
         return move_until([&] { return received == static_cast<size_t>(nbytes); }, move, wanted, deadline, callbacks);
     }
 
-    // Ends every current and future wait. Any thread can call this safely.
+    // Ends every current and future wait. Thread-safe.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();

@@ -85,7 +85,7 @@ class Sockets {
         return ready <= 0 ? callbacks.interrupted() : callbacks.interrupted_lately();
     }
 
-    // Ends the current sleep and all later sleeps. Any thread can call this safely.
+    // Ends the current sleep and all later sleeps. Thread-safe.
     void wake() const { wakeup_.wake(); }
 
   private:

@@ -1480,7 +1480,8 @@ class Communicator(Place):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        # The color becomes part of the group's name, so convert it: True and 1 must give the same name.
+        # Convert the color to an int, because it becomes part of the group's name, and True and 1 must give the same
+        # name.
         color = color if color is None else int(color)
         self._splits += 1
         group = self._engine.group
@@ -1858,7 +1859,7 @@ class Communicator(Place):
         latest = self.latest
         latest._engine.failures.check_open("request_stop")
         latest._control.request_stop(latest._engine.group, reason)
-        if latest is not self.latest:  # `rebuild` may have read the requests before this one arrived.
+        if latest is not self.latest:  # `rebuild` may have read the requests before this request arrived.
             self.request_stop(reason)
 
     @property

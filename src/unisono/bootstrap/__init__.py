@@ -114,7 +114,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # This process descends from a rank that torchrun started, but its variables have been changed since.
-            # torchrun's agent serves no store at the address that they give now.
+            # This process descends from a rank that torchrun started, but its variables have changed, and torchrun's
+            # agent serves no store at the address in the new variables.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

@@ -57,7 +57,7 @@ def address_in(url: str) -> tuple[tuple[str, int], bytes]:
 
 def _path(url: str) -> Path:
     # File names may contain "#", "?" and even "%20". `Path.as_uri` encodes a space as "%20", so decode the name, unless
-    # only the directory of the undecoded name exists.
+    # the decoded name's directory is missing and the undecoded name's directory exists.
     name = url.removeprefix("file://")
     path = Path(unquote(name))
     if not path.parent.is_dir() and Path(name).parent.is_dir():

@@ -250,7 +250,8 @@ class MpiAbortGuard:
             self._excepthook(kind, error, trace)
             return
         if isinstance(error, PeerLostError | AbortedError):
-            # If another rank's failure is the cause, give that rank time to report its error and abort the job first.
+            # If another rank's failure caused this rank's error, give the other rank time to report its own error and
+            # abort the job first.
             self._excepthook(kind, error, trace)
             time.sleep(_GRACE_S)
             sys.stderr.write(f"{self._who} ends the job\n")
@@ -269,7 +270,7 @@ class MpiAbortGuard:
     def _uncaught(self, status: object) -> None:
         if not self._over():
             sys.stderr.write(f"{self._who} ends the job by sys.exit({status!r})\n")
-            # A status that is not an integer has already been printed. It means exit code 1, as in `sys.exit`.
+            # An exit status that is not an integer has been printed above, and means exit code 1, as in `sys.exit`.
             self._end(status & 0xFF or 1 if isinstance(status, int) else 1)
 
     def _over(self) -> bool:

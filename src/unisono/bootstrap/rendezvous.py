@@ -166,8 +166,8 @@ class Lease:
                 self.server.retire(LINGER_S)
 
 
-# Global, because each `init` of a job must find the server of the previous `init` at the same address. The key contains
-# the process ID, because a forked child inherits its parent's entries but does not run the servers.
+# Global, because each `init` of a job must find the server of the previous `init` at the same address. Each key
+# contains the process ID, because a forked child inherits its parent's leases but does not run its parent's servers.
 _leases: dict[tuple[int, str], Lease] = {}
 # Protects `_leases` and the leases in it.
 _lock = threading.Lock()
@@ -335,8 +335,8 @@ def confirm(
         name = _gather(claim, control, moved)
     except BaseException as error:
         ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
-        # Report why this rank gives up. Otherwise, the other ranks would assume that it was killed, and wait for its
-        # restart.
+        # Report why this rank gives up, because otherwise the other ranks would assume that this rank was killed, and
+        # wait for its restart.
         control.on_process_exit(None if isinstance(error, MovedError) else error)
         if ended and isinstance(error, CommError):
             raise MovedError(error.message) from error

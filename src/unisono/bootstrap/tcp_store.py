@@ -193,7 +193,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
             taken = error
             if not hosts_at((host, port)) or clock.now() > deadline:
                 break
-            # An earlier `init` with tcp:// started this process's control plane on this port. Wait until that control
+            # An earlier `init` with tcp:// started this process's control plane on this port, so wait until the control
             # plane shuts down.
             time.sleep(_LOOK_EVERY_S)
     try:

@@ -383,7 +383,8 @@ class _Checks(NamedTuple):
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
         ):
-            # Inputs of such a collective are copied before it starts, so overlaps do no harm.
+            # Overlaps do no harm, because the inputs of reductions, and of packed collectives on non-contiguous
+            # tensors, are copied before the collective starts.
             return
         sources = _labelled(read.parts(), collective.input, collective.scatters, "the input")
         targets = _labelled(written.parts(), collective.output, collective.gathers, "the tensor")

@@ -177,8 +177,8 @@ class PartialSums(Pieces):
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         # Look up this rank's own contributions before marking the chunks as received. If a step receives several
-        # contributions to a chunk, only the first call of this method for that chunk finds this rank's own
-        # contribution, so `_store` uses that call's target.
+        # contributions to a chunk, only the first call of `targets` for that chunk finds this rank's own contribution,
+        # so `_store` uses the target from the first call.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)
@@ -376,7 +376,7 @@ class _Execution:
     def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
         """Post a batch, after waiting for the earlier batches that it depends on."""
         # Contributions to a reduction are received into separate memory, so there is no need to wait for earlier sends
-        # that still read the buffer.
+        # that still read the same chunks.
         hazards = [] if reduce else recvs
         while self.flight and (len(self.flight) >= IN_FLIGHT or self._conflicts(sends, hazards)):
             self.settle()

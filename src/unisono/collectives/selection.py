@@ -211,8 +211,8 @@ def serves(name: str, needs: Needs, *, uneven: bool) -> bool:
     """Return whether an algorithm can serve a call. `uneven` means that the ranks' parts may differ in length."""
     algorithm = find(needs.collective, name)
     served = algorithm.serves(needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
-    # If the algorithm has a single round, its rank numbers do not matter, because the root reduces all contributions
-    # itself, in the order of the call's ranks.
+    # Rotated rank numbers do no harm if the algorithm has a single round, because the root then reduces all
+    # contributions itself, in the order of the call's ranks.
     return served and not (needs.balanced and needs.rotated and algorithm.cost(needs.size, 1).rounds > 1)
 
 

@@ -61,8 +61,8 @@ class Agreements:
 
     def add(self, value: Any, name: str) -> None:
         """Add a snapshot of a value."""
-        # Sort the elements, because the order of dicts and sets may differ between ranks. A container still comes
-        # before its elements.
+        # Sort the parts, because the order of dicts and sets may differ between ranks; a container sorts before its
+        # elements.
         parts = sorted(parts_of(value))
         agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
         self._values.append((get_ident(), agreed))

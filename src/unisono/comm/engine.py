@@ -383,8 +383,8 @@ class Engine:
         call = self._make(at, what, output, input, op, root, algorithm, timeout, splits, lengths, origin, scale)
         if self.is_inside:
             raise self._called_inside(what.name)
-        # Add the scale to the pending values, and take these for this call, only after all checks: a rejected
-        # collective must do neither.
+        # Add the scale, and take the pending values for this call, only after all checks: a rejected collective must
+        # leave the pending values unchanged.
         if scale is not None and self.checked:
             self.agreements.add(scale, "scale")
         fingerprint = call.fingerprint
@@ -433,8 +433,8 @@ class Engine:
             call.staging.end()
             failed = work.exception()
             if failed is not None:
-                # With streams, a torch group's work completes only after its wait has returned, so check for a failure
-                # here.
+                # If a torch group uses streams, its work completes only after `work.wait` has returned, so check for a
+                # failure here.
                 raise failed
         if then is not None:
             with self._carrying_out(call, refusals=False):
@@ -444,7 +444,8 @@ class Engine:
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
         """Return once the collective may write to memory, because all ranks have compared it and the pending values."""
         if call.agreed is not None:
-            # Set `steps`, because some transports compare a call without steps only later, for example in `run`.
+            # Set `steps`, because some transports compare a call here only if it has steps, and otherwise later, for
+            # example in `run`.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
@@ -502,8 +503,8 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
-        # Count this time as time outside collectives: while a queued collective runs, the program does other work.
-        # `_Queued.wait` subtracts the time for which the program waits.
+        # Count the helper thread's time as time outside collectives, because the program does other work while a queued
+        # collective runs. `_Queued.wait` subtracts the time for which the program waits.
         self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
@@ -523,7 +524,7 @@ class Engine:
             self.activity.log_event("end", "closed")
         self._dropped.detach()
         self.ending.drain()
-        # No calls are in flight any more, so a failure from here on has none to abort.
+        # No call is in flight any more, so a later failure has no call to abort.
         self.life.change("drain")
         self.ending.leave(0.0 if self.life.cause is not None else patience)
 

@@ -73,7 +73,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return total
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Unlike view(-1), as_strided gives stride 1 even to a single element; viewing the element as words requires this.
+    # Viewing elements as words requires stride 1, which as_strided, unlike view(-1), gives even to a single element.
     flat = dense.as_strided((dense.numel(),), (1,))
     words = flat.view(_WORD.get(flat.itemsize, torch.int32))
     keys = _keys().to(tensor.device)
@@ -96,7 +96,7 @@ def _distance(comm: _Comm, tensor: torch.Tensor) -> str:
 
 @cache
 def _keys() -> torch.Tensor:
-    # Python's generator produces the same numbers in every version and on every rank.
+    # Python's random number generator produces the same numbers in every version and on every rank.
     source = random.Random(1)
     return torch.tensor([_odd(source) for _ in range(_CHUNK)])
 

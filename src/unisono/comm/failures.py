@@ -127,7 +127,7 @@ class Failures:
     def report_later(self, error: BaseException, fingerprint: Fingerprint) -> None:
         """Break the group for a mismatch found while a collective ran; the next collective, or `settle`, raises it."""
         if not self._life.closed:
-            # Set this before the group breaks, because `settle` may be called at any time.
+            # Set `_differed` before the group breaks, because `settle` may be called at any time.
             self._differed = True
             # If the control plane is lost, its loss is already recorded as the first cause.
             with suppress(CommError):

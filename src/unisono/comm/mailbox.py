@@ -84,8 +84,8 @@ class PointToPointMailbox(Mailbox):
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
-        # Some transports connect two ranks only when these exchange their first message, and connect one pair at a
-        # time, so use the same order of pairs on all ranks.
+        # Some transports connect two ranks at their first message, and connect one pair at a time, so use the same
+        # order of pairs on all ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
             transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
@@ -110,7 +110,7 @@ class PointToPointMailbox(Mailbox):
         try:
             self._wait_for(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # After an interrupt, the message may or may not arrive. After a timeout, by contrast, posted messages
+            # After an interrupt, the message may or may not arrive; after a timeout, by contrast, posted messages
             # remain in flight.
             self.abort_message(peer, error)
             raise
@@ -257,7 +257,7 @@ def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
         box = known()
         if box is None:
             return
-        # Within the pair, ranks are numbered 0 and 1, so the cause's own text would name the wrong ranks.
+        # Within the pair, ranks are numbered 0 and 1, so the text of `cause` would name the wrong ranks.
         reason = Cause(
             "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
         )

@@ -188,7 +188,8 @@ def run_uneven(
     except MismatchError as error:
         raise engine.failures.report(error, what.name) from None
     except (TypeError, ValueError):
-        # No rank runs the second collective, but count it: an asynchronous call reserves its number in advance.
+        # Count the collective for the data, although no rank runs it, because an asynchronous call reserves that
+        # collective's number in advance.
         engine.activity.calls += 1
         raise
     engine.block(

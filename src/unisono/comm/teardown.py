@@ -55,8 +55,8 @@ class Teardown:
         self._parts: list[Teardown] = []
         self._settled = threading.Event()
         self._process = os.getpid()
-        # Skip this in simulations: their threads end with the simulation, which must not depend on when memory is
-        # freed.
+        # Don't close simulated communicators at exit: their threads end with the simulation, which must not depend on
+        # when memory is freed.
         if not control.simulated:
             close_at_exit(self)
 
@@ -81,7 +81,7 @@ class Teardown:
         # If the control plane has already ended, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
-            # This notifies waiting ranks immediately, but returns only when all ranks have left or `patience` has
+            # `leave` notifies waiting ranks immediately, but returns only when all ranks have left or `patience` has
             # passed, so that messages in flight are not cut off.
             self._control.leave(self.group, patience)
         self._transport.close()

@@ -172,7 +172,8 @@ def _measured(comm: Any, device: str, seconds: float) -> list[Cell]:
         for call in calls.values():
             call()
         now = clock.now()
-        # Rank 0 decides how many samples fit into the time; the other ranks use the same number.
+        # Rank 0 decides how many samples fit into a message size's share of the remaining time; the other ranks use the
+        # same number.
         share = (end - now) / (len(_SIZES) - place)
         fitting = min(20, int(share / (_CALLS * (now - begin))))
         rounds = torch.tensor([comm._engine.measured("rounds", partial(max, 0, fitting))], device=device)

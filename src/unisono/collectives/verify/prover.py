@@ -147,8 +147,8 @@ def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
 def _counted(checker: ModelChecker, numel: int) -> Cost:
     parts = checker.size if checker.collective == "all_to_all" else checker.chunks
     lengths = [elements(numel, parts, chunk, chunk + 1) for chunk in range(parts)]
-    # In an all_to_all, chunk n has the length of part n % `parts`. The same holds for scratch chunks, because
-    # algorithms only use them if all parts are equally long.
+    # In an all_to_all, chunk n has the length of part n % `parts`, even if chunk n is a scratch chunk, because
+    # algorithms use scratch chunks only if all parts are equally long.
     lengths = (lengths * (checker.chunks // parts + 1))[: checker.chunks]
     return Cost(
         max(model.rounds for model in checker.models),

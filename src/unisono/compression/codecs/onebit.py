@@ -58,8 +58,8 @@ class Onebit(TwoStage):
         magnitudes = pieces.abs_()
         sums = magnitudes.sum(-1, keepdim=True)
         if not bool(sums.isfinite().all()):
-            # The sum may overflow even if the mean does not. Use float64 only in this case, because it takes three
-            # times as long.
+            # The sum may overflow even if the mean does not. Use float64 only if a sum is not finite, because float64
+            # takes three times as long.
             sums = magnitudes.sum(-1, keepdim=True, dtype=torch.float64)
         scales = (sums / counts).float()
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)

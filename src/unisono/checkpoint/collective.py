@@ -288,10 +288,10 @@ class SaveQueue:
             raise error
 
 
-# The save queue of each communicator. It is not an attribute of `Communicator`, because that class must not depend on
+# The save queue of each communicator; not an attribute of `Communicator`, because that class must not depend on
 # checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# For saves without a communicator: the last save to each path. The next save to the same path waits for it.
+# For saves without a communicator: the last save to each path, for which the next save to that path waits.
 _alone: dict[str, SaveHandle] = {}
 # Protects `_alone` while `begin` removes finished saves, because several threads may call `begin` at once.
 _alone_lock = threading.Lock()

@@ -100,7 +100,7 @@ class FsspecSink:
 
     def abandon(self) -> None:
         discard = getattr(self._file, "discard", self._file.close)
-        with suppress(Exception):  # the caller raises the original failure instead
+        with suppress(Exception):  # a failed discard must not replace the original failure, which the caller raises
             discard()
 
 

@@ -71,8 +71,7 @@ OF_MANIFEST = 24
 HELD = 4 << 20
 """Maximum number of bytes per rank that are kept in memory until all tensors are known to be intact."""
 
-# For each JSON delimiter, the most memory, in bytes, that was measured for the parsed value and the object built from
-# it.
+# Largest measured memory cost of each JSON delimiter, in bytes: the parsed value plus the object built from it.
 _MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
 # A number in a list costs a list slot and an object.
 _NUMBER = 40

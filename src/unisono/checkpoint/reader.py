@@ -123,7 +123,7 @@ class Files(Closing):
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
         self._manifest = manifest
-        # User-defined storages need not have this attribute.
+        # User-defined storages may lack the attribute `kept`.
         self.cached: bool = bool(getattr(storage, "kept", False))
         self.identities: dict[int, list[int] | None] = {}
         self._open: dict[int, Source] = {}

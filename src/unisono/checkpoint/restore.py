@@ -100,8 +100,8 @@ class _EarlyObject:
 
     def copied(self) -> Any:
         """Return a copy of the old state; None if it is large, or cannot be copied."""
-        # Some states contain objects that cannot be copied. Such a state is not restored after a failure, and the error
-        # says so.
+        # An object whose state cannot be copied is not restored after a failed load; if it had already been loaded, a
+        # note on the error names it.
         with suppress(Exception):
             return copy.deepcopy(self.state) if self.small else None
 
@@ -148,8 +148,8 @@ class Restorer:
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        # The `Wanted` to which matching adds tensors: `early` while matching an object that is loaded early, otherwise
-        # `late`.
+        # The `Wanted` that collects the next tensors: `early` while an object that is loaded early is being matched,
+        # otherwise `late`.
         self._wanted = self.late
         self._parts: list[_EarlyObject] = []
         # Names of saved tensors, keyed by the memory of the target's tensors; used to match optimizers once all names

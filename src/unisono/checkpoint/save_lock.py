@@ -123,8 +123,8 @@ class SaveLock:
             with suppress(OSError):
                 if _entry_at(self._storage) == self._entry:
                     self._storage.remove(_NAME)
-            # Do this last. Otherwise, another thread of this process could still see the lock, and consider the lock's
-            # writer dead.
+            # Discard the ID last: without the ID, another thread of this process that still saw the lock would consider
+            # the lock's writer dead.
             _running.discard(self._id)
 
 

@@ -279,7 +279,7 @@ def commit(
             if _is_published(storage, save_id):
                 lock.abandon()
             else:
-                # This also removes the files of ranks that have died.
+                # Remove the files of all ranks, even of ranks that have died.
                 _remove_files(storage, {save_id})
         raise
     finally:

@@ -409,7 +409,7 @@ class LocalSource:
                 mapped = mmap.mmap(self._fd, stop - low, access=mmap.ACCESS_COPY, offset=low)
                 mapped.madvise(_POPULATE_READ)
                 return memoryview(mapped)[start - low :]
-        # The file cannot be mapped, or part of it is unreadable. In the second case, a plain read reports the error.
+        # The file cannot be mapped, or part of it is unreadable; a plain read of an unreadable part reports the error.
         data = memoryview(bytearray(stop - start))
         self.read(start, data)
         return data

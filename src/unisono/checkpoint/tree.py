@@ -463,7 +463,7 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
     elif isinstance(node, list):
         inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
     else:
-        # Add a suffix, because the path may also be a tensor's own name.
+        # Add a suffix, because the path may equal a tensor's name, which is another key in `PreparedState.describe`.
         return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
     if not inside:
         return {path: json.dumps(node)}
@@ -639,7 +639,7 @@ _SAFETENSORS = {
 # Not every safetensors reader supports complex numbers, so they are stored as pairs; the manifest records the complex
 # dtype.
 _PAIRS = {"bcomplex32": "BF16", "complex32": "F16", "complex64": "F32", "complex128": "F64"}
-# Each element of these dtypes is stored as an opaque uint8.
+# Dtypes whose elements are stored as opaque uint8 values.
 _OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
 _KNOWN: dict[str, torch.dtype] = {
@@ -692,7 +692,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return torch.empty(0, dtype=torch.uint8)
-    # Unlike the result of view(-1), this one has stride 1 even for a single element.
+    # Unlike view(-1), as_strided gives stride 1 even to a single element.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 

@@ -115,7 +115,7 @@ def report(kind: str, seconds: float) -> str:
         "Times in ms: per all_reduce, by message size, and per backward pass through"
         f" {LAYERS} layers of {WIDTH} x {WIDTH} weights."
     )
-    ratio = "The ratio to torch's own group, measured in one run, is in brackets: lower is better."
+    ratio = "The ratio to torch's process group, measured in one run, is in brackets: lower is better."
     lines = ["# Benchmarks on GPUs", "", what, columns, ratio, ""]
     for backend, ranks, other in places(kind):
         with tempfile.TemporaryDirectory() as folder:

@@ -29,13 +29,13 @@ unisono is faster if the ratio is below 1. Ratios carry over to other machines b
 
 ![Time of all_reduce relative to gloo, by message size](pictures/benchmarks.svg)
 
-The picture shows medians, with quartiles as thin vertical lines, for ordinary memory and warm caches.
+The picture shows medians, with quartiles as thin vertical lines, for unregistered memory and warm caches.
 """
 METHOD = (
     "`make bench` made these measurements{where}. The compared implementations alternate within a run. Each ratio is"
     " the median over pairs of adjacent samples, with quartiles in brackets. All results were verified. A program can"
-    " take several times as long while the host runs this virtual machine's two processors on distant cores. Bounds are"
-    " limits that we set ourselves to notice slowdowns; the raw output says which were met."
+    " take several times as long while the host runs the virtual machine's two processors on distant cores. Bounds are"
+    " our own limits for noticing slowdowns; the raw output says which were met."
 )
 
 

@@ -1,4 +1,4 @@
-"""Time of an all_reduce on tcp between two ranks of this host, with and without `UNISONO_TLS`.
+"""Time of an all_reduce on tcp between two ranks on one host, with and without `UNISONO_TLS`.
 
     python benchmarks/encryption_cost.py [--runs 7]
 

@@ -1,4 +1,4 @@
-"""Overhead of the MPI backend over bare mpi4py on the tensors' own memory.
+"""Overhead of the MPI backend over bare mpi4py calls on tensors.
 
     python benchmarks/mpi_against_bare.py [--seconds 4] [--most 100M] [--caches warm]
 

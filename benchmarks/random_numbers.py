@@ -1,4 +1,4 @@
-"""Cost of an operator that draws random numbers, while some ranks are threads and afterwards.
+"""Cost of operators that draw random numbers, during and after a run of thread ranks.
 
 Results (one thread) are in docs/benchmarks.md. To measure on your machine:
 

@@ -1,4 +1,4 @@
-"""Simulated ranks: real time per all_reduce, by number of ranks, and per event.
+"""Simulated ranks: real time per all_reduce and per event, by number of ranks.
 
 Ranks are threads that take turns, so one core does all of it, and processor time is what a run takes on an idle core.
 An event is a line of the trace: a message posted or arrived, or a request to the control plane. Results are compared.

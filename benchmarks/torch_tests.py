@@ -1,4 +1,4 @@
-"""Time of a test of torch.distributed code on three ranks: threads, pooled processes, or simulated.
+"""Time of a torch.distributed test on three thread, pooled process or simulated ranks.
 
     python benchmarks/torch_tests.py [--runs 30] [--ranks 3]
 

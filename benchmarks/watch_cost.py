@@ -1,4 +1,4 @@
-"""Cost of `un.interop.watch` on gloo: a DDP step, and the time of the calling thread in a short call.
+"""Cost of `un.interop.watch` on gloo: in a DDP step, and to the caller of a short all_reduce.
 
 Each launch of the ranks is plain or watched for its whole life, in turns (plain, watched, watched, plain). A ratio is
 that of the medians of two neighbouring launches; the line gives the median of these ratios with quartiles. The time of

@@ -42,7 +42,13 @@ NAMED = {
     "dtype_in_a_part": f"{DIFFER} dtype",
     "returns_early": ENDED,
     "returns_early_without_a_message": "PeerLostError.*rank 1 has ended.* Then rank . failed",
-    "message_after_a_collective": r"CommTimeoutError.*for rank 0(.|\n)*rank 0 is .* its last was recv \(from rank 1",
+    "message_after_a_collective": r"DeadlockError.*rank 0 waits for rank 1 in recv \(from rank 1, tag 0\) .*; rank 1",
+    "receives_from_each_other": r"DeadlockError.*rank 0 waits for rank 1 in recv \(from rank 1, tag 0\) at .*; rank 1",
+    "sends_to_each_other": r"DeadlockError.*rank 0 waits for rank 1 in send \(to rank 1, tag 0\) at .*; rank 1",
+    "waits_before_it_sends": r"DeadlockError.*rank 1 waits for rank 0 in recv \(from rank 0, tag 0\) at ",
+    "tags_in_another_order": r"DeadlockError.*rank . waits for rank . in recv \(from rank ., tag 2\).*; rank",
+    "receive_too_many": r"CommTimeoutError.*waited .* s for rank 1 in recv \(from rank 1(.|\n)*rank 1 .* in receive_",
+    "receives_from_any_that_never_send": r"CommTimeoutError.*rank . has waited .* s in recv \(from any rank, tag 0\)",
     "branch_of_one_rank": ENDED,
     "reduce_of_a_logger": f"{DIFFER} operation",
     "barrier_too_many": f"{DIFFER} operation",
@@ -92,7 +98,9 @@ def test_every_wrong_program_has_a_text() -> None:
 
 def test_mistakes_are_named_and_right_programs_run() -> None:
     before = ["before:dtype_of_another_width", "before:overlapping_calls_of_groups", "before:barrier_that_fails"]
-    found = outcomes("operation", "order_of_groups", "raises", "is_killed", "all_operations", *before)
+    found = outcomes(
+        "operation", "order_of_groups", "receives_from_each_other", "raises", "is_killed", "all_operations", *before
+    )
     check(found)
     for each in found[before[0]]:
         # Gloo would have ended one of the processes.

@@ -179,6 +179,48 @@ def message_after_a_collective(rank: int, size: int) -> None:
 
 
 @wrong
+def receives_from_each_other(rank: int, size: int) -> None:
+    dist.recv(ones(), (rank + 1) % size)
+    dist.send(ones(), (rank - 1) % size)
+
+
+@wrong
+def sends_to_each_other(rank: int, size: int) -> None:
+    # Gloo sends small messages before they are received.
+    dist.send(ones(1 << 24), (rank + 1) % size)
+    dist.recv(ones(1 << 24), (rank - 1) % size)
+
+
+@wrong
+def waits_before_it_sends(rank: int, size: int) -> None:
+    dist.irecv(ones(), (rank - 1) % size).wait()
+    dist.isend(ones(), (rank + 1) % size).wait()
+
+
+@wrong
+def tags_in_another_order(rank: int, size: int) -> None:
+    for tag in (1, 2) if rank % 2 else (2, 1):
+        dist.recv(ones(), rank ^ 1, tag=tag)
+        dist.send(ones(), rank ^ 1, tag=tag)
+
+
+@wrong
+def receive_too_many(rank: int, size: int) -> None:
+    if rank == 1:
+        for other in range(size):
+            dist.send(ones(), other) if other != 1 else None
+    for _ in range(2 * (rank != 1)):
+        dist.recv(ones(), 1)
+    while rank == 1:
+        time.sleep(0.01)
+
+
+@wrong
+def receives_from_any_that_never_send(rank: int, size: int) -> None:
+    dist.recv(ones())
+
+
+@wrong
 def branch_of_one_rank(rank: int, size: int) -> None:
     if rank != 1:
         dist.all_reduce(ones())
@@ -403,6 +445,78 @@ def groups_in_threads(rank: int, size: int) -> None:
     for _ in range(50):
         dist.all_reduce(ones())
     thread.join()
+
+
+@right
+def crossing_messages(rank: int, size: int) -> None:
+    peers = [other for other in range(size) if other != rank]
+    for _ in range(5):
+        sent = [dist.isend(ones(), peer, tag=rank) for peer in peers]
+        for peer in peers[::-1]:
+            dist.recv(ones(), peer, tag=peer)
+        for work in sent:
+            work.wait()
+
+
+@right
+def batches_of_messages(rank: int, size: int) -> None:
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for _ in range(5):
+        batch = [dist.P2POp(dist.irecv, ones(), previous), dist.P2POp(dist.isend, ones(), following)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+
+@right
+def late_message(rank: int, size: int) -> None:
+    if rank == 0:
+        time.sleep(1.0)
+    if rank > 0:
+        dist.recv(ones(), rank - 1)
+    if rank < size - 1:
+        dist.send(ones(), rank + 1)
+
+
+@right
+def messages_of_threads(rank: int, size: int) -> None:
+    def sends() -> None:
+        time.sleep(1.5)
+        dist.send(ones(), (rank + 1) % size)
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    dist.recv(ones(), (rank - 1) % size)
+    thread.join()
+
+
+@right
+def collective_of_a_thread(rank: int, size: int) -> None:
+    side = dist.new_group(range(size))
+
+    def saves() -> None:
+        time.sleep(1.5)
+        dist.all_reduce(ones(), group=side)
+
+    if rank == 0:
+        thread = threading.Thread(target=saves)
+        thread.start()
+        dist.all_reduce(ones())
+        thread.join()
+    else:
+        dist.all_reduce(ones(), group=side)
+        dist.all_reduce(ones())
+
+
+@right
+def messages_from_any_rank(rank: int, size: int) -> None:
+    for _ in range(3):
+        if rank == 0:
+            for _ in range(1, size):
+                source = dist.recv(ones())
+                dist.send(ones(), source)
+        else:
+            dist.send(ones(), 0)
+            dist.recv(ones(), 0)
 
 
 @right

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
@@ -17,13 +17,15 @@ from unisono.core import clock
 from unisono.core.failure import Cause
 from unisono.core.frames import Kind
 from unisono.core.group import Group
-from unisono.diagnostics.hang_report import lines_of
+from unisono.diagnostics.hang_report import BlockedRank, blocked_ranks, lines_of
 from unisono.errors import CommError, UnavailableError
 from unisono.host.processes import interpreter_flags
 
 __all__ = ["CallControl", "start_monitor"]
 
 _LOOK_EVERY_S = 0.05
+_QUERY_EVERY_S = 0.2
+_LEAST_SHARE = 10.0
 _ANSWER_WITHIN_S = 0.5
 _PATIENCE_S = 30.0
 
@@ -58,10 +60,15 @@ class CallControl(SocketControl):
             self._finish(waiter, self._patience_s)
         self._waiters.pop(waiter.number, None)
 
-    def examine(self) -> tuple[bool, Overdue | None]:
-        """Ask the monitor for overdue calls. Return whether all ranks have exited, and an overdue call or None."""
-        ended, overdue = self._request("examine")
-        return ended, None if overdue is None else Overdue(*overdue)
+    def examine(self, blocked: Sequence[BlockedRank]) -> tuple[bool, bool, Overdue | None]:
+        """Look for failures, given the ranks that have just been found blocked.
+
+        Returns: Whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call or None.
+        """
+        for each in blocked:
+            self.tell("blocked", *each)
+        ended, quiet, overdue = self._request("examine")
+        return ended, quiet, None if overdue is None else Overdue(*overdue)
 
 
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
@@ -97,7 +104,8 @@ def _report(control: CallControl, overdue: Overdue) -> str:
     """Return each rank's activity as lines of text."""
     found = control.query(None, _ANSWER_WITHIN_S)
     lines = [line for (_, rank), report in sorted(found.items()) for line in lines_of(f"rank {rank}", report)]
-    return "\n  ".join([f"{overdue.text}. Is it alive, or did it skip a call?", *lines])
+    question = "Has no rank sent anything?" if overdue.rank is None else "Is it alive, or did it skip a call?"
+    return "\n  ".join([f"{overdue.text}. {question}", *lines])
 
 
 def _main() -> None:
@@ -107,11 +115,18 @@ def _main() -> None:
     print(json.dumps(server.address), flush=True)  # noqa: T201
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     control = CallControl(server.address, bytes.fromhex(secret), _PATIENCE_S)
-    ended = False
+    ended = quiet = False
+    query_at = 0.0
     with contextlib.suppress(CommError):
         while not ended:
             time.sleep(_LOOK_EVERY_S)
-            ended, overdue = control.examine()
+            blocked: list[BlockedRank] = []
+            began = clock.now()
+            if quiet and began >= query_at:
+                blocked = blocked_ranks(control.query(None, _ANSWER_WITHIN_S))
+                # Queries to many ranks take long, and must not keep the monitor busy.
+                query_at = began + max(_QUERY_EVERY_S, _LEAST_SHARE * (clock.now() - began))
+            ended, quiet, overdue = control.examine(blocked)
             if overdue is not None:
                 control.fail_all(Cause("CommTimeoutError", overdue.rank, _report(control, overdue)))
     control.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -14,15 +15,18 @@ from unisono.control.state import ControlState
 from unisono.core import clock
 from unisono.core.call import MAY_BE_WRONG, NOTHING_SENT, Fingerprint, call_text, explain
 from unisono.core.failure import Cause, ended_by
+from unisono.diagnostics.hang_report import BlockedRank, find_cycle
 from unisono.host.processes import exit_status
 
 __all__ = ["CALL", "Overdue", "WatchedCalls", "follows"]
 
-CALL = Struct("<HQQIBB")
+CALL = Struct("<HQQIB")
 """Report of a call: index of the group, number of the call in that group, hash of the call's signature, index of the
-signature, code of the reduce operation (0: unknown), and whether the caller is blocked until the call returns."""
+signature, and code of the reduce operation (0: unknown)."""
 
 _DEADLOCK_S = 0.5
+_QUIET_S = 0.3
+"""Seconds without a report after which a rank may be blocked, so that the ranks must be asked what they wait for."""
 _OTHERS_S = 0.1
 """Seconds to wait, once two ranks differ in a call, until the others have made it, so that the error names all."""
 _FIRST_WITHIN_S = 60.0
@@ -47,11 +51,11 @@ class Overdue(NamedTuple):
     """A call for which ranks have waited longer than its group's limit.
 
     Attributes:
-        rank: A rank that has not made the call.
+        rank: A rank that has not made the call, or None if the call is a receive from any rank.
         text: Description of what the other ranks are waiting for, and for how long.
     """
 
-    rank: int
+    rank: int | None
     text: str
 
 
@@ -61,7 +65,6 @@ class _Made(NamedTuple):
     same: int
     signature: bytes
     op: int
-    waits: bool
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -109,9 +112,9 @@ class _Group:
 class _Client:
     rank: int
     pid: int
+    heard: float
     groups: list[_Group] = field(default_factory=list)
     signatures: list[bytes] = field(default_factory=list)
-    last: _Call | None = None
 
 
 class WatchedCalls(ControlState):
@@ -135,6 +138,7 @@ class WatchedCalls(ControlState):
         self._gone: dict[int, str] = {}
         self._unclear: dict[int, int] = {}
         self._over = False
+        self._blocked: list[BlockedRank] = []
         self._victim: tuple[float, int, str] | None = None
 
     # -- clients -----------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class WatchedCalls(ControlState):
         if rank is None:
             raise ValueError("only a member reports calls")
         self._world = world
-        self._present[client] = _Client(rank, pid)
+        self._present[client] = _Client(rank, pid, self._now())
         return [(client, (request, "ok", None))]
 
     def _on_group(
@@ -204,21 +208,18 @@ class WatchedCalls(ControlState):
     def _on_abandon(self, client: int, request: int, group: int, number: int) -> Outgoing:
         """Record that a call has failed on a rank, which no longer waits. The client gets no reply."""
         here = self._present[client]
-        here.last = None
         if call := here.groups[group].calls.get(number):
             call.abandoned.add(here.rank)
         return []
 
-    def _take(
-        self, client: int, request: int, group: int, number: int, same: int, signature: int, op: int, waits: int
-    ) -> Outgoing:
+    def _take(self, client: int, request: int, group: int, number: int, same: int, signature: int, op: int) -> Outgoing:
         if self._over:
             return [(client, (request, "ok", None))] if request else []
         here = self._present[client]
+        here.heard = self._now()
         where = here.groups[group]
         call = where.calls.setdefault(number, _Call(self._now()))
-        call.made[here.rank] = _Made(same, here.signatures[signature], op, bool(waits))
-        here.last = call
+        call.made[here.rank] = _Made(same, here.signatures[signature], op)
         if request:
             call.asked.append((client, request))
         missing = self._missing_in(where, call)
@@ -268,20 +269,42 @@ class WatchedCalls(ControlState):
     def _on_fail_all(self, client: int, request: int, kind: str, message: str) -> Outgoing:
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
+    def _on_blocked(
+        self,
+        client: int,
+        request: int,
+        rank: int,
+        group: str,
+        number: int | None,
+        call: str,
+        for_s: float,
+        peers: list[int],
+        aside: bool,
+    ) -> Outgoing:
+        """Take a `BlockedRank` for the next `examine`. The client gets no reply."""
+        self._blocked.append(BlockedRank(rank, group, number, call, for_s, tuple(peers), aside))
+        return []
+
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Check for exits and overdue calls; answer whether all ranks have exited, and which call is overdue."""
-        out = [*self._look_for_failed(), *self._look_for_cycle()]
+        """Check for exits, deadlocks and overdue calls.
+
+        The answer is whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call.
+        """
+        blocked = self._blocked
+        self._blocked = []
+        out = [*self._look_for_failed(), *self._look_for_cycle(blocked)]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
                 out += self._compared(where, number, call)
-        overdue = next(self._overdue(), None)
+        overdue = next(self._overdue(blocked), None)
         ended = not self._present and (bool(self._gone) or self._now() - self._began > _FIRST_WITHIN_S)
-        return [*out, (client, (request, "ok", (ended, overdue and tuple(overdue))))]
+        quiet = any(self._now() - each.heard > _QUIET_S for each in self._present.values())
+        return [*out, (client, (request, "ok", (ended, quiet, overdue and tuple(overdue))))]
 
     def _look_for_gone(self) -> Outgoing:
         """Fail if a call is waiting for a rank that has exited."""
-        for _, _, call, rank in self._awaited():
-            if rank in self._gone:
+        for _, _, call, needed in self._awaited():
+            for rank in sorted(needed & self._gone.keys()):
                 waiting, made = next(iter(call.waiting.items()))
                 text = f"{self._gone[rank]} Rank {waiting} waits for it in {call_text(made.fingerprint)}"
                 return self._fail("PeerLostError", rank, text)
@@ -312,49 +335,63 @@ class WatchedCalls(ControlState):
             return self._fail("PeerLostError", ended, f"{how} Then {message}")
         return self._fail("PeerLostError", victim, message)
 
-    def _look_for_cycle(self) -> Outgoing:
-        """Fail if ranks are waiting for each other, each in a call that it cannot leave."""
-        waits: dict[int, tuple[int, str]] = {}
-        last = {here.rank: here.last for here in self._present.values()}
-        for where, _, call, rank in self._awaited():
-            for waiting, made in call.waiting.items():
-                if made.waits and last.get(waiting) is call and self._now() - call.since > _DEADLOCK_S:
-                    waits.setdefault(waiting, (rank, f"{call_text(made.fingerprint)} of {where.text}"))
-        for start in waits:
-            path = [start]
-            while path[-1] in waits and (following := waits[path[-1]][0]) not in path:
-                path.append(following)
-            if path[-1] in waits and following == start:
-                each = "; ".join(f"rank {rank} waits for rank {waits[rank][0]} in {waits[rank][1]}" for rank in path)
-                return self._fail("DeadlockError", None, f"a deadlock: {each}. Change the order of their calls")
-        return []
+    def _look_for_cycle(self, blocked: list[BlockedRank]) -> Outgoing:
+        """Fail if ranks are waiting for each other, each in a call or message that it cannot leave."""
+        waits: dict[int, list[int]] = {}
+        texts: dict[int, str] = {}
+        for each in blocked:
+            where = self._known.get(each.group)
+            if where is None or each.aside or each.for_s < _DEADLOCK_S:
+                continue
+            call = where.calls.get(each.number or 0)
+            if each.number is None:
+                waits[each.rank] = [*each.peers]
+                texts[each.rank] = f"{each.call} of {where.text}"
+            elif call is not None and each.rank in call.waiting:
+                waits[each.rank] = sorted(self._needed(where, call))
+                texts[each.rank] = f"{call_text(call.made[each.rank].fingerprint)} of {where.text}"
+        cycle = find_cycle(waits)
+        if not cycle:
+            return []
+        parts = (f"rank {rank} waits for rank {other} in {texts[rank]}" for rank, other in pairwise(cycle))
+        return self._fail("DeadlockError", None, f"a deadlock: {'; '.join(parts)}. Change the order of their calls")
 
-    def _overdue(self) -> Iterator[Overdue]:
-        for where, number, call, rank in self._awaited():
+    def _overdue(self, blocked: list[BlockedRank]) -> Iterator[Overdue]:
+        for where, number, call, needed in self._awaited():
             waited_s = self._now() - call.since
             if waited_s > where.limit_s:
+                rank = min(needed)
                 waiting, made = next(iter(call.waiting.items()))
                 text = f"rank {waiting} has waited {waited_s:.1f} s for rank {rank} in {call_text(made.fingerprint)}"
                 yield Overdue(rank, f"{text}, call {number} of {where.text}")
+        for each in blocked:
+            where_from = self._known.get(each.group)
+            if each.number is None and where_from is not None and each.for_s > where_from.limit_s:
+                peer = f" for rank {each.peers[0]}" if each.peers else ""
+                text = f"rank {each.rank} has waited {each.for_s:.1f} s{peer} in {each.call} of {where_from.text}"
+                yield Overdue(each.peers[0] if each.peers else None, text)
 
     # -- open calls ------------------------------------------------------------------------------
     def _open(self) -> Iterator[tuple[_Group, int, _Call]]:
         return ((group, *each) for group in list(self._known.values()) for each in list(group.calls.items()))
 
-    def _awaited(self) -> Iterator[tuple[_Group, int, _Call, int]]:
-        """Yield the incomplete calls, each with a rank that it needs."""
+    def _awaited(self) -> Iterator[tuple[_Group, int, _Call, set[int]]]:
+        """Yield the incomplete calls, each with the ranks that it needs."""
         for where, number, call in self._open():
-            made = next(iter(call.made.values())).fingerprint
-            needed = self._missing_in(where, call)
-            root = None if made.root is None else where.members[made.root]
-            # In a broadcast, the root need not wait for the other ranks; in a reduce, the other ranks need not wait for
-            # the root.
-            if made.operation in _DOWN:
-                needed &= {root}
-            elif made.operation in _UP and root in needed:
-                needed = set()
+            needed = self._needed(where, call)
             if needed and call.waiting:
-                yield where, number, call, min(needed)
+                yield where, number, call, needed
+
+    def _needed(self, where: _Group, call: _Call) -> set[int]:
+        """Return the ranks without which no rank can complete the call."""
+        made = next(iter(call.made.values())).fingerprint
+        needed = self._missing_in(where, call)
+        root = None if made.root is None else where.members[made.root]
+        # In a broadcast, the root need not wait for the other ranks; in a reduce, the other ranks need not wait for the
+        # root.
+        if made.operation in _DOWN:
+            return needed & {root}
+        return set() if made.operation in _UP and root in needed else needed
 
     def _missing_in(self, where: _Group, call: _Call) -> set[int]:
         return {*where.members} - call.made.keys()

@@ -10,7 +10,17 @@ from unisono.core.flight_recorder import ALL_RANKS
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 
-__all__ = ["Hang", "hang_report", "last_calls", "lines_of", "sentence", "with_hang_report"]
+__all__ = [
+    "BlockedRank",
+    "Hang",
+    "blocked_ranks",
+    "find_cycle",
+    "hang_report",
+    "last_calls",
+    "lines_of",
+    "sentence",
+    "with_hang_report",
+]
 
 _Report = dict[str, Any]
 
@@ -46,6 +56,47 @@ class Hang(NamedTuple):
     waits: frozenset[tuple[str, int]] = frozenset()
 
 
+class BlockedRank(NamedTuple):
+    """A rank that is in a call.
+
+    Attributes:
+        rank: The rank.
+        group: Name of the call's group.
+        number: Sequence number of the call, or None for a message.
+        call: The call as text.
+        for_s: Seconds since the rank entered the call.
+        peers: For a message, the ranks that have not posted its counterpart.
+        aside: Whether other threads of the rank can still make calls.
+    """
+
+    rank: int
+    group: str
+    number: int | None
+    call: str
+    for_s: float
+    peers: tuple[int, ...]
+    aside: bool
+
+
+def blocked_ranks(found: dict[tuple[str, int], _Report | None]) -> list[BlockedRank]:
+    """Return the ranks that are in a call, given the answers to a query to all ranks of one job."""
+    reports = {rank: report for (_, rank), report in found.items()}
+    world = Group.world(0, 1 + max(reports, default=0))
+    return [
+        BlockedRank(
+            rank,
+            current["group"],
+            current["number"],
+            current["call"],
+            current["for_s"],
+            tuple(_waits_for(rank, reports, world)) if current["awaited"] else (),
+            current["aside"],
+        )
+        for rank, current in zip(reports, map(_inside, reports.values()), strict=True)
+        if current is not None
+    ]
+
+
 def hang_report(control: ControlPlane, group: Group) -> Hang:
     """Ask all ranks what they are doing, and return the findings."""
     try:
@@ -56,7 +107,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         # No rank has a communicator yet, so there is nothing to report.
         return Hang()
     reports = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
-    circle = _find_cycle(reports, group)
+    circle = find_cycle({rank: _waits_for(rank, reports, group) for rank in reports})
     shown = sorted(reports, key=lambda rank: (_inside(reports[rank]) is not None, rank))[:_MOST_RANKS]
     lines = [line for rank in sorted(shown) for line in lines_of(f"rank {rank}", reports[rank])]
     if len(reports) > len(shown):
@@ -153,12 +204,20 @@ def _inside(report: _Report | None) -> _Report | None:
     return inside[-1] if inside else None
 
 
-def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
-    """Return a cycle of ranks that wait for each other, with the first rank repeated at the end; empty if none."""
-    waits = {rank: _waits_for(rank, reports, group) for rank in reports}
+def find_cycle(waits: dict[int, list[int]]) -> list[int]:
+    """Return a cycle of ranks that wait for each other, with the first rank repeated at the end; empty if none.
+
+    Args:
+        waits: For each rank, the ranks that it cannot continue without.
+
+    Example:
+        >>> find_cycle({0: [1], 1: [3, 2], 2: [1]}), find_cycle({0: [1], 1: []})
+        ([1, 2, 1], [])
+    """
+    waits = dict(waits)
 
     def search(path: list[int]) -> list[int]:
-        for rank in waits[path[-1]]:
+        for rank in waits.get(path[-1], ()):
             found = [*path[path.index(rank) :], rank] if rank in path else search([*path, rank])
             if found:
                 return found

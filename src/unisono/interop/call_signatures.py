@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -77,14 +76,10 @@ class Form:
         timeout_ms = self._operator.value(args, "timeout", -1)
         return None if timeout_ms < 0 else timeout_ms / 1000
 
-    def message(self, args: tuple[Any, ...], members: Sequence[int]) -> str | None:
-        """Describe a point-to-point message for reports; None for a collective. `members`: the group's ranks."""
+    def message(self, args: tuple[Any, ...]) -> tuple[int | None, int] | None:
+        """Return a message's peer (None: any rank of the group) and tag; None for a collective."""
         tag = self._operator.value(args, "tag")
-        if tag is None:
-            return None
-        way = "to" if self.operation == "send" else "from"
-        peer = self._operator.value(args, "dst", self._operator.value(args, "src"))
-        return f"{way} {'any rank' if peer is None else f'rank {members[peer]}'}, tag {tag}"
+        return None if tag is None else (self._operator.value(args, "dst", self._operator.value(args, "src")), tag)
 
     def op(self, args: tuple[Any, ...]) -> str | None:
         """Return the reduce operation's name, or None if the call has none or this version of torch hides it."""

@@ -11,8 +11,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Literal, NoReturn, Self
+from functools import cache, wraps
+from typing import Any, Literal, NamedTuple, NoReturn, Self
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -23,7 +24,17 @@ from unisono.control.watched_calls import CALL, follows
 from unisono.core import clock
 from unisono.core.call import Fingerprint
 from unisono.core.failure import Cause, error_of, text_of
-from unisono.core.flight_recorder import Activity, Place, callers_places, site_text
+from unisono.core.flight_recorder import (
+    Activity,
+    PendingMessage,
+    Place,
+    Record,
+    callers_places,
+    is_users,
+    site_text,
+    thread_frames,
+    with_callers,
+)
 from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.threads import spawn_thread
@@ -63,6 +74,41 @@ _watch: Watch | None = None
 _counted: Counter[str] = Counter()
 
 
+class _WatchedActivity(Activity):
+    """A group's calls, of which reports also tell whether another thread of the program could make the awaited call.
+
+    Attributes:
+        limited: Whether the current call has its own timeout, after which the program can continue.
+        callers: Threads that have made calls.
+    """
+
+    def __init__(self, group: Group, callers: set[int]) -> None:
+        super().__init__(group)
+        self.limited = False
+        self.callers = callers
+
+    def to_dict(self) -> dict[str, Any]:
+        found = super().to_dict()
+        # A thread that runs the program's own code may be about to make its first call.
+        found["aside"] = found["inside"] and (
+            self.limited
+            or any(
+                thread in self.callers or any(is_users(each.f_code.co_filename) for each in with_callers(frame))
+                for thread, frame in thread_frames().items()
+                if thread != self.owner
+            )
+        )
+        return found
+
+
+class _Message(NamedTuple):
+    """A message whose end nobody has waited for yet: its group, its record, and its identity for reports."""
+
+    where: _WatchedGroup
+    record: tuple[str, None, str, Place]
+    awaited: tuple[PendingMessage, ...]
+
+
 class _WatchedGroup:
     """A torch process group.
 
@@ -74,12 +120,12 @@ class _WatchedGroup:
         activity: The calls in progress, for hang reports.
     """
 
-    def __init__(self, index: int, group: Group, text: str) -> None:
+    def __init__(self, index: int, group: Group, text: str, callers: set[int]) -> None:
         self.index = index
         self.size = group.size
         self.text = text
         self.calls = 0
-        self.activity = Activity(group)
+        self.activity = _WatchedActivity(group, callers)
 
 
 class Watch:
@@ -107,6 +153,9 @@ class Watch:
         self._signatures: dict[Any, tuple[int, Signature]] = {}
         self._threads: set[int] = set()
         self._lock = threading.Lock()
+        self._messages: WeakKeyDictionary[dist.Work, _Message] = WeakKeyDictionary()
+        # Keeps the Python object of the latest message alive until torch returns the same object to the caller.
+        self._latest: dist.Work | None = None
         self._cause: Cause | None = None
         # Set after the cause has been printed. A process that exits because of the cause must print it first.
         self._reported = threading.Event()
@@ -157,9 +206,14 @@ class Watch:
             return make()
         if self._cause is not None:
             self._raise(form, where, where.calls + 1)
+        message = form.message(args)
+        return self._call(form, where, args, make) if message is None else self._post(form, where, *message, make)
+
+    def _call(self, form: Form, where: _WatchedGroup, args: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Report a collective, make it, and return its result."""
         waits = form.waits(args)
         limit_s = form.timeout_s(args) if waits else _ASYNC_WAITS_S
-        reported = self._report(form, where, args, limit_s)
+        reported = self._report(form, where, args)
         if reported is None:
             return make()
         number, detail, content = reported
@@ -169,8 +223,7 @@ class Watch:
             if self._before:
                 self._compare(content, limit_s, self._place(form, where, number))
             return make()
-        record = where.activity.enter(form.operation, number, detail, place)
-        self._inside += 1
+        record = self._enter(where, form.operation, number, detail, place, limited=limit_s is not None)
         try:
             if self._before:
                 self._compare(content, limit_s, self._place(form, where, number))
@@ -192,22 +245,50 @@ class Watch:
             where.activity.keep(record)
             where.activity.calls = number
 
-    def _report(
-        self,
-        form: Form,
-        where: _WatchedGroup,
-        args: tuple[Any, ...],
-        limit_s: float | None,
-    ) -> tuple[int, Fingerprint, bytes] | None:
+    def _enter(self, where: _WatchedGroup, *call: Any, limited: bool) -> Record:
+        """Mark a call as running; the arguments after the group are those of `Activity.enter`."""
+        activity = where.activity
+        activity.owner = threading.get_ident()
+        activity.limited = limited
+        self._inside += 1
+        return activity.enter(*call)
+
+    def _post(self, form: Form, where: _WatchedGroup, peer: int | None, tag: int, make: Callable[[], Any]) -> Any:
+        """Post a message. Messages are not compared; the monitor asks for those that ranks wait for."""
+        activity = where.activity
+        kind = form.operation
+        self._threads.add(threading.get_ident())
+        # A receive from any rank may match any sender's message, so it counts as posted to all, and waits for nobody.
+        posted = tuple(activity.post(kind, other, tag) for other in (range(where.size) if peer is None else (peer,)))
+        name = "any rank" if peer is None else f"rank {activity.group.members[peer]}"
+        record = (kind, None, f"{'to' if kind == 'send' else 'from'} {name}, tag {tag}", callers_places()[1])
+        activity.note(*record)
+        made = make()
+        if (work := result_of(made)) is not None:
+            self._latest = work
+            self._messages[work] = _Message(where, record, () if peer is None else posted)
+        return made
+
+    def wait(self, work: dist.Work, wait: Callable[[dist.Work], bool]) -> bool:
+        """Wait for a work by torch's method. If it is a message, reports tell that this rank is waiting."""
+        message = self._messages.pop(work, None)
+        if message is None:
+            return wait(work)
+        if self._latest is work:
+            self._latest = None
+        self._enter(message.where, *message.record, message.awaited, limited=False)
+        try:
+            return wait(work)
+        finally:
+            self._inside -= 1
+            message.where.activity.leave()
+
+    def _report(self, form: Form, where: _WatchedGroup, args: tuple[Any, ...]) -> tuple[int, Fingerprint, bytes] | None:
         """Report a call, unless it must be compared before it runs; return its number, fingerprint and encoded report.
 
-        Returns None for a point-to-point message, which is only noted locally, and for a call on meta tensors, which
-        transfers nothing.
+        Returns None for a call on meta tensors, which transfers nothing.
         """
         places = callers_places()
-        if message := form.message(args, where.activity.group.members):
-            where.activity.note(form.operation, None, message, places[1])
-            return None
         op = form.op(args)
         key = (form.key(args), places, op, where.size)
         # Number and report the call under one lock, so that a group's reports arrive in the order of its calls.
@@ -219,9 +300,7 @@ class Watch:
             where.calls += 1
             number = where.calls
             self._threads.add(threading.get_ident())
-            # This call blocks the rank completely if the rank has no other threads and the call has no timeout.
-            stuck = limit_s is None and len(self._threads) == 1
-            content = CALL.pack(where.index, number, signature.same, index, _CODES[op], stuck)
+            content = CALL.pack(where.index, number, signature.same, index, _CODES[op])
             if not self._before:
                 self._control.call(content)
         return number, signature.fingerprint, content
@@ -241,8 +320,9 @@ class Watch:
                 # Hang reports look up a rank's calls under the name of the group that the rank has joined.
                 group = self._group
                 text = "world"
-            found = _WatchedGroup(sum(each is not None for each in self._groups.values()), group, text)
-            self._control.tell("group", name, text, list(places), self._limit_s or _SHARE * _timeout_s(pg))
+            index = sum(each is not None for each in self._groups.values())
+            found = _WatchedGroup(index, group, text, self._threads)
+            self._control.tell("group", group.name, text, list(places), self._limit_s or _SHARE * _timeout_s(pg))
             self._control.watch(found.activity)
             self._groups[name] = found
         return found
@@ -394,6 +474,7 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
     store = dist.PrefixStore(f"unisono/watch {_counted[name]} of {name}", dist.distributed_c10d._get_default_store())
     made = _meet(store, ranks.index(dist.get_rank()), ranks, check, limit_s)
     watch_with(_seen)
+    _watch_waits()
     _watch = made
     return made
 
@@ -401,6 +482,20 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
 def _seen(operator: Operator, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...]) -> Any:
     form = form_of(operator)
     return make() if _watch is None or form is None else _watch.seen(form, pg, make, args)
+
+
+@cache
+def _watch_waits() -> None:
+    """Pass all later waits in Python for torch's works to the watch. Idempotent."""
+    original = dist.Work.wait
+
+    @wraps(original)
+    def wait(work: dist.Work, *args: Any, **keywords: Any) -> bool:
+        # A wait that has its own timeout blocks nobody for good.
+        limited = bool(args or keywords)
+        return original(work, *args, **keywords) if _watch is None or limited else _watch.wait(work, original)
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
 
 
 def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s: float | None) -> Watch:

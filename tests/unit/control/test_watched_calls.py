@@ -10,6 +10,7 @@ import pytest
 from unisono import serialization
 from unisono.control.watched_calls import CALL, WatchedCalls
 from unisono.core.call import Fingerprint, hash_of
+from unisono.diagnostics.hang_report import BlockedRank
 
 SUM = Fingerprint(0, "all_reduce", "sum", None, "torch.float32", (4,), site="train.py:7")
 
@@ -24,6 +25,7 @@ class Watched:
         self.answers: dict[int, list[str]] = {rank: [] for rank in range(size)}
         self.overdue: tuple[int, str] | None = None
         self.ended = False
+        self.quiet = False
         self._signatures = dict.fromkeys(range(size), 0)
         for rank in range(size):
             self.ask(rank, "join", "w", rank, size, [*range(size)])
@@ -46,16 +48,18 @@ class Watched:
         self._signatures[rank] += 1
         self.ask(rank, "signature", index, serialization.encode(signature.values()))
         same = hash_of(signature._replace(op=None).compared())
-        content = CALL.pack(group, number, same, index, how.get("op", 0), how.get("waits", True))
+        content = CALL.pack(group, number, same, index, how.get("op", 0))
         if how.get("asks"):
             self.ask(rank, "compare", content)
         else:
             self.take(self.state.called(rank, content))
 
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds: float, *blocked: BlockedRank) -> None:
         self.time += seconds
+        for each in blocked:
+            self.state.handle(99, 0, ("blocked", *each))
         out = self.state.handle(99, 1, ("examine",))
-        self.ended, self.overdue = out[-1][1][2]
+        self.ended, self.quiet, self.overdue = out[-1][1][2]
         self.take(out)
 
     def verdict(self, rank: int = 0) -> tuple[str, int | None, str]:
@@ -138,14 +142,23 @@ def test_answer_comes_when_all_have_made_the_call() -> None:
     assert "Nothing was sent" in watched.verdict()[2]
 
 
+def in_call(rank: int, group: int = 0, for_s: float = 0.6, **how: Any) -> BlockedRank:
+    """A rank that has been in its first collective for long enough to count as blocked."""
+    return BlockedRank(rank, str(group), how.get("number", 1), "all_reduce #1", for_s, (), how.get("aside", False))
+
+
+def in_message(rank: int, *peers: int, for_s: float = 0.6) -> BlockedRank:
+    return BlockedRank(rank, "0", None, f"recv (from rank {peers}) at train.py:4", for_s, peers, False)
+
+
 def test_overlapping_calls_of_groups_are_no_deadlock() -> None:
     watched = Watched()
     for rank, groups in enumerate(((0, 1), (1, 0))):
-        watched.call(rank, 1, group=groups[0], waits=False)
+        watched.call(rank, 1, group=groups[0])
     watched.pass_time(5.0)
     assert not watched.told[0]
     for rank, groups in enumerate(((0, 1), (1, 0))):
-        watched.call(rank, 1, group=groups[1], waits=False)
+        watched.call(rank, 1, group=groups[1])
     watched.pass_time(50.0)
     assert not watched.told[0]
     assert watched.overdue is None
@@ -155,13 +168,73 @@ def test_waits_for_each_other_are_a_deadlock() -> None:
     watched = Watched()
     watched.call(0, 1)
     watched.call(1, 1, group=1)
-    watched.pass_time(0.4)
+    assert not watched.quiet
+    watched.pass_time(0.4, in_call(0, for_s=0.4), in_call(1, 1, for_s=0.4))
+    assert watched.quiet
     assert not watched.told[0]
-    watched.pass_time(0.2)
+    watched.pass_time(0.2, in_call(0), in_call(1, 1))
     kind, _, text = watched.verdict(1)
     assert kind == "DeadlockError"
     assert "rank 0 waits for rank 1 in all_reduce" in text
     assert "of the first two" in text
+
+
+def test_other_threads_may_make_the_awaited_call() -> None:
+    watched = Watched()
+    watched.call(0, 1)
+    watched.call(1, 1, group=1)
+    watched.pass_time(0.6, in_call(0), in_call(1, 1, aside=True))
+    assert not watched.told[0]
+
+
+def test_cycle_is_found_behind_a_rank_that_is_merely_late() -> None:
+    watched = Watched(3)
+    # Ranks 1 and 2 have not made this call, and rank 1 is still computing.
+    watched.call(0, 1)
+    watched.pass_time(0.6, in_call(0), in_message(2, 0))
+    assert "rank 0 waits for rank 2" in watched.verdict(1)[2]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_receives_from_each_other_are_a_deadlock(size: int) -> None:
+    watched = Watched(size)
+    circle = [in_message(rank, (rank + 1) % size) for rank in range(size)]
+    watched.pass_time(0.6, *circle[1:])
+    # The answers are forgotten: what ranks wait for may have changed.
+    watched.pass_time(0.6, circle[0])
+    assert not watched.told[0]
+    watched.pass_time(0.6, *circle)
+    kind, _, text = watched.verdict(1)
+    assert kind == "DeadlockError"
+    assert text.count(" waits for rank ") == size
+    assert "rank 0 waits for rank 1 in recv (from rank (1,)) at train.py:4 of world" in text
+
+
+def test_message_and_collective_are_a_deadlock() -> None:
+    watched = Watched()
+    watched.call(1, 1)
+    watched.pass_time(0.6, in_message(0, 1), in_call(1))
+    assert watched.verdict()[0] == "DeadlockError"
+
+
+def test_message_that_does_not_come_is_overdue() -> None:
+    watched = Watched()
+    watched.pass_time(0.6, in_message(0, 1, for_s=9.0))
+    assert watched.overdue is None
+    watched.pass_time(0.6, in_message(0, 1, for_s=11.0))
+    assert watched.overdue is not None
+    assert watched.overdue[0] == 1
+    assert watched.overdue[1].startswith("rank 0 has waited 11.0 s for rank 1 in recv")
+    watched.pass_time(0.6, in_message(1, for_s=11.0))
+    assert watched.overdue[0] is None
+    assert watched.overdue[1].startswith("rank 1 has waited 11.0 s in recv")
+
+
+def test_rank_that_has_ended_is_named_although_another_is_late() -> None:
+    watched = Watched(4)
+    watched.take(watched.state.lost(2))
+    watched.call(0, 1)
+    assert watched.verdict()[:2] == ("PeerLostError", 2)
 
 
 def test_rank_that_does_not_come_is_overdue() -> None:

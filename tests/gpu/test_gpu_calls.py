@@ -125,7 +125,8 @@ def test_values_on_a_device_are_compared(place: Place) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(GPU == "cuda", reason="NCCL itself takes its place")
-def test_a_sum_with_nccl_runs_few_functions_on_the_launching_thread() -> None:
+@pytest.mark.parametrize(("op", "most"), [("sum", 16), ("avg", 18)])
+def test_a_reduction_with_nccl_runs_few_functions_on_the_launching_thread(op: str, most: int) -> None:
     def program(comm: un.Communicator) -> int:
         tensor = torch.ones(4, device=GPU)
         ours = str(Path(un.__file__).parent)
@@ -136,14 +137,14 @@ def test_a_sum_with_nccl_runs_few_functions_on_the_launching_thread() -> None:
             count += event == "call" and frame.f_code.co_filename.startswith(ours)
 
         for _ in range(3):
-            comm.all_reduce(tensor)
+            comm.all_reduce(tensor, op)
         sys.setprofile(note)
-        comm.all_reduce(tensor)
+        comm.all_reduce(tensor, op)
         sys.setprofile(None)
         comm.barrier()
         return count
 
-    assert max(un.launch(program, 2, "gloo", wrap=partial(around, kind=GPU), timeout=30)) <= 16
+    assert max(un.launch(program, 2, "gloo", wrap=partial(around, kind=GPU), timeout=30)) <= most
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from unisono.core.call import NATIVE, NOTHING_SENT, Call, Fingerprint
 from unisono.core.collective import Collective
 from unisono.core.flight_recorder import Activity
 from unisono.core.numbers import Status
-from unisono.core.tensors import as_flat, copy_back
+from unisono.core.tensors import HALVES, as_flat, copy_back, divide
 from unisono.core.tracing import SINK
 from unisono.core.transport import Transport
 from unisono.core.types import ReduceOp
@@ -17,14 +17,14 @@ from unisono.errors import MismatchError
 
 __all__ = ["PlainCalls"]
 
-_OPS = {op.value: op for op in ReduceOp if op is not ReduceOp.AVG}
+_OPS = {**{op.value: op for op in ReduceOp}, ReduceOp.AVG.value: ReduceOp.SUM}
 
 
 class PlainCalls:
     """Fast path that calls the other library on the caller's tensor itself: the general path without staging.
 
-    Averages, reductions to a root, barriers and collectives on several tensors take the general path, which calls the
-    same transport methods.
+    Reductions to a root, barriers and collectives on several tensors take the general path, which calls the same
+    transport methods.
 
     Args:
         transport: Transport that compares the collectives.
@@ -60,7 +60,8 @@ class PlainCalls:
             return Status.UNSUPPORTED
         contributes = root is None or root == self._plain.group.rank
         target = as_flat(output, collective.output, written=root is None or not contributes, devices=self._devices)
-        if target is None:
+        average = operation is not None and op == ReduceOp.AVG.value
+        if target is None or (average and not (target.is_floating_point() or target.is_complex())):
             return Status.UNSUPPORTED
         # As in `Staging.flat`, give stride 1 even to a single element.
         flat = target.as_strided((target.numel(),), (1,))
@@ -89,7 +90,13 @@ class PlainCalls:
         if not self._plain.supports(call):
             return Status.UNSUPPORTED
         self._transport.compare(call, deadline)
+        early = flat.dtype in HALVES
+        if average and early:
+            # The sum of half-precision numbers could overflow.
+            divide(flat, self._plain.group.size)
         self._plain.run(call).wait(max(deadline - clock.now(), 0.0))
+        if average and not early:
+            divide(flat, self._plain.group.size)
         if target is not output:
             copy_back(output, target)
         return Status.OK

@@ -97,6 +97,8 @@ class Checked(Wrapper):
         self._report = report if inner.compares_later and not full else None
         self._later: LaterComparison | None = None
         self.native: frozenset[str] = inner.native
+        # An asynchronous call that must first wait for its comparison does so in a thread, and progresses slowly.
+        self.overlaps: bool = inner.overlaps and self._report is not None
         self.checks = True
         self._counted: Counter[tuple[bool, int, int, int]] = Counter()
 

@@ -11,6 +11,7 @@ from nccl_stand_in import around, device_of
 
 import unisono as un
 from unisono.testing import run_ranks
+from unisono.testing.reference import ops_for
 from unisono.transports.torch import transport
 
 _AHEAD = 64
@@ -142,8 +143,10 @@ def test_both_paths_of_a_call_make_the_same() -> None:
 
     def program(comm: un.Communicator) -> list[list[float]]:
         found = []
-        for dtype in (torch.float32, torch.float64, torch.int32, torch.bool):
-            for op in ("sum", "max", "product"):
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.complex64, torch.int32, torch.bool):
+            for op in ("sum", "avg", "max", "product"):
+                if op not in ops_for(dtype):
+                    continue
                 wide = torch.ones(3, 2, dtype=dtype)
                 given = wide[:, 0] if comm.rank == 2 else torch.ones(3, dtype=dtype)
                 work = comm.all_reduce(given, op, async_op=comm.rank == 1)
@@ -156,4 +159,21 @@ def test_both_paths_of_a_call_make_the_same() -> None:
 
     first, *others = run_ranks(program, 3, "gloo")
     assert others == [first, first]
-    assert [values[0] for values in first[:3]] == [3.0, 1.0, 1.0]
+    assert [values[0] for values in first[:4]] == [3.0, 1.0, 1.0, 1.0]
+
+
+def test_average_that_is_refused_is_refused_as_on_the_long_path() -> None:
+    def program(comm: un.Communicator) -> tuple[str, list[int]]:
+        whole = torch.ones(2, dtype=torch.int32)
+        with pytest.raises(ValueError, match="fraction") as caught:
+            comm.all_reduce(whole, "avg")
+        return str(caught.value), whole.tolist()
+
+    for text, values in run_ranks(program, 2, "gloo"):
+        assert "avg" in text
+        assert values == [1, 1]
+
+
+@pytest.mark.parametrize(("check", "overlaps"), [("off", True), ("auto", True), ("full", False)])
+def test_calls_overlap_with_computation_unless_they_wait_for_a_comparison(check: str, overlaps: bool) -> None:
+    assert run_ranks(lambda comm: comm.overlaps, 2, "gloo", wrap=around, check=check) == [overlaps] * 2

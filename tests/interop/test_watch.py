@@ -19,6 +19,7 @@ from test_torch_frameworks import PROGRAMS, printed
 from watched_programs import RIGHT, WRONG
 
 import unisono as un
+from unisono.interop.call_watch import watch_at_init
 
 DRIVER = Path(watched_programs.__file__)
 ABORTED = -6
@@ -141,6 +142,27 @@ def test_watch_refuses(how: dict[str, Any]) -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"check must be|timeout|no default group"):
         un.interop.watch(**how)
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A backend as torch's extensions may write it, without a name."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "python"
+
+
+def test_group_written_in_python_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = dist.init_process_group
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "init_process_group", original)
+    watch_at_init("after")
+    dist.Backend.register_backend("python", lambda store, rank, size, timeout: PythonGroup(rank, size), devices=["cpu"])
+    dist.init_process_group("python", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ValueError, match="implemented in Python"):
+            un.interop.watch()
+    finally:
+        dist.destroy_process_group()
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

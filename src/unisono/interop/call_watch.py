@@ -307,7 +307,7 @@ class Watch:
 
     def _introduce(self, name: str, pg: dist.ProcessGroup) -> _WatchedGroup | None:
         """Start watching a group, or return None if it cannot be watched, for example if some ranks are not watched."""
-        known = pg in dist.distributed_c10d._world.pg_map and dist.get_backend(pg) not in _NOT_WATCHED
+        known = pg in dist.distributed_c10d._world.pg_map and not _why_not(pg)
         members = dist.get_process_group_ranks(pg) if known else []
         with self._lock:
             if not members or not {*members} <= {*self._ranks}:
@@ -463,12 +463,12 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
         raise ValueError("torch has no default group yet: call dist.init_process_group first")
     if _watch is not None:
         raise ValueError("this process is watched already; close that watch first")
-    if (backend := dist.get_backend(group)) in _NOT_WATCHED:
-        raise ValueError(f"groups of backend {backend!r} are not watched: {_NOT_WATCHED[backend]}")
+    chosen: Any = group or dist.group.WORLD
+    if why := _why_not(chosen):
+        raise ValueError(f"groups of backend {dist.get_backend(chosen)!r} are not watched: {why}")
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ValueError("this process is not in the group; only its members call watch")
-    chosen: Any = group or dist.group.WORLD
     name = chosen.group_name
     _counted[name] += 1
     store = dist.PrefixStore(f"unisono/watch {_counted[name]} of {name}", dist.distributed_c10d._get_default_store())
@@ -477,6 +477,13 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
     _watch_waits()
     _watch = made
     return made
+
+
+def _why_not(pg: Any) -> str | None:
+    """Return why a process group cannot be watched, or None if it can."""
+    if type(pg) is not dist.ProcessGroup and dist.get_backend(pg) not in _NOT_WATCHED:
+        return "they are implemented in Python, and torch does not call them through its dispatcher"
+    return _NOT_WATCHED.get(dist.get_backend(pg))
 
 
 def _seen(operator: Operator, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...]) -> Any:
@@ -558,7 +565,7 @@ def watch_at_init(setting: str) -> None:
         if _watch is not None:
             # This watch is left over from a default group that has been destroyed.
             _watch.close()
-        if dist.get_backend() in _NOT_WATCHED or dist.get_world_size() == 1:
+        if _why_not(dist.group.WORLD) or dist.get_world_size() == 1:
             return
         try:
             watch(check=check, timeout=float(timeout) if timeout else None)

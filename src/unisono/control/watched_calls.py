@@ -282,7 +282,9 @@ class WatchedCalls(ControlState):
         aside: bool,
     ) -> Outgoing:
         """Take a `BlockedRank` for the next `examine`. The client gets no reply."""
-        self._blocked.append(BlockedRank(rank, group, number, call, for_s, tuple(peers), aside))
+        # Once the watch has reported a failure, the ranks remain blocked until they exit.
+        if not self._over and self._groups.cause(self._world) is None:
+            self._blocked.append(BlockedRank(rank, group, number, call, for_s, tuple(peers), aside))
         return []
 
     def _on_examine(self, client: int, request: int) -> Outgoing:

@@ -344,7 +344,7 @@ def test_nothing_is_compared_after_a_rank_has_ended_the_watch() -> None:
     watched.ask(1, "bye")
     watched.call(0, 2, asks=True)
     assert watched.answers[0][-1] == "ok"
-    watched.pass_time(50.0)
+    watched.pass_time(50.0, in_message(0, 1, for_s=50.0))
     assert not watched.told[0]
     assert watched.overdue is None
 

@@ -130,6 +130,7 @@ def as_without_a_watch(ranks: int, *programs: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_results_are_those_without_a_watch(ranks: int) -> None:
     from torch_features import FEATURES

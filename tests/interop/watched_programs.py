@@ -661,18 +661,22 @@ def outcome(given: argparse.Namespace, name: str) -> list[dict[str, Any]]:
                 become(rank, given, name, folder)
             running[pid] = rank
         found: list[dict[str, Any]] = [{} for _ in range(given.ranks)]
+        everyone = [*running]
         while running:
             over = time.monotonic() - began > HANGS_AFTER_S
             stopped = name.endswith("is_stopped") and len(running) == 1
             for pid, rank in list(running.items()):
                 if over or stopped:
                     os.kill(pid, signal.SIGKILL)
-                ended, status = os.waitpid(pid, 0 if over or stopped else os.WNOHANG)
+                # An exit status can be read, by the watch too, until the process is reaped.
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if over or stopped else os.WNOHANG))
                 if ended:
                     del running[pid]
-                    code = None if over else os.waitstatus_to_exitcode(status)
-                    found[rank] = {"status": code, "seconds": time.monotonic() - began}
+                    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                    found[rank] = {"status": None if over else code, "seconds": time.monotonic() - began}
             time.sleep(0.01)
+        for pid in everyone:
+            os.waitpid(pid, 0)
         for rank, each in enumerate(found):
             each["stderr"] = (folder / f"stderr {rank}").read_text()
             result = folder / f"result {rank}"

@@ -93,8 +93,8 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         answer = process.stdout.readline()
     if not answer:
         raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
-    # Set the status by hand: this child outlives this process, so nobody waits for it, and Python would warn that it is
-    # still running.
+    # Set `returncode`, because Python would warn that the child process is still running: the child outlives this
+    # process, so nobody waits for the child.
     process.returncode = 0
     where = json.loads(answer)
     return where[0], where[1]

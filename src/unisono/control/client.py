@@ -258,7 +258,7 @@ class SocketControl(ControlClient):
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
             away = self._news.outage(error)
-        # Set this before any waiter is woken, because waiters check it.
+        # Set `server_lost` before any waiter is woken, because waiters check this flag.
         self.server_lost = self._ended is None
         if goodbye:
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
@@ -416,7 +416,7 @@ def _both(
     news: ClientConnection | None = None
     try:
         news = _reach(address, secret, timeout, rank)
-        # The server assigns a number to the client. The second connection sends this number to identify the client.
+        # The server assigns a number to the client, which the second connection sends to identify the client.
         number = _request(requests, requests, ("number",), timeout)
         _request(news, requests, ("news", number), timeout)
     except BaseException:

@@ -294,8 +294,8 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # This notifies the other ranks, which raise the same error. The reply to the "exchange" request contains
-            # the outcome.
+            # The "withdraw" request notifies the other ranks, which raise the same error. The reply to the "exchange"
+            # request contains the outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 
@@ -308,7 +308,7 @@ class ControlClient(ControlPlane, ABC):
             return membership.cause
         if self._ended is None:
             with contextlib.suppress(CommTimeoutError):
-                # Without an answer, the other ranks have to detect the failure by themselves.
+                # If the server does not answer, the other ranks have to detect the failure by themselves.
                 words = (group.name, cause.kind, cause.rank, cause.message)
                 return Cause(*self._request("fail", *words, group=group, within_s=min(self._patience_s, self._grace_s)))
         callback = membership.fail(cause) if membership is not None else None
@@ -352,8 +352,8 @@ class ControlClient(ControlPlane, ABC):
         return self._boundaries_of(group.name)
 
     def _boundaries_of(self, name: str) -> StepBoundaries:
-        # `setdefault` is atomic: the control thread and the thread that creates the communicator may call this at the
-        # same time.
+        # `setdefault` is atomic: the control thread and the thread that creates the communicator may call
+        # `_boundaries_of` at the same time.
         return self._boundaries.setdefault(name, StepBoundaries())
 
     def request_stop(self, group: Group | None, reason: str) -> int:
@@ -361,8 +361,8 @@ class ControlClient(ControlPlane, ABC):
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
         def unreported(_number: int) -> tuple[Any, ...]:
-            # Fail the whole group: if only this rank gave up, it would pass another step boundary, at which the verdict
-            # may later make all ranks stop.
+            # Fail the whole group: if only this rank gave up, it would pass a step boundary at which the other ranks
+            # may later stop.
             return "unreported", group.name, timeout, hang_report(self, group).report
 
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)

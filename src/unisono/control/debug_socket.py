@@ -107,7 +107,7 @@ class _HeldRank:
                     value = eval(compiled, frame.f_globals, frame.f_locals)
                     if value is not None:
                         printed.write(repr(value))
-        except BaseException as error:  # the debugger's code must end neither the rank nor the session
+        except BaseException as error:  # code entered in the debugger must not end the rank or the session
             printed.write("".join(traceback.format_exception_only(error)).rstrip())
         return printed.getvalue()[:_MOST_TEXT]
 
@@ -163,7 +163,7 @@ class DebuggedProcess:
             self._listener = None
         self._ranks.clear()
         if listener is not None:
-            # This wakes the accepting thread, which closes the socket.
+            # `shutdown` wakes the accepting thread, which closes the socket.
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
 
@@ -235,7 +235,7 @@ class DebugConnection:
         except OSError as error:
             self._socket.close()
             raise CommError(f"process {pid} holds no ranks: {error}") from error
-        # Any process can bind a name in this namespace, but the kernel knows which process has bound this one.
+        # Any process can bind an abstract socket name, but the kernel knows which process has bound it.
         if user_of(self._socket)[0] != pid or not is_this_user(self._socket):
             self._socket.close()
             raise CommError(f"the socket of process {pid} belongs to another process or user")

@@ -189,7 +189,7 @@ class _Pipe:
         self._to_send = ssl.MemoryBIO()
         server = context.protocol is ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._arrived, self._to_send, server_side=server)
-        # Bytes to deliver to the rank and to the peer, respectively.
+        # `_incoming` holds bytes to deliver to the rank, and `_outgoing` bytes to send to the peer.
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._peer_ended = False
@@ -240,8 +240,8 @@ class _Pipe:
         except ssl.SSLError as error:
             plain = error.reason == "WRONG_VERSION_NUMBER"
             if plain:
-                # OpenSSL sends nothing to a peer that does not speak TLS, so the peer could not distinguish this
-                # refusal from a lost rank.
+                # Send an alert: OpenSSL sends nothing to a peer that does not speak TLS, so the peer could not
+                # distinguish a refusal from a lost rank.
                 self._outgoing += _ALERT
             raise UntrustedError("the other side does not encrypt" if plain else error.reason or str(error)) from error
         if self._peer_ended and not self.trusted.done():
@@ -268,11 +268,11 @@ class _Pipe:
 
     def close(self, error: OSError | None = None) -> None:
         """Close the connection and the relay's end; the rank's socket then reports the end of the stream."""
-        # Set this before the ends are closed: readers check it when they see the end of the stream.
+        # Set `failure` before closing the sockets, because readers check it when they see the end of the stream.
         self.near.failure = error
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)
-        # Set this before the rank sees the end of the stream, because the rank then queries the reason.
+        # Set `outage` before the rank sees the end of the stream, because the rank then reads `outage`.
         self.near.outage = outage(self._connection, self.near.getpeername()[0], error)
         self._connection.close()
         self._far.close()

@@ -104,7 +104,7 @@ class Handshake:
             self._refuse_encrypted(hello)
             versions = self._hello.versions(hello)
             if versions and not self._client:
-                # Send this side's version, so that the client can also report the reason.
+                # Send this side's version, so that the client can also report the version mismatch.
                 with contextlib.suppress(OSError):
                     self.peer.sendall(self._hello.hello)
             raise AuthenticationError(other_secret=False, versions=versions)
@@ -181,7 +181,8 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
     peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
     try:
         if peer.getsockname() == peer.getpeername():
-            # Nobody listens on that port, and the kernel assigned it to this socket, which is now connected to itself.
+            # The socket is connected to itself: nobody listens on the server's port, and the kernel assigned that port
+            # to this socket.
             raise ConnectionRefusedError("nobody listens there")
     except OSError:
         # A server that is shutting down may already have reset the connection, which then has no peer name.

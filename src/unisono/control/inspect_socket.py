@@ -182,7 +182,7 @@ def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
             connection.connect(path_of(_KIND, pid, number))
         except OSError:
             return None
-        # Any process can bind a name in this namespace, but the kernel knows which process has bound this one.
+        # Any process can bind an abstract socket name, but the kernel knows which process has bound it.
         return _read(connection, pid) if user_of(connection)[0] == pid and is_this_user(connection) else None
 
 

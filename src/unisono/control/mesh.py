@@ -48,7 +48,8 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
-        # Without this limit, the kernel would keep retransmitting to a lost host even after this process has ended.
+        # Limit the silence, because the kernel would otherwise keep retransmitting to a lost host even after this
+        # process has ended.
         limit_silence(connection, _AFTER_CLOSE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -136,7 +137,7 @@ class Mesh:
         """Connect to a rank; return None, or the reason for a failure."""
         host, port = address
         if not host:
-            # The other rank cannot listen, and reports the reason itself.
+            # A rank that cannot listen publishes an empty host, and reports its own error.
             return None
         host = in_zone_of(host, self._address)
         try:

@@ -81,7 +81,7 @@ class Rebuilds:
         for key in [key for key in self._open if key[0] == name]:
             rebuild = self._open[key]
             present = self._groups.present(name)
-            # Drop the calls of ranks that have left, which do not wait for an answer any more.
+            # Drop the calls of ranks that have left: these ranks no longer wait for an answer.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]
             if not present:
@@ -129,8 +129,7 @@ class Rebuilds:
         members = [*(rebuild.members[rank] for rank in ranks), *numbers]
         calls = [rebuild.calls[rank] for rank in ranks]
         for index, (client, _) in enumerate([*calls, *newcomers]):
-            # Add all ranks to the new group now, so that a rank that dies before it joins by itself is also reported as
-            # lost.
+            # Add all ranks to the new group now, so that a rank that dies before its own join is also reported as lost.
             self._groups.join(client, 0, made, index, len(members), members)
         out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
         for index, (client, request) in enumerate(newcomers):

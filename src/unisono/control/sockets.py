@@ -76,8 +76,8 @@ def tune(peer: socket.socket) -> None:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_silence(peer, _OUTAGE_S, _IDLE_S)
     if sys.platform == "linux":
-        # Without these options, retry intervals double, and the next retry may be up to two minutes after the link is
-        # back.
+        # By default, intervals between retransmissions double, so the next retry may be up to two minutes after a link
+        # has recovered.
         for option, value in _RETRIES.items():
             with contextlib.suppress(OSError):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -104,7 +104,7 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
         "TCP_KEEPALIVE": probe_s,
         "TCP_KEEPIDLE": probe_s,
         "TCP_KEEPINTVL": probe_s,
-        # This option only takes effect on kernels without TCP_USER_TIMEOUT.
+        # TCP_KEEPCNT takes effect only on kernels without TCP_USER_TIMEOUT.
         "TCP_KEEPCNT": max(1, int(silence_s / probe_s)),
         "TCP_USER_TIMEOUT": int(min(silence_s, _OUTAGE_S) * 1000),
     }

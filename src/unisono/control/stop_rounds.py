@@ -65,8 +65,8 @@ class StopRounds:
 
     def ask(self, client: int, request: int, name: str) -> Outgoing:
         """Accept a request for the verdict; it is answered once the verdict is known."""
-        # A rank asks for the verdict only after the stop request was pushed to it, so the round is missing only if the
-        # group has ended in the meantime.
+        # A rank requests the verdict only after receiving the stop request, so a missing round means that the group has
+        # failed or ended in the meantime.
         current = self._rounds.get(name)
         if current is None:
             return [(client, (request, "ok", None))]

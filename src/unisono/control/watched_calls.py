@@ -174,7 +174,7 @@ class WatchedCalls(ControlState):
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
         how = "has ended, or closed its watch. Did it make fewer calls?"
-        # Handle the goodbye first, because the client must not be notified of calls that it leaves unfinished itself.
+        # Remove the client from its groups first, so that it is not notified of calls that fail because it has left.
         return [*super()._on_bye(client, request), *self._end(client, how)]
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
@@ -183,7 +183,7 @@ class WatchedCalls(ControlState):
         here = self._present[client]
         if here.pid:
             self._unclear[here.rank] = here.pid
-        # Drop the last reply, because a lost client expects no answer to a goodbye.
+        # Handle the loss like a goodbye, but drop the last reply, which would go to the lost client.
         out = super()._on_bye(client, 0)[:-1]
         # Check now: a process's exit status can be read only until its parent has reaped it.
         out += self._look_for_failed()
@@ -332,7 +332,7 @@ class WatchedCalls(ControlState):
         if lost is not None:
             return self._fail("PeerLostError", lost, self._gone[lost])
         if self._gone:
-            # For example, a rank was waiting for a message from a rank that had ended.
+            # The rank that reported the error may have been waiting for a message from a rank that has ended.
             ended, how = next(iter(self._gone.items()))
             return self._fail("PeerLostError", ended, f"{how} Then {message}")
         return self._fail("PeerLostError", victim, message)

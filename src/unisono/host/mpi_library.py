@@ -70,8 +70,8 @@ def library() -> Any:
     if mpi.Is_finalized():
         raise UnavailableError("MPI was finalized in this process and cannot be initialized again; use backend='gloo'")
     if not mpi.Is_initialized():
-        # Check this before `Init_thread`: with some libraries, that call exits the process if the launcher belongs to a
-        # different MPI.
+        # Check the launcher before calling `Init_thread`, which, with some libraries, exits the process if the launcher
+        # belongs to a different MPI.
         _check_launcher(mpi)
         from mpi4py import rc
 

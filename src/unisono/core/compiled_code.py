@@ -60,7 +60,7 @@ class _AtImport(SourceFileLoader):
 
 
 def _add_rules(dynamo: ModuleType) -> None:
-    # All of these names are private to torch. A torch version without them traces this package like any other package.
+    # If a torch version lacks one of the private names used here, Dynamo traces this package like any other package.
     try:
         convert = dynamo.CatchErrorsWrapper.__call__
         plain = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)
@@ -69,17 +69,17 @@ def _add_rules(dynamo: ModuleType) -> None:
     except AttributeError:
         return
 
-    # Dynamo traces functions in these files when a graph calls them; for frames outside a graph, Dynamo treats all
-    # files of this package alike. Dynamo rebuilds this list when the list's cache is cleared, for example by
-    # `init_process_group`.
+    # Dynamo traces functions in the files of `_TRACED` when a graph calls them; for frames outside a graph, Dynamo
+    # treats all files of this package alike. Replace the function that returns the list of traced files, because the
+    # list is rebuilt when the function's cache is cleared, for example by `init_process_group`.
     dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
     def call(self: Any, frame: Any, *given: Any) -> Any:
         returned = convert(self, frame, *given)
         file = frame.f_code.co_filename
         if file.startswith(_FOLDER) and file != _REFUSES:
-            # Dynamo stores this strategy with the code object, and checks it once. With only the rule that
-            # `trace_rules.add` added, Dynamo would still compile the functions that this frame calls.
+            # Dynamo stores the strategy with the frame's code object, and does not determine it again. With only the
+            # rule that `trace_rules.add` added, Dynamo would still compile the functions that this frame calls.
             returned.frame_exec_strategy = plain
         return returned
 

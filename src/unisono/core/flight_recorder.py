@@ -339,7 +339,8 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
-# This includes the standard modules that call a program's functions: context managers, decorators and threads.
+# `NOT_THE_USERS` includes the standard modules that call a program's functions: context managers, decorators and
+# threads.
 NOT_THE_USERS = (*_OTHERS, threading.__file__, contextlib.__file__, functools.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
@@ -402,9 +403,10 @@ def is_users(filename: str) -> bool:
 
 def _without_columns(code: CodeType) -> CodeType:
     """Return the code with all instructions attributed to its first line, and without column information."""
-    # With this file's columns, a traceback would underline the wrong part of the user's line.
+    # With the column positions of this file's code, a traceback would underline the wrong part of the user's line.
     units = len(code.co_code) // 2
-    # Each entry covers up to 8 instructions, has no columns (code 13), and repeats the previous entry's line.
+    # Each entry of the line table covers up to 8 instructions, has no columns (code 13), and repeats the previous
+    # entry's line.
     entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
     return code.replace(co_linetable=b"".join(entries))
 

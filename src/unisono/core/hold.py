@@ -63,8 +63,8 @@ class Hold:
 
     def _known(self) -> list[_Holdable]:
         """Return all engines that exist, oldest first."""
-        # `valuerefs` copies in one step. Iterating would raise if another thread created a communicator meanwhile, and
-        # a lock would block a signal handler or a forked child that creates one.
+        # Use `valuerefs`, which copies the references in one step: iterating would raise if another thread created a
+        # communicator meanwhile, and a lock would block a signal handler or a forked child that creates one.
         return [engine for ref in self._engines.valuerefs() if (engine := ref()) is not None]
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
@@ -87,7 +87,7 @@ class Hold:
     def go(self) -> None:
         """Release all held ranks."""
         # Call the observers first, because the debugger's socket, through which any code can be run, must not outlast
-        # the hold. Call them without the lock, because they take locks of their own.
+        # the hold. Call observers without the lock, because they take locks of their own.
         for observe in self.on_go:
             observe()
         with self._lock:
@@ -135,7 +135,7 @@ class Hold:
             self._gates[here] = gate
             # Suspend the engines that `step` has resumed.
             for engine in self._held:
-                # As in `step`: this thread might be the first to call a communicator that has no owner.
+                # This thread might be the first to call a communicator that has no owner, as in `step`.
                 if engine.owner in (here, None):
                     engine.activity.life.change("hold")
         try:

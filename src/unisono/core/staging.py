@@ -73,8 +73,8 @@ class Staging:
         # An inference tensor can only be written to in inference mode.
         plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
         if plain and tensor.device.type not in self._away:
-            # Unlike view(-1), as_strided gives stride 1 even to a single element. With another stride, the element's
-            # bytes could not be viewed.
+            # Unlike view(-1), as_strided gives stride 1 even to a single element. With any other stride,
+            # `view(torch.uint8)` would raise.
             flat = tensor.as_strided((tensor.numel(),), (1,))
             if write and not tensor.is_inference():
                 # Most transports don't write through torch, so autograd has to be notified.

@@ -376,7 +376,7 @@ def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
         tensor = whole.tensor
         read_only = bool(whole.flags & 1)
     except ValueError:
-        # The first version of the protocol has no flags.
+        # DLPack has no flags before version 1.0.
         tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
         read_only = False
     return read_only, bool(tensor.strides) and any(tensor.strides[i] < 0 for i in range(tensor.ndim))

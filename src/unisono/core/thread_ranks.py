@@ -28,7 +28,7 @@ from unisono.errors import UnavailableError
 
 __all__ = ["OWN_GENERATORS", "ThreadRank", "generator_operators", "here", "own_generators"]
 
-# Torch's annotations lack these functions.
+# Typed as `Any`, because torch's annotations lack the functions that are used below.
 _c: Any = torch._C
 OWN_GENERATORS = all(
     hasattr(_c, f"_dispatch_{name}")
@@ -105,8 +105,8 @@ def _overridden() -> Iterator[None]:
         operators = generator_operators() if OWN_GENERATORS else []
         for operator in operators:
             library.impl(operator, _given_a_generator(operator), "BackendSelect", with_keyset=True)
-        # When a registration ends, its function is freed, although a thread that belongs to no rank may be waiting for
-        # the GIL to run the function. So keep the functions until the next registration.
+        # Keep the functions until the next registration: `_destroy` would free them, although a thread that belongs to
+        # no rank may be waiting for the GIL to run one of them.
         keep = getattr(torch.library, "get_kernel", None)
         _kept[:] = [keep(operator, "BackendSelect") for operator in operators if keep is not None]
         with replaced([*_of_torch(), *_of_python(), *_of_numpy(), *_of_threads()]):
@@ -273,8 +273,8 @@ def _of_numpy() -> list[Replacement]:
 
         return call
 
-    # Use a subclass, because some code checks the object's class. For example, scikit-learn uses this object if it gets
-    # no generator.
+    # Use a subclass of `RandomState`, because some code checks the class. Scikit-learn, for example, uses numpy's
+    # global `RandomState` if it gets no generator.
     kind = type("RandomState", (type(real),), {"__getattribute__": lambda _, name: getattr(generator(), name)})
     names = [name for name, value in vars(numpy).items() if getattr(value, "__self__", None) is real]
     return [(numpy.mtrand, "_rand", kind()), *((numpy, name, bound(name)) for name in names)]

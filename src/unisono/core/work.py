@@ -428,7 +428,7 @@ class ChainedWork(Work):
                 try:
                     after()
                 except Exception as error:
-                    # Every later wait has to raise this error again.
+                    # Store the error, because every later wait has to raise it again.
                     self._error = error
             return self._error
 

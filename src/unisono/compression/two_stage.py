@@ -140,8 +140,8 @@ class TwoStage(Codec):
             norm_of_all = norm_of_all + norm + first
             largest_of_all = largest_of_all + largest + first
         second = self.loss(norm_of_all, largest_of_all, torch.zeros_like(first), count)
-        # Only the rank that sums a piece adds the second stage's error for this piece, so the bound contains the
-        # largest of these errors.
+        # A piece's second-stage error arises only on the rank that sums the piece, so the error bound includes only the
+        # largest second-stage error of any piece.
         return size * float(first.norm() + second.flatten(1).norm(dim=1).max())
 
     def _grid(self, numel: int, size: int) -> tuple[int, int]:

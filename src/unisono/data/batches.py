@@ -196,7 +196,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             )
         uneven = self.batch_size % ranks or (not self.drop_last and last % ranks)
         if uneven and hasattr(comm, "_engine") and comm.rank == 0:
-            # A gradient averager on these ranks reads this flag, and warns once if it averages without weights.
+            # A gradient averager on the same ranks reads `uneven_batches`, and warns once if it averages without
+            # weights.
             comm._engine.uneven_batches = True
 
 

@@ -16,7 +16,8 @@ __all__ = ["IndexShuffle", "seeded_permutation"]
 
 _DOUBLE_ROUNDS = 3
 _TILE = 16384
-# Up to this count, store the permutation as a table: it needs little memory, and every order is equally likely.
+# Up to a count of `_TABLE`, store the permutation as a table: it needs little memory, and every order is equally
+# likely.
 _TABLE = 4096
 # Multipliers of the round function: odd numbers with irregular bits, because multiplication does most of the mixing.
 _FIRST = -1640531535
@@ -123,8 +124,8 @@ class IndexShuffle(Indices):
             low.add_(spare.bitwise_right_shift_(c.unused)).bitwise_and_(c.half_mask)
             c.mix(low, 2 * turn + 1, mixed, spare)
             # Multiplying 32 random bits by `highs` and taking the upper 32 bits gives a number below `highs` without a
-            # division. `c.offset` already subtracts `highs` from that number, so the sign of the sum below shows
-            # whether to add `highs` back.
+            # division. `c.offset` already subtracts `highs`, so the sign of the new `high` shows whether to add `highs`
+            # back.
             torch.add(c.offset, wide.copy_(spare), alpha=self._highs, out=wide)
             high.add_(wide.bitwise_right_shift_(c.word))
             high.add_(torch.bitwise_right_shift(high, c.sign, out=wide).bitwise_and_(c.highs))

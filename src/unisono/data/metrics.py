@@ -162,7 +162,7 @@ def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.T
     if not given.is_floating_point():
         return given.detach().cpu()
     if not hasattr(values, "dtype"):
-        # Convert Python numbers again, because without a dtype, torch rounds them to its default dtype.
+        # Convert Python numbers with an explicit dtype, because torch would otherwise round them to its default dtype.
         given = torch.as_tensor(values, dtype=torch.float64)
     return given.detach().to("cpu", torch.float64)
 

@@ -79,7 +79,7 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     longer = [rank for rank in missing if lengths[rank] > furthest]
     if not longer or lost or furthest < lengths[leader]:
         return [counts.get(rank, min(furthest, length)) for rank, length in enumerate(lengths)]
-    # Rank `leader` has used all its samples, but ranks without a state may have had one more sample.
+    # Rank `leader` has used all its samples, but a rank without a state has more samples, and may have used one more.
     through = next(state["through"] for state in states if state["rank"] == leader)
     if through is None or max(lengths) > furthest + 1:
         raise ValueError(

@@ -14,8 +14,9 @@ from unisono.data.indices import Indices
 
 __all__ = ["SampleSource", "StatefulIterator", "walk"]
 
-# Lengths of runs. The first run has one sample, so that it is available immediately. Later runs are long enough for
-# vector instructions, and short enough that their data, less than 1 MiB, fits into the cache.
+# Lengths of runs of samples. The first sample is a run by itself, so that it is available immediately. Later runs of
+# samples are long enough for vector instructions, and short enough that their data, less than 1 MiB, fits into the
+# cache.
 _FIRST = 1
 _LONGEST = 4096
 

@@ -229,8 +229,8 @@ class StopSources(Closing):
         _sources[comm] = self
 
     def _on_drop(self, dropped: weakref.ref[Communicator]) -> None:
-        # If a communicator is dropped without `close`, it is closed in the background, and its `before_close` callbacks
-        # do not run. So stop the thread here.
+        # Stop the thread here, because a communicator that is dropped without `close` is closed in the background, and
+        # its `before_close` callbacks do not run.
         if dropped is self._comm:
             self._events.put(None)
 
@@ -286,8 +286,8 @@ class StopSources(Closing):
             if comm is not None:
                 comm.request_stop(reason)
         except CommError:
-            # The control plane is lost or busy. The ranks may be rebuilding the communicator, so try again later. If
-            # they are not rebuilding it, their own calls also fail.
+            # The control plane is lost or busy. If the ranks are rebuilding the communicator, try again later;
+            # otherwise, their own calls also fail.
             return False
         return True
 

@@ -64,8 +64,8 @@ class Randomk(SteppedCodec):
         if not flat.numel():
             return
         places = self._places(flat.numel()).to(flat.device)
-        # The extra last element is 0, or NaN if any number in the bucket is not finite. This element becomes the result
-        # for all elements that were not drawn.
+        # `sent[-1]` is 0, or NaN if any number in the bucket is not finite. Elements that were not drawn get the value
+        # of `sent[-1]`.
         sent = torch.empty(places.numel() + 1, dtype=flat.dtype, device=flat.device)
         torch.index_select(flat, 0, places, out=sent[:-1])
         low, high = flat.aminmax()
@@ -79,7 +79,7 @@ class Randomk(SteppedCodec):
     def error_bound(self, flat: torch.Tensor, others: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> float:
         if not flat.numel():
             return 0.0
-        # In the worst case, the element drawn from each stretch is the one of smallest magnitude.
+        # In the worst case, the draw picks the element of smallest magnitude in each stretch of the bucket.
         starts = self._starts(flat.numel())
         squares = flat.double().square()
         smallest = sum(float(part.min()) for part in squares.tensor_split(starts[1:-1]))

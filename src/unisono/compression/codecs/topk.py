@@ -84,7 +84,7 @@ class Topk(Codec):
         if not flat.numel():
             return 0.0
         blocks, length, count = self._grid(flat.numel())
-        # The k largest of l numbers contribute at least k/l of the sum of all squares.
+        # In a block of l numbers, the k largest magnitudes account for at least k/l of the sum of squares.
         norm = float(flat.double().norm())
         info = torch.finfo(torch.bfloat16)
         rounding = norm * info.eps / 2 + math.sqrt(blocks * count) * info.smallest_normal * info.eps / 2

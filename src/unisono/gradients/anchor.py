@@ -83,8 +83,8 @@ class Anchor:
         for there, change in zip(part, changes, strict=True):
             there.grad = change
         self.outer.step()
-        # Free the gradients: the optimizer skips tensors without one, so the next fragment's step leaves this part
-        # alone.
+        # Free the gradients: the optimizer skips tensors without a gradient, so the next fragment's step does not
+        # change this fragment's part of the anchor.
         self.outer.zero_grad()
 
     def look_ahead(

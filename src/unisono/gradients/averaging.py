@@ -156,7 +156,7 @@ class Averaging(PassOwner):
         init_sync: bool,
         owner: object = None,
     ) -> None:
-        # The hooks keep this object alive, and this reference keeps the averager alive even if the caller drops it.
+        # The hooks keep this object alive, and `_owner` in turn keeps the averager alive, even if the caller drops it.
         self._owner = owner
         self.phase: Phase = Phase.IDLE
         self.steps: int = 0
@@ -201,10 +201,10 @@ class Averaging(PassOwner):
         try:
             if comm.size > 1:
                 self._install()
-            # Call this last, once the hooks exist: from here on, a failed pass aborts the communicators.
+            # Call `ready` last, once the hooks exist: from then on, a failed pass aborts the communicators.
             self.comms.ready()
         except BaseException:
-            # Otherwise the hooks would keep the averager alive, and its parameters would remain claimed.
+            # Without `remove`, the hooks would keep the averager alive, and its parameters would remain claimed.
             self.remove()
             raise
         self._reduction = self._new_reduction()
@@ -301,12 +301,12 @@ class Averaging(PassOwner):
         """Set p.grad aside, and prepare for the pass's gradients. Collective after a failed pass."""
         failed = self.phase is not Phase.IDLE
         if failed:
-            # Do this before reusing the buckets: reductions of the failed pass may write to the buckets until the
+            # Call `settle` before reusing the buckets: reductions of the failed pass may write to the buckets until the
             # reductions are aborted.
             self.comms.settle()
             self._reduction.give_up()
-        # After a failed pass, buckets in the aborted communicator's memory would be reduced more slowly. They are
-        # replaced only now, because they stored the last step's p.grad until the optimizer had used it.
+        # After a failed pass, buckets in the aborted communicator's memory would be reduced more slowly. Replace the
+        # buckets only now, because they stored the last step's p.grad until the optimizer had used it.
         stale = self.buckets.comm is not self.comms.data
         if stale:
             self.buckets.recreate(list(self.buckets.where))
@@ -321,9 +321,9 @@ class Averaging(PassOwner):
                 held.append((index, grad))
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
-        # With several models, send nothing before the end of the pass, where all ranks use the same order of models.
-        # Otherwise, if a rank failed while a later model's bucket is in flight, other ranks would repeat the pass, or
-        # wait for it to be repeated, although an earlier model has already finished its pass.
+        # With several models, send nothing before the end of the pass, where all ranks use the same order of models. If
+        # a rank failed while a later model's bucket was already in flight, other ranks would repeat the pass, or wait
+        # for it to be repeated, although an earlier model had already finished its pass.
         early = len(self._watch.peers) == 1
         # Change the phase last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
@@ -366,7 +366,7 @@ class Averaging(PassOwner):
         self._change("reduce")
         while True:
             try:
-                # Only this rank knows that a hook has used a gradient before it was averaged. Sending this as a request
+                # If a hook has used a gradient before it was averaged, only this rank knows, so send a request that
                 # makes all ranks raise an error together.
                 reduction.reduce_all(saved, arrived, requests=(bool(thawed), bool(problem)))
                 break
@@ -410,7 +410,7 @@ class Averaging(PassOwner):
         Args:
             averaged: Indices of the parameters whose sparse gradients were averaged.
         """
-        # Clear this first: p.grad contains the means now, and an error below must not restore the old gradients.
+        # Clear `_saved` first: p.grad contains the means now, and an error below must not restore the old gradients.
         self._saved = None
         if self._accumulated:
             # Gradients accumulated before a parameter was frozen are averaged once it is unfrozen.
@@ -426,7 +426,7 @@ class Averaging(PassOwner):
                 warn_of_uneven_batches(origin, total=False)
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
-        # Do this last, because learning the order replaces the buckets.
+        # Create the reduction last, because learning the order replaces the buckets.
         self._reduction = self._new_reduction()
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
@@ -442,7 +442,7 @@ class Averaging(PassOwner):
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
-        # Don't report a failure twice; after AVERAGED, report none, because the other ranks have everything they need.
+        # Don't report a failure twice, or in phase AVERAGED, in which the other ranks already have the means.
         spreads = self._reduction.sent and self.phase not in (Phase.AVERAGED, Phase.FAILED)
         self._change("fail" if self._reduction.sent else "fail unsent")
         if spreads:

@@ -169,8 +169,8 @@ class BucketContents:
     def _copy(self, slots: list[int], grads: list[torch.Tensor], sources: list[int]) -> None:
         """Copy gradients at these addresses to their slots, in the native core if all are plain memory."""
         bucket = self.bucket
-        # The core copies bytes. It can't copy a subclass, whose elements may be elsewhere, a gradient of another dtype
-        # (`grad_dtype`), or a negated view, whose memory has the opposite signs.
+        # The native core copies bytes, so it can't copy a subclass, whose elements may be elsewhere, a gradient of
+        # another dtype (`grad_dtype`), or a negated view, whose memory has the opposite signs.
         core = native() if bucket.is_plain and bucket.scale == 1.0 else None
         if (
             core is not None
@@ -215,7 +215,7 @@ class BucketContents:
             backup: Whether to keep a copy, for `rewind`.
         """
         bucket = self.bucket
-        # After a rewind, the restored copy already includes these gradients, and p.grad is None.
+        # After a rewind, the restored copy already includes the gradients in `earlier`, and p.grad is None.
         first = not self.arrived
         more = []
         for slot, (index, parameter, inside) in enumerate(

@@ -98,8 +98,8 @@ class Buckets:
 
     def _scale(self, dtype: torch.dtype) -> float:
         """Factor applied to each contribution as it is copied into a bucket of this dtype."""
-        # Half-precision gradients are divided before they are summed. If the divisor is a power of two, this division
-        # is exact, and doing it during the copy costs less.
+        # Half-precision gradients are divided before they are summed. Division by a power of two is exact, and costs
+        # less if done during the copy.
         first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
         return 1 / self._comms.size if self.background or first else 1.0
 

@@ -136,8 +136,8 @@ class Exchanges(ABC):
         """Make all later calls raise, on all ranks."""
         if not isinstance(error, CommError):
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in {self._event}: {error!r}")
-        # Don't store an interrupt: if later calls raised it again, programs would take it for a second interrupt. Later
-        # calls raise the communicator's failure instead.
+        # Instead of an interrupt, store the communicator's failure: if later calls raised the interrupt again, programs
+        # would take it for a second interrupt.
         self.error = self.error or (error if isinstance(error, Exception) else self._comm.exception())
 
     # -- when fragments are exchanged -----------------------------------------------------------
@@ -210,7 +210,7 @@ class Exchanges(ABC):
             step: The current step, if all ranks are at the same step.
             aside: Whether another thread will run the task.
         """
-        # Another thread reduces on streams of its own, which wait for the work queued so far. The reduction then
+        # Another thread reduces on dedicated streams, which wait for the work queued so far, so that the reduction
         # neither reads a tensor too early nor delays the work that training queues later.
         streams = current_streams(t.device for t in exchange.tensors) if aside else []
         exchange.streams = [torch.Stream(device=stream.device) for stream in streams]
@@ -310,7 +310,8 @@ class Exchanges(ABC):
             if index in exchange.loaded:
                 continue
             if ahead is not None:
-                # Compute this in place, because `here + (there - expected)` would need two more copies of the fragment.
+                # Update the parameter in place, because `here + (there - expected)` would need two more copies of the
+                # fragment.
                 here.sub_(ahead.expected[index]).add_(there)
             else:
                 here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
@@ -355,7 +356,7 @@ class StepExchanges(Exchanges):
 
     def step(self, step: int, samples: int, tensors: Tensors) -> bool:
         applied = False
-        # Other ranks send these fragments in this step, so an interrupt must not make this rank skip one.
+        # An interrupt must not make this rank skip a fragment that other ranks send in this step.
         with self.changing():
             for fragment in self._due(step):
                 # Apply the fragment's previous result first, even if it is not due yet.
@@ -384,7 +385,7 @@ class StepExchanges(Exchanges):
             task()
             # Raise any error here: a later wait must not raise it, above all if it is an interrupt.
             exchange.wait()
-        # Set this last, because `apply` must not wait for an exchange that was never started.
+        # Set `fragment.exchange` last, because `apply` must not wait for an exchange that was never started.
         fragment.exchange = exchange
 
     def exchange_all(self, step: int, tensors: Tensors) -> None:

@@ -32,7 +32,7 @@ class NeighbourMean:
         self.topology = topology
 
     def __repr__(self) -> str:
-        # Ranks compare this text, which omits the topology. They compare topologies separately: named topologies by
+        # Omit the topology from the text that ranks compare. Ranks compare topologies separately: named topologies by
         # name, others by their first round.
         return "NeighbourMean"
 
@@ -63,9 +63,9 @@ class _GossipExchanges(StepExchanges):
     """Exchanges in which each rank communicates with its neighbours only."""
 
     def _compare(self, state: Mapping[str, Any]) -> None:
-        # Ranks communicate only with neighbours, so no collective can compare these values. Instead, average this
-        # rank's values with its neighbours' values: the average differs from this rank's values only if a neighbour has
-        # different ones.
+        # Ranks communicate only with neighbours, so no collective can compare their steps and rounds. Average this
+        # rank's numbers with its neighbours' numbers: the average differs from this rank's numbers only if a neighbour
+        # has different numbers.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._settings.reduce(mixed, self._comm, state["rounds"])

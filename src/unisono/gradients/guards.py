@@ -80,8 +80,8 @@ class NanGuard:
             hook.remove()
         named = named_tensors(self._model)
         self._hooks = [hook_gradient(parameter, partial(self._look, name)) for name, parameter in named]
-        # Identify parameters by their C++ tensor objects, to which the hooks belong: `torch.utils.swap_tensors` gives a
-        # parameter a different one.
+        # Identify parameters by `_cdata`, because hooks belong to a parameter's C++ tensor object, which
+        # `torch.utils.swap_tensors` exchanges.
         self._hooked = {parameter._cdata for _, parameter in named}
         self._members = ModelMembers(self._model, named)
 
@@ -98,8 +98,8 @@ class NanGuard:
             NotFiniteError: Raised on every rank. The error names the first affected rank (which is also its `peer`),
                 and the parameter whose gradient was affected.
         """
-        # A parameter that was added after the last call of the whole model's `forward` has no hook yet. Inspect its
-        # p.grad instead.
+        # Inspect p.grad of each parameter that has no hook yet, because it was added after the last call of the whole
+        # model's `forward`.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
             if parameter.grad is not None:

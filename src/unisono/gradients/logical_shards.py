@@ -132,7 +132,7 @@ class LogicalShards:
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         settings = {"count": self._count, "average": self._total, "broadcast_buffers": self._sync_buffers}
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
-        # Check the count only after ranks have compared it, so that all ranks raise.
+        # Check `count` only after all ranks have compared their values, so that all ranks raise.
         count = self._count
         if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % comm.size:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
@@ -141,14 +141,14 @@ class LogicalShards:
         each = count // comm.size
         self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
         runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
-        # If each rank's shards form one subtree, ranks all-reduce the subtrees' sums. Otherwise (for example, with
-        # three ranks of two shards each), every rank gathers all partial sums.
+        # If each rank's shards form one subtree, ranks all-reduce the subtrees' sums. If a rank's shards form several
+        # subtrees (for example, with three ranks of two shards each), every rank gathers all partial sums.
         self._covers = [_cover(0, count, *run) for run in runs]
         # The step in progress, and its open shard.
         self._step: _Step | None = None
         self._open: _Shard | None = None
-        # Deterministic collectives sum in a balanced tree over the ranks, which continues each rank's tree over its
-        # shards.
+        # Deterministic collectives sum in a balanced tree over the ranks, which joins the ranks' subtrees to one tree
+        # over all shards.
         self._comm = comm.dup(deterministic=True)
         self._comm.allow_any_thread()
         # Claim and hook the parameters last: if anything above raises, they remain free for another averager.
@@ -359,8 +359,8 @@ class LogicalShards:
             members = [self._parameters[i] for i in bucket]
             partial = [torch.cat([_flat(sums[i], self._parameters[i]) for i in bucket]) for sums in mine]
             result = self._reduced(partial)
-            # `_add` has already divided half-precision gradients. Divide the others only now, so that the division
-            # rounds only once.
+            # Half-precision gradients were already divided in `_add`; divide all other gradients only now, so that the
+            # division rounds only once.
             if not self._total and result.dtype not in HALVES:
                 result /= self._count
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):

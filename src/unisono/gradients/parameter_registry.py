@@ -174,7 +174,7 @@ class ParameterRegistry:
         if self.hooked:
             release(self.parameters)
         self.hooked = False
-        # Clear this first: otherwise, a forward that is running would put the submodules' hooks back.
+        # Clear `_paused` first: otherwise, a forward that is running would put the submodules' hooks back.
         self._paused.clear()
         for handle in self._handles:
             handle.remove()
@@ -183,8 +183,8 @@ class ParameterRegistry:
 
 def _check_grad_dtypes(named: Named) -> None:
     for name, parameter in named:
-        # Older versions of torch have no `grad_dtype`. If it is None, p.grad may have any dtype, including the
-        # parameter's.
+        # Older versions of torch have no `grad_dtype`. If `grad_dtype` is None, p.grad may have any dtype, including
+        # the parameter's.
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         if dtype != parameter.dtype:
             raise ValueError(
@@ -197,7 +197,7 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
     """Call a hook with each gradient of a parameter, even if it is frozen now and unfrozen later."""
     frozen = not parameter.requires_grad
     if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
-        # Such a parameter can never have a gradient.
+        # A frozen inference tensor, or a tensor that is neither floating-point nor complex, can never have a gradient.
         return RemovableHandle(OrderedDict())
     # Unfreeze the parameter temporarily, because torch rejects hooks on frozen parameters.
     parameter.requires_grad_(True)
@@ -297,7 +297,7 @@ def _constant(check: Callable[[], None]) -> Callable[[], int]:
         check()
         return 0
 
-    # Don't call torch.compiler.assume_constant_result, which would import Dynamo and so take seconds. Set the same
-    # attribute as that function.
+    # Set the attribute that torch.compiler.assume_constant_result would set: calling that function would import Dynamo,
+    # which takes seconds.
     constant.__dict__["_dynamo_marked_constant"] = True
     return constant

@@ -177,7 +177,7 @@ class PeriodicAverager(PeriodicAction):
         parts = _by_bytes(named, fragments) if isinstance(fragments, int) else _by_name(named, fragments)
         self._schedules = _staggered(schedule, len(parts))
         # Create the anchor and the fragments before `super().__init__`, which calls `_connect`. Nothing is sent before
-        # that call, so a `ValueError` is raised without communication, as the class promises.
+        # `super().__init__`, so a `ValueError` is raised without communication, as the class promises.
         self._anchor = None if outer is None else Anchor([tensor for _, tensor in named], outer)
         self._fragments = [Fragment(members, [self.anchor[i] for i in members if self.anchor]) for members in parts]
         codec = None if outer is None else codec_for(outer.compression)
@@ -185,8 +185,8 @@ class PeriodicAverager(PeriodicAction):
         for fragment in self._fragments if codec is not None else ():
             messages = self._exchange_settings.messages(fragment.anchor)
             fragment.codecs = [codec and codec.clone() if m[0].is_floating_point() else None for m in messages]
-        # Whether `load_state_dict` has restored the anchor. If so, loading the model before the next step must not
-        # replace the restored anchor.
+        # Whether `load_state_dict` has restored the anchor, which loading the model before the next step must then not
+        # replace.
         self._resumed = False
         settings = {
             "interval": str(self._timed and self._timed.interval),
@@ -469,8 +469,8 @@ class PeriodicAverager(PeriodicAction):
         leader = progress.index(max(progress))
         state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
         rounds, steps = progress[leader]
-        # A rank that has taken no step may be new and have a different anchor, so it also loads the leader's state. It
-        # has not trained, so it loses nothing.
+        # A rank that has taken no step may be new and have a different anchor, so it also loads the leader's state, and
+        # loses nothing, because it has not trained.
         if progress[comm.rank][0] < rounds or (steps and not self.steps):
             self.load_state_dict(state)
             with torch.no_grad():
@@ -494,8 +494,8 @@ class PeriodicAverager(PeriodicAction):
                 # Training continued from the prediction, except in parameters that have been loaded with other values
                 # since then.
                 if index not in exchange.loaded:
-                    # Replace the prediction with the values that this rank had before: the anchor minus the
-                    # contribution. Training since then is kept.
+                    # Replace the prediction with the values that this rank had before, the anchor minus the
+                    # contribution, but keep the training since the prediction.
                     here.add_(there - own - expected)
 
 

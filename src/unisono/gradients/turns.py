@@ -137,8 +137,8 @@ class Turns(Exchanges):
             while not interval.is_over:
                 fragment = self._in_turn
                 self.apply(fragment, tensors)
-                # Contribute before the turn is due, because this rank has nothing else to do. This rank's worker then
-                # waits for the other ranks.
+                # Contribute before the turn is due, because this rank has nothing else to do; its worker waits for the
+                # other ranks.
                 self._contribute(interval, fragment, 0, None, tensors, leaving=True)
                 self.apply(fragment, tensors)
             self._interval = None
@@ -208,7 +208,7 @@ class Turns(Exchanges):
                 del task
         except BaseException as raised:
             # The error may come from the outer optimizer, for example in a turn to which training did not contribute in
-            # time. The next training step raises it.
+            # time. The next training step raises the error.
             self._fail(raised)
 
     def _next(self, interval: _Interval) -> Callable[[], None] | None:
@@ -258,7 +258,7 @@ class Turns(Exchanges):
         assert interval is not None
         assert share is not None
         behind_s = self._weigh(interval, exchange.tensors, share)
-        # Read the clock only now, when the last rank has just joined: `behind_s` is that rank's delay.
+        # Read the clock only now that the last rank has joined; `behind_s` is the last rank's delay.
         began_s = clock.now() - behind_s
         if share.of_all:
             super()._reduce(fragment, exchange)

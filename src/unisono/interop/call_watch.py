@@ -157,7 +157,7 @@ class Watch:
         # Keeps the Python object of the latest message alive until torch returns the same object to the caller.
         self._latest: dist.Work | None = None
         self._cause: Cause | None = None
-        # Set after the cause has been printed. A process that exits because of the cause must print it first.
+        # Set after the cause of a failure has been printed. A process must print the cause of its exit before it exits.
         self._reported = threading.Event()
         # The number of this rank's threads that are in a call, and whether a thread has raised the watch's error.
         self._inside = 0

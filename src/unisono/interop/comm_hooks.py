@@ -75,7 +75,8 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         return _in_thread(thread, lambda: _average(chosen, flat, own, sizes))
 
     comm.after_close(lambda: thread.shutdown(wait=True))
-    # Torch compares these annotations with types, but annotations in this module are strings, so set the types here.
+    # Torch compares the hook's annotations with types, but annotations in this module are strings, so set the types
+    # here.
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     hook.__name__ = hook.__qualname__ = f"unisono.{pattern.name}"
     return hook

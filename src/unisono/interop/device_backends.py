@@ -31,7 +31,7 @@ _excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_di
 
 _OPTIONS = tuple(kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options"))
 
-# Names that older versions of torch use for these methods.
+# Names of process group methods in older versions of torch, by current name.
 _OLDER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",

@@ -28,7 +28,8 @@ def add_torch_words(error: CommError) -> None:
         words = f"Timed out waiting; timed out after {limit}; wait timeout after {limit}"
     else:
         return
-    # Add torch's words only once: two waiters may get the same error, and a report to other ranks repeats the message.
+    # Add torch's wording to an error only once: two waiters may get the same error, and a report to other ranks repeats
+    # the message.
     if _MARK not in error.message:
         # The first line is the message itself; the lines after it list each rank's activity.
         sentence, *report = error.message.split("\n")

@@ -73,7 +73,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
             held.release()
         raise
     if rank == 0:
-        # All ranks have read the address. Delete it, so that a later group with the same name does not read it.
+        # All ranks have read the address, so delete it: a later group with the same name must not read it.
         with contextlib.suppress(RuntimeError):
             for key in (_ADDRESS_KEY, *map(_rank_key, range(size))):
                 store.delete_key(key)

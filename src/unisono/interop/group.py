@@ -46,8 +46,8 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# The methods below override torch's methods, whose annotations have other parameter names and optional arguments. So
-# hide the base class from type checkers.
+# Hide the base class from type checkers: the methods below override torch's methods, whose annotations have other
+# parameter names and optional arguments.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -113,7 +113,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor chooses its tensors' device by this name. It is sure to choose the CPU only for "gloo".
+        # Torch's ShardedTensor chooses its tensors' device by the backend's name, and is sure to choose the CPU only
+        # for "gloo".
         return "unisono" if self.others.names() else "gloo"
 
     @property
@@ -159,7 +160,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     get_backend: Callable[[UnisonoGroup, torch.device], Any] = _get_backend
 
-    # Torch reads these attributes from a backend; this group is the backend for CPU tensors.
+    # Attributes that torch reads from a backend; this group is the backend for CPU tensors.
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
     supports_window = supports_shrinking = use_pg_for_symm_mem_rendezvous = False
 
@@ -224,8 +225,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- collectives and messages: methods that torch calls, with its names and arguments ----------
     # A call returns immediately if torch requests an asynchronous call, or if torch's C++ code makes the call.
-    # Collectives run in the order of the calls. If one fails after its call has returned, `wait` and the future raise
-    # its error.
+    # Collectives run in the order of the calls. If a collective fails after its call has returned, `wait` and the
+    # future raise its error.
     # -- reductions ----------------------------------------------------------------------------
     @by_device
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
@@ -391,7 +392,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 
-    # Other versions of torch use these names for the same methods.
+    # Method names that other versions of torch use.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single

@@ -114,8 +114,8 @@ def unversioned(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-# `UnisonoWork` objects that are kept alive. The deque is global and bounded, because there is no way to know which of
-# them torch's C++ code still refers to.
+# `UnisonoWork` objects that are kept alive. The deque is global and bounded, because there is no way to know which
+# objects torch's C++ code still refers to.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 
@@ -153,8 +153,8 @@ class UnisonoWork(dist.Work):
         limit = timeout.total_seconds() if timeout > _ALWAYS else None
         try:
             if modes():
-                # This wait may run the queued call, whose tensors are real even under FakeTensorMode. So disable all
-                # modes.
+                # Disable all modes, because `wait` may run the queued call, whose tensors are real even under
+                # FakeTensorMode.
                 with _disable_current_modes():
                     self._work.wait(limit)
             else:

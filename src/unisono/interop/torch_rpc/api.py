@@ -107,8 +107,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 _FOREVER_S = 3.0e8
-# Each agent's communicator and store. They are global, as in torch's RPC, because the agent owns neither of them, and
-# `shutdown` has no argument that could hold them.
+# Each agent's communicator and store; global, as in torch's RPC, because the agent owns neither of them, and `shutdown`
+# has no argument that could hold them.
 _made: weakref.WeakKeyDictionary[Peers, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
 # Global, so that each `init_rpc` uses a new name: an earlier `init_rpc` may have used the same store.
 _numbers = itertools.count()

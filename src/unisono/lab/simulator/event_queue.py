@@ -177,8 +177,8 @@ class EventQueue:
         delay = network.jitter and network.jitter * exponential(network.seed, rank, state.sent)
         state.sent += 1
         if network.overhead is None:
-            # The port sends one message at a time. `next_send` is the time at which it has sent the last byte of the
-            # step's previous message.
+            # The port sends one message at a time. `next_send` is the time at which the port has sent the last byte of
+            # the step's previous message.
             start = max(state.next_send, state.port)
             head = start
             tail = start + nbytes * path.beta * factor

@@ -157,7 +157,7 @@ def _engines(network: Network, record: bool) -> list[_Engine]:
 def _in_rounds(
     calls: Iterable[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int
 ) -> Simulation:
-    # Import this here, because it needs numpy, and the other engine does not.
+    # Import `rounds` here, because it needs numpy, and the other engine does not.
     from unisono.lab.simulator.rounds import Rotation, Rounds
 
     messages = 0

@@ -132,8 +132,8 @@ def _scaled(client: Any, size: int) -> Iterator[None]:
 
     An adaptive cluster scales with the number of tasks, but ranks need all workers from the start.
     """
-    # Dask has no public name for this object. Other kinds of clusters lack it, and so does a client that was created
-    # from an address.
+    # Dask has no public name for an adaptive cluster's `Adaptive` object. Other kinds of clusters, and clients that
+    # were created from an address, have no `Adaptive` object.
     adaptive = getattr(client.cluster, "_adaptive", None) or SimpleNamespace(minimum=0, maximum=0)
     minimum = adaptive.minimum
     adaptive.minimum = max(minimum, min(size, adaptive.maximum))

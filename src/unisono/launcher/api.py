@@ -546,7 +546,8 @@ class Topology:
             return
         name = interface_of(self.address)
         if outer == "nccl" and name is not None:
-            # NCCL would otherwise pick an interface itself. This variable is the only way to choose one.
+            # NCCL_SOCKET_IFNAME is the only way to choose NCCL's network interface; without the variable, NCCL picks an
+            # interface itself.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if backend == outer:
             check_reachability(
@@ -682,8 +683,8 @@ def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         with own_generators:
             return Supervisor(start, ends, range(size), on_failure).run()
     except BaseException as error:
-        # The caller was interrupted, so nothing waits for the ranks any more. Fail their group, so that they end at
-        # their next call.
+        # The caller was interrupted, so nothing waits for the ranks any more. Fail the ranks' group, so that each rank
+        # ends at its next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
         hub.control().report_failure(Group.world(0, size), cause)
         raise

@@ -102,7 +102,8 @@ def run_rank(
             with _only_rank_here(rank), _borrowed_process():
                 here = _address_here(address)
                 orphaned = exit_with_children if owned else None
-                # Use a handle separate from the communicator's, which the program may close long before it ends.
+                # Use a control-plane handle separate from the communicator's, because the program may close the
+                # communicator long before the program ends.
                 watch = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
                 leaving.callback(_leave, watch, rank, attempt)
                 _check_in(watch, rank, attempt, size)
@@ -115,7 +116,7 @@ def run_rank(
         gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        # The caller was killed. This worker of its process pool would otherwise wait forever for the next task.
+        # The caller was killed, so this worker of the caller's process pool would wait forever for its next task.
         exit_with_children()
     return outcome
 

@@ -114,8 +114,8 @@ class _LentRanks(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # Deadlines of ranks, each with a check function. The function takes the rank and whether the deadline has
-        # passed. The function returns the rank's outcome, or None if the rank may still report.
+        # Deadlines of ranks, each with a check function, which takes the rank and whether the deadline has passed, and
+        # returns the rank's outcome, or None if the rank may still report.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
@@ -211,7 +211,7 @@ class _LentRanks(Closing):
             text = f"rank {rank} of {self._size} was cancelled before it started"
             return Outcome(rank, error=AbortedError(text, peer=rank))
         except BaseException as error:
-            # Keep only the first line: Ray's errors add a paragraph.
+            # Keep only the error's first line, because Ray adds a paragraph.
             return self._lost(rank, f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
             outcome.reported = False

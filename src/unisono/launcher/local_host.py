@@ -50,7 +50,7 @@ class LocalHost:
         self._files = ExitStack()
         # Files to which the ranks write their uncaught errors.
         self._reports: list[IO[bytes]] = []
-        # The launcher holds the write end of this pipe. When the launcher ends, the pipe closes, and the ranks exit.
+        # The launcher holds the pipe's write end: when the launcher ends, the pipe closes, and the ranks exit.
         self._alive, self._held = os.pipe()
 
     def start(self) -> None:
@@ -106,8 +106,8 @@ class LocalHost:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=(alive, report),
-            # Start each rank in its own session. Ctrl-C at the terminal then reaches only the launcher, which forwards
-            # it, and the rank's children can be killed together with the rank.
+            # Start each rank in its own session, so that Ctrl-C at the terminal reaches only the launcher, which
+            # forwards it, and the rank's children can be killed together with the rank.
             start_new_session=True,
         )
         self._follow(rank, process)

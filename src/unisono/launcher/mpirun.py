@@ -125,7 +125,7 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
     if on_failure != "continue":
         return []
     output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    # Open MPI 4 has no such option: it kills the whole job when the first rank dies.
+    # Open MPI 4 lacks the option `--with-ft`, and kills the whole job when the first rank dies.
     version = re.search(r"Open MPI\D+(\d+)", output)
     return ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
 

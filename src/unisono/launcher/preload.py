@@ -6,7 +6,7 @@ import importlib
 __all__ = ["PRELOADED"]
 
 PRELOADED = (
-    # Packages import these modules lazily, so without this list every forked rank would import them itself.
+    # Packages import the listed modules lazily, so without preloading, every forked rank would import them itself.
     "unisono.bootstrap.tcp_store",
     "unisono.checkpoint.loader",
     "unisono.gradients.average",

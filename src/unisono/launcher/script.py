@@ -97,7 +97,7 @@ class _Attempt:
         self._failures: list[tuple[int, int]] = []
         self._reports: dict[int, Report | None] = {}
         self._writing = threading.Lock()
-        # For each of this process's outputs, the rank and stream that wrote its last line, if that line is unfinished.
+        # For each output whose last line is unfinished, the rank and the stream (1 or 2) that the line came from.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
         # Whether this launcher is terminating the ranks, in which case their exit statuses are not failures.
         self._ending = False
@@ -218,7 +218,7 @@ class _Attempt:
         self.first, status = min(self._failures, key=order)
         if not self._continues:
             self._print_failure(self.first, status, reports.pop(self.first))
-            # If the rank was killed and could not report, show a report of another rank that noticed the loss.
+            # A killed rank usually cannot report, so show the report of another rank that noticed the loss.
             heard = [report for report in reports.values() if report and report["kind"] != "HostLostError"]
             witness = next(iter(heard), None)
             if status < 0 and witness:

@@ -109,8 +109,8 @@ class Supervisor:
         self._start = start
         self._ends = ends
         self._control = control
-        # Time that the other ranks have after the first failure; None if there is no limit, or if this time is already
-        # running.
+        # Time that the other ranks have after the first failure; None if there is no limit, or once the deadline is
+        # set.
         self._grace_s = None if on_failure == "continue" else grace_s or GRACE_S
         self._deadline = math.inf
         self.open: set[int] = set(ranks)

@@ -69,7 +69,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
 
 def _load() -> str | None:
     """Import torch and this library; return why ranks cannot be forked from this process, or None."""
-    # During the import there is nothing to clean up, so make Ctrl-C kill this process without a traceback.
+    # While torch is being imported, there is nothing to clean up, so let Ctrl-C kill this process without a traceback.
     interrupts = signal.getsignal(signal.SIGINT)
     if interrupts is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -79,7 +79,7 @@ def _load() -> str | None:
     except Exception as error:
         return f"the import of torch failed ({type(error).__name__}: {error})"
     finally:
-        # Ranks inherit the signal mask. Each rank unblocks the signal when it is ready to handle it.
+        # Ranks inherit the signal mask, and each rank unblocks SIGINT when it is ready to handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, interrupts)
     threads = len([*Path("/proc/self/task").iterdir()]) - 1

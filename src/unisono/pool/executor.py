@@ -289,7 +289,7 @@ class Pool(Executor):
                 agent.rpc_async(rank, self._rank.stop)
             agent.shutdown()
         except CommError:
-            # A worker was lost during the collective shutdown, so close this rank's agent alone.
+            # A worker was lost during the collective shutdown, so close only this rank's agent.
             agent.close()
         if self._own is not None:
             self._own.close()
@@ -371,8 +371,8 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # If the constructor is still waiting, it raises this error. After that, nobody reads the queue, but the
-            # tasks of a lost worker fail.
+            # The constructor raises an error that arrives while it is waiting for the pool. A later error is never
+            # read, but the tasks of a lost worker fail anyway.
             self._begun.put(error)
 
     def _be(self, comm: Communicator, initialize: _Initialize) -> None:

@@ -67,7 +67,8 @@ class PickleCodec(ChunkCodec):
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, Any], bool] = {}
-        # Needed because cloudpickle's registry of modules to send by value is global to the process.
+        # Pickle one chunk at a time, because cloudpickle's registry of modules to pickle by value is global to the
+        # process.
         self._lock = threading.Lock()
 
     def pack(self, chunk: Chunk) -> bytes:

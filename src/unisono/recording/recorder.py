@@ -89,7 +89,8 @@ class Recording(Closing):
 
     def stepped(self) -> None:
         """Count an optimizer step; end the recording after the last step to record."""
-        # If ranks are threads, the hook also runs for other ranks' steps, so compare the thread.
+        # If ranks are threads, the optimizer hook also runs for other ranks' steps, so check that this is the recording
+        # rank's thread.
         if get_ident() == self._owner and self._left is not None:
             self._left -= 1
             if self._left == 0:

@@ -505,8 +505,8 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not contain the time at which a stop was requested. The first step boundary therefore reads
-        # the recorded decision, if there is one.
+        # The recording does not contain the time at which a stop was requested, so let the first step boundary read the
+        # recorded decision, if there is one.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 
@@ -519,7 +519,7 @@ class _Control(ControlPlane):
 
     # -- activity ------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        # Don't measure again once the replay has begun: `make` may write to a checkpoint that is in use.
+        # Don't call `make` once the replay has begun, because it may write to a checkpoint that is in use.
         otherwise = (lambda: self.replay.missing(group, what)) if self.replay.begun else make
         return self._reply("measured", [group, what], otherwise)
 

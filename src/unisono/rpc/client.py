@@ -270,8 +270,8 @@ class Client:
             self.replies.cancel(call)
             raise
         if self.closed or peer in self._dispatcher.ended:
-            # While this call was being sent, the peer left or this agent was closed. All pending calls (to the peer, or
-            # of this agent) were then failed, but this call may have been added only afterwards.
+            # The peer left or this agent was closed while this call was being sent, so this call may have been added
+            # too late to fail with the other pending calls.
             self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _wait(self, call: PendingCall) -> None:

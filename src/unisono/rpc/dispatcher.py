@@ -66,8 +66,8 @@ class Dispatcher:
             todo: Queue to which the remaining tasks are added, each with a flag: whether the task is short.
         """
         if not self._lock.acquire(blocking=False):
-            # A thread that waits for a reply is already polling. That thread wakes the receiving thread if it leaves
-            # messages behind.
+            # A thread that waits for a reply is already polling, and wakes the receiving thread if it leaves messages
+            # behind.
             return False
         self._thread = threading.get_ident()
         try:
@@ -128,7 +128,7 @@ class Dispatcher:
         try:
             return self.handlers[message.head[0]](message)
         except (ValueError, TypeError, LookupError, struct.error) as error:
-            # Invalid message: receive nothing more from this rank.
+            # Invalid message: receive nothing more from its sender.
             invalid = CommError(f"rank {message.peer} sent an invalid message: {error}", peer=message.peer)
             self._box.mark_lost(message.peer, invalid)
             return None

@@ -45,9 +45,9 @@ class PendingCalls:
     def __init__(self, size: int) -> None:
         self.windows: list[FlowControl] = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
         self.number: Callable[[], int] = itertools.count(1).__next__
-        # The next two fields need no lock: each operation on one of them is atomic, and only one thread's `dict.pop`
-        # finds a call. `_unfinished` must contain every open call, so a call is added to it before `_open`, and removed
-        # from it after `_open`.
+        # The next two fields need no lock, because each operation on them is atomic, and `dict.pop` returns a call to
+        # only one thread. `_unfinished` must contain every open call, so add a call to `_unfinished` first, and remove
+        # it from `_unfinished` last.
         self._open: dict[int, PendingCall] = {}
         self._unfinished: set[int] = set()
         # Guards the fields below.

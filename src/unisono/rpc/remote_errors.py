@@ -60,8 +60,8 @@ def packed(error: BaseException) -> _Report:
     if isinstance(error, RemoteError):
         # The error was raised on a third rank, so report its original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
-        # Use the text without the traceback: `trace` already has the traceback, and the text would double in length
-        # with each rank that passes it on.
+        # Use the text without the traceback, because `trace` already has the traceback. A text that included it would
+        # double in length with each rank that passes the error on.
         text = error.remote_text
     else:
         kind = type(error)
@@ -110,7 +110,7 @@ def _joined(kind: type[BaseException]) -> type[RemoteError]:
             space = {"__module__": kind.__module__, "__doc__": kind.__doc__}
             _classes[kind] = type(kind.__name__, (RemoteError, kind), space)
         except TypeError:
-            # The two classes cannot be combined.
+            # `RemoteError` and `kind` cannot have a common subclass.
             _classes[kind] = RemoteError
     return _classes[kind]
 

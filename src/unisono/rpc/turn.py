@@ -42,8 +42,8 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        # Guards all fields, so that both threads agree whether a function ended in time or its thread has been
-        # replaced, and whether the thread that begins a function must wake the deputy.
+        # Guards all fields. The receiving thread and the deputy must agree on whether a function ended in time or its
+        # thread was replaced, and on whether the thread that begins a function must wake the deputy.
         self._lock = threading.Lock()
         self._state = TurnState.RECEIVING
         self._runs = 0
@@ -89,7 +89,7 @@ class Turn:
                     if self._runs != seen:
                         quiet = 0
                     elif self._state is TurnState.RUNNING:
-                        # No function began during the tick, so this one has been running since before the tick.
+                        # No function began during this tick, so the running function began before the tick.
                         self._state = TurnState.REPLACED
                         return True
                     else:

@@ -53,15 +53,16 @@ class Workers:
         self._name = name
         self._most = most
         self._initializer = initializer
-        # The lock guards all fields below except `_counted`. It is never held while a task runs.
+        # The lock guards all fields below except `_counted`, and is never held while a task runs.
         self._lock = threading.Lock()
         self._available = threading.Condition(self._lock)
         self._tasks: deque[Task] = deque()
-        # The limit that applies now: `most`, and one more for each time that all running tasks seemed stuck.
+        # The current limit on running tasks, which is `most` plus one for each time that all running tasks seemed
+        # stuck.
         self._limit = most
         self._running = 0
-        # Threads without a task, including threads that are being started. Each of them later takes a task, or ends and
-        # is no longer counted.
+        # Number of threads without a task, including threads that are being started. A thread is counted until it takes
+        # a task or ends.
         self._idle = 0
         self._ended = 0
         self._watched = False
@@ -138,7 +139,8 @@ class Workers:
             self._counted.add(here)
             run_task(task)
             self._counted.discard(here)
-            # Drop the task before this thread waits for the next one: it may be the last to refer to large arguments.
+            # Drop the task before waiting for the next one, because the task may hold the last reference to large
+            # arguments.
             del task
             with self._lock:
                 self._running -= 1

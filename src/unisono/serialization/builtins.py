@@ -133,8 +133,8 @@ def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> tuple[
 
 
 def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> tuple[Encoder, Decoder]:
-    # A set's order differs between processes, but its encoding must not, because ranks compare encoded values. So sort
-    # the encoded items.
+    # Sort the encoded items: a set's order differs between processes, but its encoding must not, because ranks compare
+    # encoded values.
     def encoder(parts: Parts, value: Collection[Any], depth: int) -> None:
         items = []
         for item in value:

@@ -65,7 +65,7 @@ class Leaves:
         numbers = [id(leaf) for leaf in leaves]
         with self._freed:
             self._freed.wait_for(lambda: self._free(numbers))
-            # A hook may re-enter this context. In that case, the outer context releases the leaves.
+            # A hook may re-enter this context, so skip leaves that the outer context has reserved and will release.
             taken = [number for number in numbers if number not in self._used]
             self._used.update(dict.fromkeys(taken, here))
         try:

@@ -72,8 +72,8 @@ class ShardComms:
         self._pairs = [ReplaceableComms(comm)]
         self.steps: Communicator = self._pairs[0].base
         try:
-            # Check before duplicating the mesh's communicators: `dup` is collective, so if the ranks' groups did not
-            # form a grid, ranks would wait for each other.
+            # Check the mesh before duplicating its communicators, because `dup` is collective: if the ranks' groups did
+            # not form a grid, ranks would wait for each other.
             _check_mesh(self.steps, mesh)
         except BaseException:
             self.close()

@@ -131,8 +131,8 @@ class FlatParameters:
         self.gathered: bool = False
         self._comms = comms
         self._work: Work | None = None
-        # Version counter of gathered parameters. Freed parameters have a higher one, so that autograd rejects them: it
-        # compares a tensor's version with the version at which it saved the tensor.
+        # Version counter of gathered parameters. Freed parameters have a higher version, so that autograd rejects them:
+        # it compares a tensor's version with the version at which it saved the tensor.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
         # Take the strides from `empty_like`, because they have no gaps: `restore` gives dense memory even to a
@@ -199,7 +199,8 @@ class FlatParameters:
         """Start gathering the parameters, unless they are already gathered. Collective."""
         if self.gathered or self._work is not None:
             return
-        # Resize the storage, because the parameters, and the tensors that autograd has saved, are views of it.
+        # Resize the storage instead of allocating a new one, because the parameters, and the tensors that autograd has
+        # saved, are views of it.
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
@@ -224,7 +225,8 @@ class FlatParameters:
         for parameter, cls in zip(self.parameters, classes, strict=False):
             parameter.__class__ = cls
         # Autograd does not check the class of its saved tensors, but checks their version. If freed parameters had the
-        # same version, a backward pass that had bypassed the hooks would read freed memory and crash the process.
+        # version of gathered ones, a backward pass that had bypassed the hooks would read freed memory and crash the
+        # process.
         version = self._version if gathered else self._version + 1
         torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), (version,) * len(self.parameters))
 
@@ -233,8 +235,8 @@ class FlatParameters:
         if self._work is not None:
             work = self._work
             self._work = None
-            # The gather writes to the memory until it ends. If the gather fails, its error is not lost: the next call
-            # on the communicator raises it.
+            # Wait for the gather, because it writes to the parameters' memory until it ends. If the gather fails, its
+            # error is not lost: the next call on the communicator raises it.
             with suppress(CommError):
                 work.wait()
         if self.gathered:
@@ -249,8 +251,8 @@ class FlatParameters:
 
     def written(self) -> str | None:
         """Return the name of a gathered parameter that was modified in place, or None."""
-        # Skip freed parameters: `_show` has increased their version counters, so these differ from `_version` even
-        # without a write.
+        # Skip freed parameters: their version counters differ from `_version` even without a write, because `_show` has
+        # increased them.
         if self.gathered:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter._version != self._version:
@@ -275,8 +277,8 @@ class FlatParameters:
 
     def show_whole(self, flat: torch.Tensor) -> None:
         """Make the parameters views of the tensor that `gather_whole` has returned."""
-        # Change the version before `_show` writes it. Point to the new tensor after `_show`, because a freed parameter
-        # refuses the assignment of `.data`.
+        # Change the version before `_show` writes it. Point the parameters to the new tensor after `_show`, because
+        # freed parameters refuse the assignment of `.data`.
         self.changed()
         self._show(gathered=True)
         self._point_to(self.layout.views(flat, self.parameters))
@@ -451,7 +453,7 @@ class FlatGradient:
         """Add this rank's gradient of a parameter. Raises `RuntimeError` if gradients arrive on several streams."""
         if self._whole is None:
             self._stream.begin()
-            # Leave the memory undefined: `start_reduce` zeroes only the places that no gradient has filled.
+            # Don't initialize the memory, because `start_reduce` zeroes the places that no gradient has filled.
             self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
         self._stream.check()
         start = self._layout.offsets[index]
@@ -504,8 +506,8 @@ class FlatGradient:
         """
         self._finish_average()
         begin = self._comms.rank * self._layout.part
-        # `.grad` of the other parameters remains None: if it were zero, an optimizer with momentum or weight decay
-        # would change these parameters.
+        # Set `.grad` only of parameters in `reduced`: an optimizer with momentum or weight decay would change a
+        # parameter even if its gradient were zero.
         for index in sorted(self.reduced):
             assert self._sum is not None
             tensor = pieces[index].tensor

@@ -540,7 +540,7 @@ class GradientSharder(PassOwner):
         # Whether an earlier backward pass has failed, and the failure to raise if other ranks dropped gradients that
         # this rank has.
         self._broken = False
-        # Number of errors raised on this rank when the last pass began.
+        # Value of `_watch.errors` when the last pass began.
         self._errors = 0
         self._lost: CommError | None = None
         self._handles: list[Any] = []
@@ -560,14 +560,15 @@ class GradientSharder(PassOwner):
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
         # An error raised in another model counts too: if ranks wait for each other in two models, both models are
-        # aborted, and each rank raises in the model in which it waits. All ranks then repeat the step, and must agree
-        # that this pass is the repetition: if one rank raised again here, the others would wait for it in `renew`.
+        # aborted, and each rank raises in the model in which it waits. After such an abort, all ranks repeat the
+        # training step. They must agree that this pass belongs to the repetition, because a rank that raised again here
+        # would leave the other ranks waiting in `renew`.
         repeats = self._comms.live.reported or self._errors != self._watch.errors
         self._errors = self._watch.errors
         if error is not None and not repeats:
             # Another rank's backward pass has failed, and that rank will repeat its forward pass, during which other
-            # models may communicate. This rank must also repeat its forward pass, instead of waiting for that
-            # repetition at the end of this backward pass.
+            # models may communicate. Raise, so that this rank also repeats its forward pass, instead of waiting for the
+            # failed rank at the end of this backward pass.
             raise error
         self._broken = error is not None
         # A reduction may block until all ranks take part. If there are several models, their gradients arrive in any
@@ -601,8 +602,8 @@ class GradientSharder(PassOwner):
                 raise
             # The rank whose backward pass failed is lost, so it does not repeat its forward pass.
             raise error from lost
-        # Don't raise this error yet: `end` raises it after all models have new communicators, whose creation is
-        # collective.
+        # Leave raising this error to `end`, because an error raised here would skip the creation of the remaining
+        # models' communicators, which is collective.
         self._lost = error if self._held else None
 
     @torch.no_grad()

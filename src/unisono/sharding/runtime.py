@@ -302,7 +302,7 @@ class Runtime(PassOwner):
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
                 ]
             for flat in unit.flats:
-                # Torch rejects these hooks on frozen parameters.
+                # Torch rejects post-accumulate-grad hooks on frozen parameters.
                 for index, parameter in enumerate(flat.parameters if flat.gradient is not None else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -349,8 +349,8 @@ class Runtime(PassOwner):
             if self._depth == 0:
                 self._watch.stop()
             # Two units stay gathered for the backward pass: the model's own unit, which is used throughout, and the
-            # last unit of the forward, with which the backward pass begins. If no output is watched, they would stay
-            # gathered until the next forward.
+            # last unit of the forward, with which the backward pass begins. Without a watched output, a unit that
+            # stayed gathered would not be freed until the next forward.
             stays = watched and (unit.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
                 unit.free()
@@ -473,8 +473,8 @@ class Runtime(PassOwner):
     def _reduce(self, running: _Pass, unit: Unit) -> None:
         """Start averaging a unit's gradients, once the previous reduction is complete."""
         with torch.no_grad():
-            # Finish the previous unit's reduction first. Otherwise, the unsharded gradients of all units would stay in
-            # memory until the end of the pass.
+            # Finish the previous unit's reduction first, because the unsharded gradients of all units would otherwise
+            # stay in memory until the end of the pass.
             for _, gradient in running.reducing.trained if running.reducing is not None else ():
                 gradient.finish_reduce()
             for _, gradient in unit.trained:
@@ -577,8 +577,8 @@ class Runtime(PassOwner):
             self.check_reduced("optimizer.step()", places)
         except RuntimeError as error:
             problem = error
-        # GradScaler deletes these attributes only after a step that succeeds. Remove them here, because a later step
-        # without a GradScaler would otherwise be refused too.
+        # Remove GradScaler's attributes, because GradScaler deletes them only after a step that succeeds, and a later
+        # step without a GradScaler would otherwise be refused too.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
         if any(scaled):
             problem = RuntimeError(
@@ -586,8 +586,8 @@ class Runtime(PassOwner):
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
-        # Without this barrier, a rank that fails in its next pass could interrupt another rank's check. With it, either
-        # all ranks take the step or none does.
+        # Without this barrier, a rank that fails in its next pass could interrupt another rank's check. With the
+        # barrier, either all ranks take the step or none does.
         self._comms.steps.barrier()
         self._change("agree")
 

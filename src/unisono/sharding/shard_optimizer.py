@@ -415,7 +415,8 @@ def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
     for path in {path: None for tree in trees for path in tree}:
         value: Any = trees[0].get(path)
         parts: list[Any] = [tree.get(path) for tree in trees[1:]]
-        # Use rank 2 to decide: its slices are empty, so a state with one element can't be mistaken for a slice.
+        # Check rank 2, whose slices are empty in this trial, so that a shared state with one element can't be mistaken
+        # for a slice.
         is_shared = not isinstance(parts[-1], TensorShard)
         local: list[Any] = [part.local if isinstance(part, TensorShard) else part for part in parts]
         if path[0] == "state" and len(path) > 2:

@@ -72,9 +72,9 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         if tracker.owner.gathers:
             tracker.complete()
     if is_broken:
-        # Renew all models, including unbroken ones, before any further model communicates. Another rank that does not
-        # know of the failure may be waiting in an unbroken model. Renewing that model ends the wait, and the other rank
-        # repeats its backward pass.
+        # Renew all models, including unbroken ones, before completing the remaining passes: a rank that does not know
+        # of the failure may be waiting in an unbroken model. Renewing an unbroken model interrupts the ranks that wait
+        # in it, so that they repeat their backward passes.
         for tracker in begun:
             tracker.owner.renew()
     for tracker in ordered:

@@ -222,7 +222,7 @@ def agree_on_parameters(
     kinds = [(name, _described(p, frozen=frozen)) for name, p in named]
     comm.agree(settings, f"settings of {of}")
     comm.agree(dict(kinds), f"parameters of {of}")
-    # Also compare the list: the dict drops repeated names.
+    # Also compare `kinds` as a list, because a dict drops repeated names.
     comm.agree(kinds, f"order of the parameters of {of}")
     comm.flush_agreements()
     threads = engine_of(comm).measured("threads", partial(_backward_threads, named if hooked else []))

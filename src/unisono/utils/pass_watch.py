@@ -73,8 +73,8 @@ class PassWatch:
     def remove(self) -> None:
         """Stop watching permanently. Idempotent."""
         self.stop()
-        # Find and remove in one step, because meanwhile another thread may append a watch, and a garbage collection may
-        # remove one.
+        # Find and remove this watch in one step, because another thread may append a watch meanwhile, and a garbage
+        # collection may remove one.
         with suppress(ValueError):
             self.peers.remove(weakref.ref(self))
 

@@ -61,8 +61,8 @@ class RepeatableBarrier:
             group = self._group(self._number)
             with self._activity.exchanging("split"):
                 # Before joining, find out whether the other ranks have already given up this call; if so, skip it. If
-                # the call fails later, this rank raises the error like the other ranks. In both cases, all ranks meet
-                # in the next call.
+                # the call fails later, this rank raises the error like the other ranks. Whether this rank skips the
+                # call or raises, all ranks meet in the next call.
                 given_up = control.first_cause(group) is not None
                 control.join(group)
                 try:

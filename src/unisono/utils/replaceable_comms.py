@@ -76,7 +76,7 @@ class ReplaceableComms:
 
     def replace(self) -> None:
         """Replace `data`, which has failed. Collective. All ranks can call `replace` again after an `AbortedError`."""
-        # A rank can be blocked in another model, waiting for ranks that wait for it here. So wait in a barrier first,
+        # A rank can be blocked in another model, waiting for ranks that wait for it here. Wait in a barrier first,
         # because a barrier can be aborted and repeated. An aborted `base` could not be replaced, so use it only after
         # all ranks have arrived.
         self._barrier.wait()

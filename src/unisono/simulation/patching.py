@@ -111,7 +111,8 @@ def _locks() -> list[Replacement]:
         def __class_getitem__(cls, item: object) -> type:
             return cls
 
-    # Condition, Event, Semaphore, Barrier and queue.Queue need no patches: they are built on these.
+    # Condition, Event, Semaphore, Barrier and queue.Queue need no further patches, because they are built on these
+    # locks.
     return [
         (threading, "Lock", lock),
         (threading, "_allocate_lock", lock),
@@ -139,8 +140,8 @@ def _threads() -> list[Replacement]:
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
         with unpatched():
-            # `_started` was created in a task, so it waits in virtual time. Replace it with a real event, because a new
-            # thread notifies its parent in real time.
+            # `_started` was created in a task, so it waits in virtual time. Replace `_started` with a real event,
+            # because a new thread notifies its parent in real time.
             thread.__dict__["_started"] = threading.Event()
             real_start(thread)
         parent.scheduler.admit(task)

@@ -31,7 +31,8 @@ _PR_SET_TIMERSLACK = 29
 _LARGEST = 1 << 16
 # Maximum number of reads from one device before due packets are delivered.
 _BATCH = 32
-# Maximum number of delayed packets. A 1 Gbit/s link transfers fewer full-size packets in 100 ms.
+# Maximum number of delayed packets; larger than the number of full-size packets that a 1 Gbit/s link transfers in 100
+# ms.
 _ROOM = 10_000
 
 

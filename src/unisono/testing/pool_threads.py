@@ -86,7 +86,8 @@ def _end(running: dict[int, int], stopped: set[int]) -> bool:
     frames = thread_frames()
     for thread in set(running.copy().values()) - stopped:
         if not _imports(frames.get(thread)):
-            # This interrupts Python code. A thread that is blocked in C code exits only with this process.
+            # The exception interrupts only Python code; a thread that is blocked in C code exits only with this
+            # process.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
             stopped.add(thread)
     return bool(set(running.copy().values()) - stopped)

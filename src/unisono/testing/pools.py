@@ -232,8 +232,8 @@ class PoolProcesses:
         itself.
         """
         key = size, self._failures
-        # All ranks take part in creating the communicator of the first `size` ranks. It is created once, and again
-        # after a failure.
+        # The communicator of the first `size` ranks is created once, and again after a failure; all ranks take part in
+        # its creation.
         called = size if key in self._connected else self._size
         self._connected.add(key)
         order = pickle.dumps((*key, program))

@@ -115,7 +115,8 @@ def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], d
     states: list[dict[str, Any]] = []
     place = turn = before = 0
     for parts, count in zip(counts, [*done, len(whole)], strict=True):
-        # Ranks take turns. If the number of ranks is unchanged, the next rank continues; otherwise, rank 0 starts.
+        # Ranks take turns yielding items. If the number of ranks is unchanged, the next rank in turn yields the next
+        # item; otherwise, rank 0 does.
         turn = turn if parts == before else 0
         ranks = [make(dataset, num_replicas=parts, rank=rank) for rank in range(parts)]
         for sampler in ranks if states else ():

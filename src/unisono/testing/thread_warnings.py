@@ -48,8 +48,8 @@ _Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "_
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    # C code and other modules read these names as attributes of `warnings`, and so get the properties of its new class.
-    # The module's own functions read the names from its dictionary, so replace them there as well.
+    # C code and other modules read the names in `_NAMES` as attributes of `warnings`, and so get the properties of
+    # `_Module`. Functions in `warnings` read these names from the module's dictionary, so replace them there as well.
     module: Any = warnings
     _process.update((name, vars(module)[name]) for name in _NAMES)
     try:

@@ -65,8 +65,8 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        # The tested code may create the default group itself, as under torchrun. In that case, the new group replaces
-        # the group provided for the test.
+        # The tested code may create the default group itself, as under torchrun; its group then replaces the group
+        # provided for the test.
         given = self.given
         if given is not None and sys._getframe(3).f_code.co_name == "init_process_group":
             self.given = None
@@ -275,7 +275,7 @@ def _of_torch() -> list[Replacement]:
 
     def device_backends(config: Any) -> dict[str, str]:
         found: dict[str, str] = real_map(config)
-        # Replace only these two backends; keep any other backend that the tested code chooses.
+        # Replace only gloo and unisono; keep any other backend that the tested code chooses.
         served = found.get("cpu") in ("gloo", "unisono")
         return {"cpu": _BACKEND} if served and _thread.rank is not None else found
 

@@ -27,7 +27,7 @@ def abort_ends_every_wait(world: World) -> None:
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
         part = comm.dup()
-        # These operations are in flight before the abort, on every rank except the aborting one.
+        # On every rank except the aborting one, an operation is in flight before the abort.
         works = {
             0: lambda: part.irecv(numbers(comm, 0), 3),
             1: lambda: part.barrier(async_op=True),

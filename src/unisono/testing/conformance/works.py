@@ -31,7 +31,7 @@ def work_reports_completion(world: World) -> None:
             return None
         work = comm.irecv(numbers(comm, -1), 1)
         before = work.is_completed()
-        # The peer sends its message only after receiving this one.
+        # The peer sends its message only after receiving this rank's message.
         comm.send(numbers(comm, 1), 1)
         work.wait()
         return before, work.is_completed(), work.exception()

@@ -45,7 +45,7 @@ def check(target: Target) -> Iterator[Finding]:
     elif not on_path:
         yield optional("there is neither mpiexec nor mpirun on the PATH", _install(library), required=required)
     if isinstance(library, str):
-        # There is no library; the check `mpi` reports that.
+        # The check `mpi` reports that there is no library.
         return
     for path in on_path.values():
         reason = _problem(path, library, deadline)

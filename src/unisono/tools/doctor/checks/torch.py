@@ -59,7 +59,8 @@ def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
             f"{reinstall} --index-url {_CPU_INDEX}   # then uninstall the packages nvidia-*",
         )
     elif gpu and torch.version.hip is None:
-        # A container sees its host's PCI devices even if it has no access to them, so this is not necessarily a fault.
+        # A container sees its host's PCI devices even if it has no access to them, so a GPU that torch cannot use is
+        # not necessarily a fault.
         obstacle = "cannot use it: see its driver" if torch.version.cuda else "was built without CUDA"
         fix = "nvidia-smi" if torch.version.cuda else reinstall
         yield optional(f"this host has an NVIDIA GPU ({gpu}), but torch {obstacle}", fix)

@@ -39,7 +39,7 @@ class MessageQueue:
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}
         self.left: defaultdict[str, set[int]] = defaultdict(set)
-        # Ranks that make no more calls. Messages that they have already sent may still be received.
+        # Ranks that make no more calls, but whose earlier messages may still be received.
         self.done: defaultdict[str, set[int]] = defaultdict(set)
         # For each group and call number, the ranks that have reached the call.
         self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)

@@ -166,7 +166,7 @@ class Checked(Wrapper):
         work = super().run(call, over)
         collective = FAMILIES[call.name]
         # The hash of a sum cannot be computed from the hashes of its terms, so results of a reduction can only be
-        # compared with each other. This requires that all ranks receive the sum.
+        # compared with each other, which requires that all ranks receive the sum.
         if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
             return work
         return ChainedWork(work, lambda: self._compare_results(call, collective))

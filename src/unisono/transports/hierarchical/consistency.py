@@ -108,7 +108,7 @@ class HostAgreement:
                 self._group, f"the consistency check of call {self._calls}", None, min(max(timeout, shortest), longest)
             )
         except CommTimeoutError as named:
-            # An error without a peer is about the control plane itself, so keep the original error.
+            # An error that names no peer is about the control plane itself, so keep the original error.
             return error if named.peer is None else named
         except CommError as first:
             return first

@@ -75,7 +75,7 @@ class HostLinks:
         started = clock.now()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
-            # If the digests of two hosts differ, neither host reads on, so complete only the exchanges with the other
+            # Two hosts whose digests differ stop reading from each other, so complete only the exchanges with the other
             # hosts.
             if not alike:
                 return False

@@ -100,7 +100,7 @@ class MpiAgreement:
         try:
             over = clock.poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
-            # Check again: the rank may have contributed to the sum before it left.
+            # Poll again: the lost rank may have contributed to the allreduce before it left.
             if not clock.poll_until(done, clock.now() + _LAST_CONTRIBUTION_S, spins=self._spins):
                 raise
             return

@@ -211,8 +211,8 @@ def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object
     """Keep MPI's requests, and the memory that each request accesses, alive until the requests are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # Any thread may call this function, even a thread that is in the sweep below: the sweep may trigger destructors
-    # that call it. So skip the sweep if one is already in progress.
+    # Skip the sweep if one is already in progress. Any thread may call this function, even a thread that is in the
+    # sweep below, because the sweep may trigger destructors that call this function.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:
@@ -227,5 +227,5 @@ def _is_done(request: Any) -> bool:
     try:
         return bool(request.Test())
     except Exception:
-        # The request has failed. Its error has already been reported, or no longer matters.
+        # The request has failed, and its error has already been reported or no longer matters.
         return True

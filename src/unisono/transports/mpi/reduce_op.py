@@ -40,7 +40,7 @@ _OPS = {
     ReduceOp.BOR: "BOR",
     ReduceOp.BXOR: "BXOR",
 }
-# On 0 and 1, the only values of a bool, these operations match torch's bool arithmetic.
+# Operations that match torch's bool arithmetic on 0 and 1, the only values of a bool.
 _BOOLEAN = {
     ReduceOp.SUM: "MAX",
     ReduceOp.BOR: "MAX",

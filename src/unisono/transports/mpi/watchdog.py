@@ -19,7 +19,7 @@ __all__ = ["Watchdog"]
 _EVERY_S = 0.1
 _GRACE_S = 3.0
 
-# At most one thread watches all communicators of the process. This thread exits when the last communicator is gone.
+# At most one thread watches all communicators of the process; the thread exits when the last communicator is gone.
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 _patrols: list[threading.Thread] = []
 # Guards `_watched` and `_patrols`.
@@ -96,7 +96,7 @@ def _loop() -> None:
     while True:
         time.sleep(_EVERY_S)
         with _lock:
-            # Copy, because other threads may register communicators during the checks.
+            # Copy the set, because other threads may register communicators during the checks.
             watched = list(_watched)
         while watched:
             watched.pop().look()

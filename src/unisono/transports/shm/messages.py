@@ -37,8 +37,8 @@ class ShmMessages(TaggedMessages):
         self._core.wake(peer)
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        # Another thread may move the messages that this thread waits for, and increment `progress`. Therefore read
-        # `progress` before checking `done`.
+        # Read `progress` before checking `done`, because another thread may move the messages that this thread waits
+        # for, and increment `progress`.
         progress = self._core.progress
         started = clock.now()
         if done():

@@ -27,7 +27,8 @@ class _NetworkQueue(MessageQueue):
     def __init__(self, network: SimNetwork) -> None:
         super().__init__()
         self.network = network
-        # Messages in flight, in order. Each message is listed under its sender and its receiver.
+        # Messages in flight, in the order in which their transfers started. Each message is listed under its sender and
+        # its receiver.
         self.in_flight: defaultdict[tuple[str, int], dict[InFlightMessage, None]] = defaultdict(dict)
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}

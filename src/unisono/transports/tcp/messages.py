@@ -132,7 +132,7 @@ class TcpMessages(TaggedMessages):
         self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
         super().__init__(self._streams, self._streams, rank)
         self._rank = rank
-        # Socket pairs for messages to this rank itself, and to wake the polling thread. Both are created on demand.
+        # Two socket pairs, created on demand: one for messages to this rank itself, and one to wake the polling thread.
         self._own: Sequence[socket.socket] = ()
         self._bell: Sequence[socket.socket] = ()
         self._connections = dict(connections)

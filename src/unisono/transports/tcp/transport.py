@@ -52,8 +52,8 @@ class TcpTransport(NativeTransport):
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
-        # Between hosts, a background thread mostly waits for the network. On a single host, it would compete with the
-        # ranks for processors, unless some are spare.
+        # Between hosts, a background thread mostly waits for the network. On a single host, a background thread would
+        # compete with the ranks for processors, unless there are spare processors.
         hosts = {host for host, _ in values}
         return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in values))
 

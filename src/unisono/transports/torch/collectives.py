@@ -19,7 +19,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _VIEWED = {torch.bool, *_COMPLEX}
 _ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-# On 0 and 1, the only values of a bool, these operations match torch's bool arithmetic.
+# Operations that match torch's bool arithmetic on 0 and 1, the only values of a bool.
 _BOOLEAN = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.BOR: ReduceOp.MAX,

@@ -51,7 +51,7 @@ class Sockets:
         fresh = False
         for end in self._accepted():
             if _number(end) in self._seen:
-                # This fails if the peer has reset the connection, but such a connection is already closed.
+                # Shutting down fails if the peer has reset the connection, but a reset connection is already closed.
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             else:
@@ -107,7 +107,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    # Pass SOCK_NONBLOCK in the type. Without this flag, Python would apply the program's default socket timeout, if
+    # Pass SOCK_NONBLOCK in the type, because Python would otherwise apply the program's default socket timeout, if
     # there is one, and so make the connection non-blocking for all its descriptors.
     with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

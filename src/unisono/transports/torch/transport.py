@@ -79,7 +79,8 @@ class TorchTransport(Transport):
         self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        # `Work` objects in flight, in the order in which they were started. NCCL completes them in the same order.
+        # `Work` objects in flight, in the order in which they were started, which is also the order in which NCCL
+        # completes them.
         self._flying: deque[_BackendWork] = deque()
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
@@ -88,8 +89,8 @@ class TorchTransport(Transport):
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
         # If ranks compare a call while it runs, a difference requires an abort. But a group that the caller owns must
-        # not be aborted, and gloo aborts the process if calls differ. In these two cases, ranks therefore compare
-        # before the call.
+        # not be aborted, and gloo aborts the process if calls differ. For groups that the caller owns, and on gloo,
+        # ranks therefore compare before the call.
         self.compares_later: bool = self._cuda and owned
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags: bool = not self._cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -64,6 +65,7 @@ def _add_rules(dynamo: ModuleType) -> None:
     try:
         convert = dynamo.CatchErrorsWrapper.__call__
         plain = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)
+        skipped = dynamo.ConvertFrameReturn(frame_exec_strategy=plain)
         inlined = dynamo.trace_rules.get_mod_inlinelist
         dynamo.trace_rules.add("unisono")
     except AttributeError:
@@ -74,7 +76,13 @@ def _add_rules(dynamo: ModuleType) -> None:
     # list is rebuilt when the function's cache is cleared, for example by `init_process_group`.
     dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
+    handles = logging.Handler.handle.__code__
+
     def call(self: Any, frame: Any, *given: Any) -> Any:
+        # A logging handler runs under its own lock, and Dynamo compiles under another lock. Compiling the handler in one
+        # thread could therefore deadlock with another thread that logs while it compiles.
+        if sys._getframe(1).f_code is handles:
+            return skipped
         returned = convert(self, frame, *given)
         file = frame.f_code.co_filename
         if file.startswith(_FOLDER) and file != _REFUSES:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import logging
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -246,3 +248,50 @@ def test_examples_of_docstrings(room: str, monkeypatch: pytest.MonkeyPatch, tmp_
     found = wrong_examples(names, monkeypatch)
     torch.compiler.reset()
     assert not found, "\n".join(found)
+
+
+class HandlerThatMeetsACompiler(logging.Handler):
+    """Holds its lock in one thread until another thread, which is compiling, also logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = threading.Event()
+        self.compiling = threading.Event()
+        self.texts: list[str] = []
+
+    def acquire(self) -> None:
+        super().acquire()
+        if threading.current_thread().name == "logs":
+            self.held.set()
+            self.compiling.wait(20)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_threads_that_compile_and_log_do_not_wait_for_each_other() -> None:
+    handler = HandlerThatMeetsACompiler()
+    logger = logging.Logger("threads that compile")
+    logger.addHandler(handler)
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        handler.compiling.set()
+        logger.warning("compiling")
+        return graph
+
+    def log() -> None:
+        torch._dynamo.graph_break()
+        logger.warning("logging")
+
+    def compile_after() -> None:
+        handler.held.wait(20)
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+
+    # Threads are daemons, because a deadlock would otherwise keep the test process from exiting.
+    one = threading.Thread(target=torch.compile(log, backend="eager"), name="logs", daemon=True)
+    other = threading.Thread(target=compile_after, daemon=True)
+    one.start()
+    other.start()
+    one.join(30)
+    other.join(30)
+    assert sorted(handler.texts) == ["compiling", "logging"]

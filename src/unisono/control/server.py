@@ -159,7 +159,9 @@ class ControlServer:
             return over
 
     def _nap_s(self) -> float | None:
-        left_s = None if self._end_at is None else max(0.0, self._end_at - clock.now())
+        # Read it once: `stay` may clear it at any time.
+        end_at = self._end_at
+        left_s = None if end_at is None else max(0.0, end_at - clock.now())
         return min((wait for wait in (left_s, self._acceptor.wait_s()) if wait is not None), default=None)
 
     def _admit(self, handshake: Handshake) -> None:

@@ -29,8 +29,8 @@ class ControlState:
     Args:
         on_end: Called with the name of a group that all ranks have left, so that holders can drop the group's objects.
         on_left: Called with the label of a client that has disconnected, with or without a goodbye.
-        restarts: Whether a rank's new process may replace one that was lost while ranks were still joining; otherwise,
-            the loss is an error on the other ranks.
+        restarts: Whether a rank that left or was lost while ranks were still joining may join again, also from a new
+            process; otherwise, this is an error on the other ranks.
 
     Values in an exchange are opaque bytes, so "equal" means identical bytes. Memory is bounded: finished exchanges are
     dropped, as are groups that all ranks have left.
@@ -85,13 +85,16 @@ class ControlState:
     def lost(self, client: int, outage: str = "") -> Outgoing:
         """Handle the end of a client's connection without `bye`; `outage` is the reason if its host was unreachable."""
         names = self._groups.names(client)
-        for (job, rank), (number, _, last) in list(self._registrations.items()):
-            if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
-                # A new process may replace this one in the same world group, which is still incomplete.
-                self._registrations[job, rank] = number - 1, "", client
-                self._absent(rank, f"rank {rank} had joined, and was lost: its process ended before all had joined")
+        self._vacate(client, "was lost: its process ended")
         out = [*self._forget(client), *self._groups.lose(client, outage)]
         return out + self._look(names)
+
+    def _vacate(self, client: int, how: str) -> None:
+        """Undo a client's registration for a world group that ranks still join, so that the rank may register again."""
+        for (job, rank), (number, _, last) in list(self._registrations.items()):
+            if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
+                self._registrations[job, rank] = number - 1, "", client
+                self._absent(rank, f"rank {rank} had joined, and {how} before all had joined")
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
         """Record a refused process for error texts. Its claimed rank is unverified, so it does not count as failed."""
@@ -183,10 +186,10 @@ class ControlState:
 
     def _missing(self, name: str) -> str:
         """Return lines for a group's error text that say why ranks are missing, as far as known."""
-        registered = {rank for (_, rank), (number, *_) in self._registrations.items() if number}
         if "/" in name or self._groups.complete(name):
             return ""
-        return "".join(f"\n  {why}" for who, why in self._absences.items() if who not in registered)
+        present = self._groups.present(name)
+        return "".join(f"\n  {why}" for who, why in self._absences.items() if who not in present)
 
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
         first, out = self._groups.fail(name, Cause(kind, rank, message))
@@ -284,6 +287,8 @@ class ControlState:
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
             return [*out, (client, failed(request, cause))]
         self._registrations[job, rank] = number + 1, process, client
+        # The reason for an earlier absence explains no later one.
+        self._absences.pop(rank, None)
         name = f"{job}{number + 1}"
         return self._groups.join(client, request, name, rank, size, answer=name)
 
@@ -295,6 +300,10 @@ class ControlState:
     def _on_bye(self, client: int, request: int) -> Outgoing:
         """Leave all groups cleanly; the connection may end now."""
         names = self._groups.names(client)
+        # A rank that looks for rank 0 elsewhere may return to this server, because rank 0 withdraws its address between
+        # two calls of `init`, but then often keeps its server. If the rank counted as having left, it would register
+        # for the world group after the one in which the other ranks wait for it.
+        self._vacate(client, "left again")
         out = [*self._forget(client), *self._groups.leave_all(client), *self._look(names)]
         return [*out, (client, (request, "ok", None))]
 

@@ -20,7 +20,7 @@ from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
 from unisono.control.sockets import find_secret
 from unisono.core.group import Group
-from unisono.errors import PeerLostError
+from unisono.errors import CommTimeoutError, PeerLostError
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
 
@@ -173,6 +173,42 @@ def test_server_ended_during_rendezvous_is_replaced(port: int) -> None:
         place.close()
 
 
+def test_rank_that_follows_a_withdrawn_address_meets_the_others_at_the_same_server(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meet"
+    first = meet(url, 3)
+    first[1].close()
+    seated, left = threading.Event(), threading.Event()
+    register, close = SocketControl.register_rank, SocketControl.close
+
+    def watched_register(self: SocketControl, *arguments: Any) -> str:
+        name = register(self, *arguments)
+        seated.set()
+        return name
+
+    def watched_close(self: SocketControl) -> None:
+        close(self)
+        if self is not first[0].control:
+            left.set()
+
+    def withdraws_and_comes_again() -> Rendezvous:
+        assert seated.wait(SOON)
+        first[0].close()
+        assert left.wait(SOON)
+        return find(url, 0, 3, SOON)
+
+    def keeps_the_server() -> Rendezvous:
+        assert left.wait(SOON)
+        return find(url, 2, 3, SOON)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SocketControl, "register_rank", watched_register)
+        patch.setattr(SocketControl, "close", watched_close)
+        second = run_concurrently(withdraws_and_comes_again, lambda: find(url, 1, 3, SOON), keeps_the_server)
+    assert [(place.rank, place.name) for place in second] == [(0, "world2"), (1, "world2"), (2, "world2")]
+    for place in (first[2], *second):
+        place.close()
+
+
 def test_rank_that_is_killed_while_others_gather_may_come_again(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     killed = threading.Event()
@@ -209,6 +245,23 @@ def test_lost_rank_that_does_not_come_again_is_named(port: int) -> None:
     found, _ = run_concurrently(lambda: find(f"tcp://127.0.0.1:{port}", 0, 3, 0.5), killed)
     assert "for rank 1 (and 2), which have not arrived" in str(found)
     assert "rank 1 had joined, and was lost: its process ended before all had joined" in str(found)
+
+
+def test_rank_that_is_lost_at_a_later_init_is_named(port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    first = meet(url, 2)
+
+    def lost() -> None:
+        control = SocketControl(("127.0.0.1", port), find_secret(), SOON)
+        control.join(Group.world(1, 2, control.register_rank("world", 1, 2, "a new process of rank 1")))
+        control.lose()
+        control.close()
+
+    first[1].close()
+    lost()
+    with pytest.raises(CommTimeoutError, match="rank 1 had joined, and was lost: its process ended before all had"):
+        find(url, 0, 2, 0.5)
+    first[0].close()
 
 
 HOST = """

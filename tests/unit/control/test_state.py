@@ -58,9 +58,9 @@ END: list[tuple[int, Any]] = [
 """What answers all that may still wait."""
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), verbs), max_size=60))
-def test_every_request_is_answered_once(story: list[tuple[int, Any]]) -> None:
-    state = ControlState()
+@given(st.lists(st.tuples(st.integers(0, 3), verbs), max_size=60), st.booleans())
+def test_every_request_is_answered_once(story: list[tuple[int, Any]], restarts: bool) -> None:
+    state = ControlState(restarts=restarts)
     asked: set[tuple[int, int]] = set()
     over: set[tuple[int, int]] = set()
     for number, (client, words) in enumerate([*story, *END], start=1):
@@ -92,6 +92,23 @@ def test_register_rank() -> None:
     assert [(who, reply[1]) for who, reply in refused] == [(3, "failed"), (4, "failed")], "another one beside it"
     state.lost(3)
     assert state.handle(4, 5, ("enrol", "world", 0, 2, "r")) == [(4, (5, "ok", "world3"))], "the one after it"
+
+
+@pytest.mark.parametrize("end", ["bye", "lost"])
+def test_rank_that_goes_while_others_join_may_register_for_the_same_group(end: str) -> None:
+    def goes(client: int) -> Any:
+        return state.lost(client) if end == "lost" else state.handle(client, 9, ("bye",))
+
+    state = ControlState(restarts=True)
+    state.handle(1, 1, ("enrol", "world", 0, 2, "p"))
+    state.handle(1, 2, ("exchange", "world1", "init", b"", False))
+    state.handle(2, 1, ("enrol", "world", 1, 2, "q"))
+    assert [who for who, _ in goes(2)] == ([] if end == "lost" else [2]), "rank 0 waits"
+    assert state.handle(3, 1, ("enrol", "world", 1, 2, "r")) == [(3, (1, "ok", "world1"))]
+    answers = state.handle(3, 2, ("exchange", "world1", "init", b"", False))
+    assert [(who, reply[1]) for who, reply in answers] == [(3, "ok"), (1, "ok")]
+    assert [reply[1] for who, reply in goes(3) if who == 1] == (["failed"] if end == "lost" else []), "after all joined"
+    assert state.handle(4, 1, ("enrol", "world", 1, 2, "r")) == [(4, (1, "ok", "world2"))]
 
 
 @pytest.mark.parametrize("words", [(), ("nothing",), ("set", "k"), ("join", [], 0, 1), ("_forget",), "set"])

@@ -250,12 +250,16 @@ class FlatParameters:
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
-        """Return the name of a gathered parameter that was modified in place, or None."""
+        """Return the name of a gathered parameter that was modified in place or got another `.data`, or None."""
         # Skip freed parameters: their version counters differ from `_version` even without a write, because `_show` has
         # increased them.
         if self.gathered:
-            for name, parameter in zip(self.names, self.parameters, strict=True):
+            for name, parameter, place in zip(self.names, self.parameters, self._places, strict=True):
                 if parameter._version != self._version:
+                    return name
+                if parameter.data_ptr() != place.data_ptr():
+                    # All later steps would compute with these values, which no gather replaces.
+                    self._point_to(self._places)
                     return name
         return None
 
@@ -283,6 +287,18 @@ class FlatParameters:
         self._show(gathered=True)
         self._point_to(self.layout.views(flat, self.parameters))
 
+    def unlike_whole(self) -> str | None:
+        """Return the name of a parameter that got `.data` of another shape, dtype or device since `show_whole`."""
+        for name, parameter, place in zip(self.names, self.parameters, self._places, strict=True):
+            if (parameter.shape, parameter.dtype, parameter.device) != (place.shape, self._part_dtype, place.device):
+                return name
+        return None
+
+    def assigned(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return copies of the values that `p.data = x` has kept out of the tensor, after the places for them in it."""
+        shown = zip(self.layout.views(flat, self._places), self.parameters, strict=True)
+        return [(view, p.detach().clone()) for view, p in shown if not _is_same_view(p, view)]
+
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
         """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
         if writeback:
@@ -298,6 +314,11 @@ class FlatParameters:
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
             del parameter.__dict__["_sharded_name"]
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of the same shape and dtype are the same view of the same memory."""
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 class OneStream:

@@ -263,7 +263,8 @@ class ShardedModel:
         Returns: A context manager that frees the parameters again on exit.
 
         Raises:
-            RuntimeError: A forward pass, a backward pass or another `full_parameters` is running.
+            RuntimeError: A forward pass, a backward pass or another `full_parameters` is running. On exit: a parameter
+                has another shape, dtype or device than before; in this case, no change is kept.
         """
         with self._runtime.whole(writeback=writeback):
             yield

@@ -88,12 +88,12 @@ class Unit:
                 )
 
     def written(self) -> RuntimeError | None:
-        """Return an error if a gathered parameter was modified in place, otherwise None."""
-        for flat in self.flats:
+        """Return an error if a gathered parameter was modified outside `full_parameters`, otherwise None."""
+        for flat in () if self.held else self.flats:
             name = flat.written()
             if name is not None:
                 return RuntimeError(
-                    f"{name!r} was changed in place while its sharded model ran, where each rank has a copy of it that "
+                    f"{name!r} was changed while its sharded model ran, where each rank has a copy of it that "
                     "is not kept. Change it inside `with sharded.full_parameters():`"
                 )
         return None
@@ -339,7 +339,7 @@ class Runtime(PassOwner):
         # The caller may run the forward in an `except` block, whose exception is not a failure of this forward. Look
         # for writes before `free`, which changes the version counters.
         raised = sys.exception() if sys.exception() is not self._outer else None
-        written = unit.written() if raised is None and not unit.running and not unit.held else None
+        written = unit.written() if raised is None and not unit.running else None
         watched = 0
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
@@ -638,9 +638,24 @@ class Runtime(PassOwner):
             self._whole = False
             for unit in self._units:
                 unit.held = False
+            # Check all before writing any, so that the model keeps all changes or none.
+            names = [flat.unlike_whole() for flat in self._flats] if writeback else []
+            unlike = next((name for name in names if name is not None), None)
+            writeback = writeback and unlike is None
+            if writeback:
+                # Copy all before writing any, because they may be views of each other's places: two parameters may
+                # have been swapped.
+                pairs = zip(self._flats, wholes, strict=True)
+                for place, values in [copied for flat, whole in pairs for copied in flat.assigned(whole)]:
+                    place.copy_(values)
             for flat, whole in zip(self._flats, wholes, strict=True):
                 flat.hide_whole(whole, writeback=writeback)
             self.changed()
+        if unlike is not None:
+            raise RuntimeError(
+                f"{unlike!r} was given another shape, dtype or device inside full_parameters(), so no change was kept. "
+                "Call remove(), change the model, and shard it again"
+            )
 
     def remove(self) -> None:
         """Remove all hooks, and turn the parameters back into plain tensors with all elements. Collective."""

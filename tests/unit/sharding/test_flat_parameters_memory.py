@@ -72,7 +72,7 @@ def test_what_would_read_freed_memory_raises(how: str) -> None:
     def program(comm: un.Communicator) -> str:
         model = Using(*RAISING[how])
         sharded = ShardedModel(model, comm)
-        with pytest.raises(RuntimeError, match=r"in ?place") as caught:
+        with pytest.raises(RuntimeError, match=r"in ?place|was changed") as caught:
             model(torch.ones(3, 4)).sum().backward()
         sharded.remove()
         model.units[1].use, model.finish = WORKING["returns its weight"]

@@ -131,6 +131,63 @@ def test_full_parameters_and_states() -> None:
     assert on_two(program) == [True, True]
 
 
+def whole_of(model: nn.Module, sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    with sharded.full_parameters(writeback=False):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_data_assigned_inside_full_parameters_is_kept() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model, sharded, _ = simple(comm)
+        sizes = sum(p.numel() for p in model.parameters())
+        values = torch.arange(float(sizes))
+        with sharded.full_parameters():
+            torch.nn.utils.vector_to_parameters(values, model.parameters())
+        with sharded.full_parameters():
+            assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), values)
+            one, other, square = model[1].weight, model[2].weight, model[2].bias
+            wanted = [other.clone(), one.t().clone(), square + 1]
+            one.data, other.data = other.data, one.data.t()
+            square.data = square.data + 1
+        with sharded.full_parameters():
+            found = [model[1].weight, model[2].weight, model[2].bias]
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+            one.data = torch.zeros_like(one)
+            one.data += 1
+        before = whole_of(model, sharded)
+        assert before["1.weight"].eq(1).all()
+
+        def assign(wrong: torch.Tensor) -> None:
+            with sharded.full_parameters():
+                model[0].weight.data.zero_()
+                one.data = wrong
+
+        for wrong in (torch.zeros(2), torch.zeros_like(wanted[0], dtype=torch.float16)):
+            with pytest.raises(RuntimeError, match=r"'1.weight' was given another shape, dtype or device"):
+                assign(wrong)
+        with sharded.full_parameters(writeback=False):
+            one.data = torch.zeros(2)
+        return all(torch.equal(before[name], value) for name, value in whole_of(model, sharded).items())
+
+    assert on_two(program) == [True, True]
+
+
+def test_data_assigned_in_a_forward_is_refused() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model, sharded, optimizer = simple(comm)
+        before = whole_of(model, sharded)
+        handle = model[1].register_forward_pre_hook(lambda module, _: setattr(module.weight, "data", torch.ones(4, 4)))
+        with pytest.raises(RuntimeError, match=r"'1.weight' was changed while its sharded model ran"):
+            model(torch.ones(1, 3))
+        handle.remove()
+        assert torch.equal(whole_of(model, sharded)["1.weight"], before["1.weight"])
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return not torch.equal(whole_of(model, sharded)["1.weight"], before["1.weight"])
+
+    assert on_two(program) == [True, True]
+
+
 def test_gradients_of_no_sync_and_changes_between_passes() -> None:
     def program(comm: un.Communicator) -> bool:
         model, sharded, optimizer = simple(comm)

@@ -329,8 +329,9 @@ class GradientAverager:
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over the new communicator: ranks that join create their averager at the same time. An aborted step is
-        discarded. Parameters are not changed: make them equal on all ranks yourself, or use `un.elastic`.
+        Collective over the new communicator: ranks that join create their averager at the same time, with
+        `init_sync=False`. An aborted step is discarded. Parameters are not changed: make them equal on all ranks
+        yourself, or use `un.elastic`.
 
         Codec state is dropped, because it may come from a step that other ranks did not complete.
 

@@ -249,8 +249,9 @@ class LogicalShards:
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-        Collective over the new communicator. If a step is incomplete, it is discarded, and p.grad is restored to its
-        value before that step. Parameters are not changed: make them equal on all ranks yourself.
+        Collective over the new communicator: ranks that join create their object at the same time, with
+        `init_sync=False`. If a step is incomplete, it is discarded, and p.grad is restored to its value before that
+        step. Parameters are not changed: make them equal on all ranks yourself.
 
         Args:
             comm: The new communicator; its number of ranks must divide `count`.

@@ -203,10 +203,7 @@ class PeriodicAverager(PeriodicAction):
         }
         super().__init__(model, comm, schedule, buffers=buffers, settings=settings)
         try:
-            # Compare values only now, after `super().__init__` has checked that names and shapes are equal.
-            if self.anchor:
-                advice = "un.broadcast_parameters(model, comm) makes them equal"
-                assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
+            self._follow_leader(is_new=True)
         except Exception:
             # Close the new communicator on any error, and re-raise the error.
             self._comm.close()
@@ -464,14 +461,28 @@ class PeriodicAverager(PeriodicAction):
                 # loaded.
                 fragment.is_loaded = self.outer is not None
         self._connect(comm)
-        progress = self._comm.all_gather_object((sum(fragment.rounds for fragment in self._fragments), self.steps))
+        self._follow_leader(is_new=False)
+
+    def _follow_leader(self, *, is_new: bool) -> None:
+        """Continue from the state of the rank with the most progress, unless all ranks' averagers are new. Collective.
+
+        The constructor and `move_to` both make these calls, because a rank joins with a new averager while the others
+        move theirs.
+        """
+        rounds = sum(fragment.rounds for fragment in self._fragments)
+        progress = self._comm.all_gather_object((_NEW if is_new else rounds, self.steps))
         # If several ranks have equal progress, all ranks choose the first of them.
         leader = progress.index(max(progress))
-        state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
         rounds, steps = progress[leader]
+        if rounds == _NEW:
+            if self.anchor:
+                advice = "un.broadcast_parameters(model, comm) makes them equal"
+                assert_equal_tensors(self._known, self._comm, "parameters differ between ranks", advice)
+            return
+        state = self._comm.broadcast_object(self.state_dict() if self._comm.rank == leader else None, src=leader)
         # A rank that has taken no step may be new and have a different anchor, so it also loads the leader's state, and
         # loses nothing, because it has not trained.
-        if progress[comm.rank][0] < rounds or (steps and not self.steps):
+        if progress[self._comm.rank][0] < rounds or (steps and not self.steps):
             self.load_state_dict(state)
             with torch.no_grad():
                 for fragment in self._fragments:
@@ -497,6 +508,10 @@ class PeriodicAverager(PeriodicAction):
                     # Replace the prediction with the values that this rank had before, the anchor minus the
                     # contribution, but keep the training since the prediction.
                     here.add_(there - own - expected)
+
+
+_NEW = -1
+"""Progress of an averager that is being constructed: less than that of one that has applied no result."""
 
 
 def floating(named: Named) -> Named:

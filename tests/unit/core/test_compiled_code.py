@@ -271,7 +271,8 @@ class HandlerThatMeetsACompiler(logging.Handler):
 
 def test_threads_that_compile_and_log_do_not_wait_for_each_other() -> None:
     handler = HandlerThatMeetsACompiler()
-    logger = logging.Logger("threads that compile")
+    logger = logging.getLogger("threads that compile")
+    logger.propagate = False
     logger.addHandler(handler)
 
     def backend(graph: Any, _inputs: Any) -> Any:

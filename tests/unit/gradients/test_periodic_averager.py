@@ -223,6 +223,41 @@ def test_what_a_rank_has_learnt_outlives_an_exchange_that_failed() -> None:
     assert ends[:2] == [pytest.approx((1.33 * 4, 6.0, 1.33 * 6))] * 2
 
 
+NEW: dict[str, Callable[[torch.Tensor, un.Communicator], PeriodicAverager]] = {
+    "DiLoCo": lambda weight, comm: DiLoCo([weight], comm, 2, 0.7),
+    "streaming DiLoCo": lambda weight, comm: DiLoCo([weight], comm, 2, 0.7, overlap_steps=1),
+    "LocalSGD": lambda weight, comm: LocalSGD([weight], comm, 2),
+    "Gossip": lambda weight, comm: Gossip([weight], comm),
+}
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_rank_that_joins_creates_its_averager_while_the_others_move(kind: str) -> None:
+    def program(comm: un.Communicator) -> tuple[float, float, int]:
+        before = comm.split(comm.rank // 2)
+        weight = torch.full((1,), 9.0 * (comm.rank == 2), dtype=torch.float64)
+        averager = NEW[kind](weight, before if comm.rank < 2 else comm)
+        if comm.rank < 2:
+            for _ in range(3):
+                weight += 1
+                averager.step()
+            averager.move_to(comm)
+        joined = weight.item()
+        for _ in range(5):
+            weight += comm.rank
+            averager.step()
+        averager.finish()
+        return joined, weight.item(), averager.steps
+
+    (first, *_), (_, common, _), (joined, *_) = ends = run_ranks(program, 3, "thread")
+    assert [steps for *_, steps in ends] == [8, 8, 8]
+    if "DiLoCo" in kind:
+        assert [end for _, end, _ in ends] == [common] * 3
+        assert joined == first - 1, "the anchor, without the step since"
+    else:
+        assert (first, joined) == (3.0, 9.0)
+
+
 def repeat_failed_average(comm: un.Communicator, posts: Posts, kind: str) -> tuple[bool, list[float], list[float]]:
     """Let rank 1 fail after some messages; return whether this rank did, and its weights then and after a repetition.
 

@@ -79,8 +79,8 @@ def _add_rules(dynamo: ModuleType) -> None:
     handles = logging.Handler.handle.__code__
 
     def call(self: Any, frame: Any, *given: Any) -> Any:
-        # A logging handler runs under its own lock, and Dynamo compiles under another lock. Compiling the handler in one
-        # thread could therefore deadlock with another thread that logs while it compiles.
+        # A logging handler runs under its own lock, and Dynamo compiles under another lock. If Dynamo compiled a
+        # handler in one thread, it could deadlock with another thread that logs while it compiles.
         if sys._getframe(1).f_code is handles:
             return skipped
         returned = convert(self, frame, *given)

@@ -145,7 +145,7 @@ class Engine:
         if self.life.phase is not _OPEN:
             # Check in a loop, because a debugger may hold the ranks again before this thread has run.
             while self.life.phase is Phase.HELD:
-                HOLD.wait()
+                HOLD.wait(self.activity)
             self.failures.check(operation)
 
     def own(self, operation: str) -> None:

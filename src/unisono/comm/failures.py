@@ -145,7 +145,7 @@ class Failures:
         if self._life.cause is None:
             timed_out = isinstance(error, CommTimeoutError)
             if timed_out and os.environ.get(_ON_TIMEOUT) == "debug" and can_hold(self._backend):
-                hold_ranks(self.control, self._group, f"timed out in {where}: {text_of(error)}".partition("\n")[0])
+                hold_ranks(self.control, self.activity, f"timed out in {where}: {text_of(error)}".partition("\n")[0])
             self.activity.fail(timed_out=timed_out)
             error = with_hang_report(error, self.control, self._group)
         own = to_cause(error, self._group.rank, where)

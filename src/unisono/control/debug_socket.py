@@ -48,9 +48,12 @@ class _HeldRank:
 
     @property
     def thread(self) -> int:
-        """Identifier of the thread that makes the rank's calls; 0 if the rank has no open communicator."""
+        """Identifier of the held thread, or else of the one that makes the rank's calls; 0 without open communicators.
+
+        The two differ if several threads use the rank's communicators.
+        """
         known = self.activities.open()
-        return known[-1].owner if known else 0
+        return HOLD.thread_in(known) or (known[-1].owner if known else 0)
 
     def describe(self) -> _Json:
         """Return the rank's location, and its current call."""

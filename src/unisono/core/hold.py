@@ -6,14 +6,14 @@ import _thread
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
 from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.flight_recorder import Activity, users_frame
-from unisono.core.group import Group
 from unisono.host.native import native
 
 __all__ = ["HOLD", "SUSPENDABLE", "Hold", "can_hold", "hold_ranks"]
@@ -43,7 +43,8 @@ class Hold:
         self._engines: weakref.WeakValueDictionary[int, _Holdable] = weakref.WeakValueDictionary()
         # This list also contains engines that are released for a single step.
         self._held: list[_Holdable] = []
-        self._gates: dict[int, _thread.LockType] = {}
+        # The gate at which each thread waits, and the communicator whose call led there.
+        self._gates: dict[int, tuple[_thread.LockType, Activity]] = {}
         self._steps: set[int] = set()
         # The control plane's thread calls `stop` and `go`, and must not wait for a rank, so no thread holds this lock
         # while it waits at its gate.
@@ -98,13 +99,13 @@ class Hold:
             _set_core(clock.go())
             gates = list(self._gates.values())
             self._gates.clear()
-        for gate in gates:
+        for gate, _ in gates:
             gate.release()
 
     def step(self, thread: int) -> bool:
         """Let a held thread run to its next line; return whether the thread was held."""
         with self._lock:
-            gate = self._gates.pop(thread, None)
+            gate, _ = self._gates.pop(thread, (None, None))
             if gate is None:
                 return False
             self._steps.add(thread)
@@ -123,8 +124,13 @@ class Hold:
         """Return whether a thread is held in `wait`, and so can be stepped."""
         return thread in self._gates
 
-    def wait(self) -> None:
-        """Wait until all ranks continue or this thread is stepped."""
+    def thread_in(self, activities: Sequence[Activity]) -> int | None:
+        """Return the thread that was the last to be held in a call of one of these communicators; None without one."""
+        # Copy in one step, because an interrupted thread removes its gate at any time.
+        return next((thread for thread, (_, at) in reversed(list(self._gates.items())) if at in activities), None)
+
+    def wait(self, activity: Activity) -> None:
+        """Wait until all ranks continue or this thread is stepped; `activity` is that of the communicator it uses."""
         here = _thread.get_ident()
         gate = _thread.allocate_lock()
         with self._lock:
@@ -132,7 +138,7 @@ class Hold:
                 return
             # Register the gate under the lock: then either `go` finds the gate, or this thread finds `held` False.
             gate.acquire()
-            self._gates[here] = gate
+            self._gates[here] = gate, activity
             # Suspend the engines that `step` has resumed.
             for engine in self._held:
                 # This thread might be the first to call a communicator that has no owner, as in `step`.
@@ -145,7 +151,7 @@ class Hold:
             self._gates.pop(here, None)
         if here in self._steps:
             self._steps.discard(here)
-            _call_at_next_line(users_frame(sys._getframe(1)), self.wait)
+            _call_at_next_line(users_frame(sys._getframe(1)), partial(self.wait, activity))
 
 
 HOLD = Hold()
@@ -157,15 +163,16 @@ def can_hold(backend: str) -> bool:
     return sys.platform == "linux" and set(backend.split("+")) <= SUSPENDABLE
 
 
-def hold_ranks(control: ControlPlane, group: Group, why: str, show: Callable[[], None] | None = None) -> None:
+def hold_ranks(control: ControlPlane, activity: Activity, why: str, show: Callable[[], None] | None = None) -> None:
     """Hold all ranks for a debugger, and return when it releases them.
 
     Args:
         control: Control plane of the ranks.
-        group: A group that contains this rank.
+        activity: This rank's activity in a group.
         why: What happened on this rank.
         show: Function that opens a prompt here; None if the debugger has to attach.
     """
+    group = activity.group
     rank = group.members[group.rank]
     control.hold(f"rank {rank} {why}")
     if show is None:
@@ -173,7 +180,7 @@ def hold_ranks(control: ControlPlane, group: Group, why: str, show: Callable[[],
         sys.stderr.flush()
     else:
         show()
-    HOLD.wait()
+    HOLD.wait(activity)
 
 
 def _set_core(stands: tuple[float, float | None]) -> None:

@@ -61,7 +61,7 @@ def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like 
     rank = engine.group.members[engine.group.rank]
     prompts = engine.transport.in_process and sys.stdin is not None and sys.stdin.isatty()
     why = f"has reached a breakpoint at {call_site()}"
-    hold_ranks(engine.control, engine.group, why, partial(_show, rank) if prompts else None)
+    hold_ranks(engine.control, engine.activity, why, partial(_show, rank) if prompts else None)
     engine.failures.check("breakpoint")
 
 

@@ -153,6 +153,38 @@ def test_steps_pass_a_communicator_of_any_thread(tmp_path: Path) -> None:
         assert job.result(20) == [2.0]
 
 
+def elsewhere(comm: un.Communicator, folder: Path) -> float:
+    """The main thread of each rank waits for another one, which rank 1 stops at a breakpoint."""
+    comm.allow_any_thread()
+    tensor = torch.ones(1)
+
+    def use() -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            tell_process(folder)
+            un.breakpoint(comm)
+        tensor.add_(1)
+        comm.all_reduce(tensor)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    return tensor.item()
+
+
+def test_rank_is_stepped_in_whichever_thread_is_held(tmp_path: Path) -> None:
+    with held("thread", tmp_path, elsewhere, ranks=2, timeout=20.0) as (session, job):
+        place = session.ranks()[1]
+        assert (place["state"], place["function"]) == ("held", "elsewhere.<locals>.use")
+        assert session.step(1)
+        assert session.ranks()[1]["line"] == place["line"] + 1
+        assert session.evaluate(1, "tensor.item()") == "1.0"
+        assert session.step(1)
+        assert session.evaluate(1, "tensor.item()") == "2.0"
+        session.go()
+        assert job.result(20) == [4.0, 4.0]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quit_ends_every_rank(backend: str, tmp_path: Path) -> None:
     with held(backend, tmp_path) as (session, job):

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from unisono.core.staging import Staging
 from unisono.core.tensors import Buffer, check_tensor
 from unisono.core.tracing import observed_now, span
 from unisono.core.types import MAX_TAG, Message, Recv, Timeout, Work
-from unisono.core.work import Completion, Deferred, format_bytes, resolve_timeout
+from unisono.core.work import ChainedWork, Completion, Deferred, format_bytes, resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.wrappers.trace import traced
@@ -178,7 +179,7 @@ class Matching(Work):
         return self._queue.leave(self)
 
 
-class PointToPointWork(Work):
+class PointToPointWork(ChainedWork):
     """Wraps a transport's `Work`: names the call in its errors, and runs actions when it ends."""
 
     def __init__(
@@ -189,16 +190,13 @@ class PointToPointWork(Work):
         inner: Work,
         staging: Staging,
     ) -> None:
+        # Messages are numbered separately from collectives, because ranks may send different numbers of messages.
+        failed = partial(engine.failures.report, operation=record[0], call=engine.activity.messages)
+        super().__init__(inner, partial(_end, staging, failed), failed)
         self._engine = engine
         self._record = record
         self._awaited = awaited
-        self._inner = inner
-        self._staging = staging
-        # Messages are numbered separately from collectives, because ranks may send different numbers of messages.
-        self._operation = record[0]
         self._number = engine.activity.messages
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
         if timeout is None:
@@ -212,9 +210,9 @@ class PointToPointWork(Work):
                 engine = self._engine
                 enriched = with_hang_report(error, engine.control, engine.group)
                 assert isinstance(enriched, CommError)
-                raise engine.failures.with_context(enriched, self._operation, self._number) from None
+                raise engine.failures.with_context(enriched, self._record[0], self._number) from None
             except CommError as error:
-                raise_caused(self._failed(error), error)
+                raise_caused(self._translate(error), error)
         self._finish()
 
     def wait_or_break(self, timeout: Timeout | None) -> None:
@@ -223,7 +221,7 @@ class PointToPointWork(Work):
             try:
                 self._inner.wait(resolve_timeout(timeout, self._engine.options.timeout_s))
             except BaseException as error:
-                raise_caused(self._failed(error), error)
+                raise_caused(self._translate(error), error)
         self._finish()
 
     @contextmanager
@@ -232,58 +230,23 @@ class PointToPointWork(Work):
         activity = self._engine.activity
         activity.enter(*self._record, self._awaited)
         try:
-            with span("wait", self._operation, self._engine.group) if observed_now() else nullcontext():
+            with span("wait", self._record[0], self._engine.group) if observed_now() else nullcontext():
                 yield
         finally:
             activity.leave()
 
-    def is_completed(self) -> bool:
-        if not self._inner.is_completed():
-            return False
-        if self._inner.exception() is None:
-            # Suppress the error, because the next wait reports it.
-            with suppress(CommError):
-                self._finish()
-        return True
-
-    def exception(self) -> BaseException | None:
-        error = self._inner.exception()
-        return self._failed(error) if error is not None else self._error
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-
-        def settle(inner: torch.futures.Future[None]) -> None:
-            try:
-                inner.value()
-                self._finish()
-            except Exception as error:
-                future.set_exception(self._failed(error))  # type: ignore[arg-type]
-            else:
-                future.set_result(None)
-
-        self._inner.get_future().add_done_callback(settle)
-        return future
-
     def source_rank(self) -> int:
         return next((peer for kind, peer, *_ in self._awaited if kind == "recv"), self._inner.source_rank())
 
-    def cancel(self) -> bool:
-        return self._inner.cancel()
 
-    def _finish(self) -> None:
-        with self._lock, torch.no_grad(), self._staging.entered():
-            try:
-                self._staging.end()
-            except CommError as error:
-                # Store the error, because every later wait must report the same outcome.
-                self._staging.after.clear()
-                self._error = self._failed(error)
-        if self._error is not None:
-            raise self._error
-
-    def _failed(self, error: BaseException) -> BaseException:
-        return self._engine.failures.report(error, self._operation, self._number)
+def _end(staging: Staging, failed: Callable[[BaseException], BaseException]) -> None:
+    """Put the received data in place. After an error, the next wait must not try again."""
+    with torch.no_grad(), staging.entered():
+        try:
+            staging.end()
+        except CommError as error:
+            staging.after.clear()
+            raise_caused(failed(error), error)
 
 
 class Messages:

@@ -61,11 +61,11 @@ class DaemonThreadPool:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Callable[[], object]) -> None:
         """Start a task; it must handle its own errors."""
         with self._lock:
             free = self._free > 0
@@ -76,7 +76,7 @@ class DaemonThreadPool:
         else:
             threading.Thread(target=self._work, args=(task,), name=self._name, daemon=True).start()
 
-    def _work(self, task: Callable[[], None]) -> None:
+    def _work(self, task: Callable[[], object]) -> None:
         while True:
             task()
             del task

@@ -32,6 +32,7 @@ __all__ = [
     "format_bytes",
     "missing_ranks_error",
     "positive_timeout",
+    "raised_by",
     "resolve_timeout",
     "seconds_left",
     "size_error",
@@ -142,6 +143,15 @@ class CountdownWork(Completion):
                     del self._left[message]
         if not self._left:
             self.complete()
+
+
+def raised_by(call: Callable[[], object]) -> BaseException | None:
+    """Return the error that a call raises, even an interrupt; None if it raises none."""
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
 
 
 def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
@@ -332,28 +342,17 @@ class Deferred(Work):
 
     def is_completed(self) -> bool:
         if not self._over and self._ready is not None and self._ready():
-            self._settle()
+            # No caller could catch an error here; the next wait reports it.
+            raised_by(self.wait)
         return self._over and not self._lock.locked()
 
     def exception(self) -> BaseException | None:
         return self._error
 
-    def _settle(self) -> BaseException | None:
-        try:
-            self.wait()
-        except BaseException as error:
-            # No caller could catch the error here; the future or the next wait reports it.
-            return error
-        return None
-
     def get_future(self) -> torch.futures.Future[None]:
         if self._future is None:
             self._future = ended = Completion(self._timeout_s)
-
-            def settle() -> None:
-                ended.complete(self._settle())
-
-            _threads.run(settle)
+            _threads.run(lambda: ended.complete(raised_by(self.wait)))
         return self._future.get_future()
 
 
@@ -387,9 +386,7 @@ class ChainedWork(Work):
             self._inner.wait(timeout)
         except Exception as error:
             raise_caused(self._translate(error), error)
-        error_after = self._continue()
-        if error_after is not None:
-            raise error_after
+        self._finish()
 
     def is_completed(self) -> bool:
         if not self._inner.is_completed():
@@ -406,18 +403,23 @@ class ChainedWork(Work):
         ended = Completion(0.0)
 
         def settle(inner: torch.futures.Future[None]) -> None:
-            try:
-                inner.value()
-            except Exception as error:
-                ended.complete(self._translate(error))
-            else:
-                ended.complete(self._continue())
+            error = raised_by(inner.value)
+            ended.complete(self._continue() if error is None else self._translate(error))
 
         self._inner.get_future().add_done_callback(settle)
         return ended.get_future()
 
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
     def cancel(self) -> bool:
         return self._inner.cancel()
+
+    def _finish(self) -> None:
+        """Call `after` unless it has been called, and raise its error."""
+        error = self._continue()
+        if error is not None:
+            raise error
 
     def _continue(self) -> BaseException | None:
         """Call `after` unless it has been called, and return its error."""
@@ -506,13 +508,10 @@ class WorkGroup(Work):
         pending = deque(futures)
 
         def settle(future: torch.futures.Future[None]) -> None:
-            try:
-                future.value()
-            except Exception as error:
-                ended.complete(error)
             pending.pop()
-            if not pending:
-                ended.complete()
+            error = raised_by(future.value)
+            if error is not None or not pending:
+                ended.complete(error)
 
         for future in futures:
             future.add_done_callback(settle)

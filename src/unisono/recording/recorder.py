@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any
 
 import torch
 
+from unisono.checkpoint.tree import RNG
 from unisono.communicator import Communicator, engine_of, replace_transport
 from unisono.core.call import Call, Fingerprint
 from unisono.core.closing import Closing
@@ -25,12 +23,12 @@ from unisono.core.flight_recorder import callers_place, site_text
 from unisono.core.staging import digest
 from unisono.core.transport import Mailbox, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
-from unisono.core.work import ChainedWork
+from unisono.core.work import ChainedWork, Completion, raised_by
 from unisono.errors import CommError, UnavailableError
 from unisono.recording.log import LogWriter, path_of, words_of
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["ATTRIBUTES", "REPLIES", "Recorded", "Recording", "begin", "described", "key_of", "random_states"]
+__all__ = ["ATTRIBUTES", "REPLIES", "Recorded", "Recording", "begin", "described", "key_of"]
 
 ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
 """Attributes of a transport on which a program or this library may depend, so that a replay must restore them."""
@@ -149,7 +147,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
         "checked": engine.checked,
         "hosts": comm.hosts,
         "attributes": {name: getattr(transport, name) for name in ATTRIBUTES},
-        "random": random_states(),
+        "random": RNG().state_dict(),
         "threads": torch.get_num_threads(),
         "environment": {name: os.environ[name] for name in _PLACE if name in os.environ},
         "torch": str(torch.__version__),
@@ -167,16 +165,6 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
     recording = Recording(log, steps, restore)
     comm.after_close(recording.close)
     return recording
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of this process's global random generators."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
 
 
 def described(call: Call) -> dict[str, Any]:
@@ -295,10 +283,10 @@ class _Settling:
         self._log = log
         self._key = "settled", group
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
         self._busy = False
 
-    def settle(self, number: int, action: Callable[[], None]) -> None:
+    def settle(self, number: int, action: Callable[[], object]) -> None:
         """Complete a `Work`'s future, in this thread or in one that is already completing another future."""
         with self._lock:
             self._waiting.append((number, action))
@@ -309,7 +297,7 @@ class _Settling:
             self._log.put(self._key, following[0])
             following[1]()
 
-    def _next(self) -> tuple[int, Callable[[], None]] | None:
+    def _next(self) -> tuple[int, Callable[[], object]] | None:
         with self._lock:
             self._busy = bool(self._waiting)
             return self._waiting.popleft() if self._busy else None
@@ -363,21 +351,11 @@ class _RecordedWork(Work):
 
     def get_future(self) -> torch.futures.Future[None]:
         self._put_asked()
-        future: torch.futures.Future[None] = torch.futures.Future()
-
-        def settle(inner: torch.futures.Future[None]) -> None:
-            try:
-                inner.value()
-            except Exception as error:
-                # `set_exception` accepts any exception, but torch annotates its parameter with the result's type.
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(None)
-
+        ended = Completion(0.0)
         self._inner.get_future().add_done_callback(
-            lambda inner: self._settling.settle(self._number, partial(settle, inner))
+            lambda inner: self._settling.settle(self._number, lambda: ended.complete(raised_by(inner.value)))
         )
-        return future
+        return ended.get_future()
 
     def source_rank(self) -> int:
         return self._inner.source_rank()

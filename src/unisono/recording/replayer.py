@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from unisono.checkpoint.tree import RNG
 from unisono.communicator import Communicator, engine_of
+from unisono.control.client_base import SharedObjects
+from unisono.control.key_value_store import KeyValueStore
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
@@ -24,7 +26,7 @@ from unisono.core.staging import digest
 from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
-from unisono.core.work import Completion
+from unisono.core.work import Completion, raised_by
 from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.recording.log import Log, LogEntry, error_from, path_of
 from unisono.recording.recorder import ATTRIBUTES, described, key_of
@@ -140,15 +142,7 @@ class RankReplay:
         self.begun = True
         # The rounding of sums depends on the number of threads.
         torch.set_num_threads(self.header["threads"])
-        states = self.header["random"]
-        random.setstate(_tuples(states["python"]))
-        torch.set_rng_state(states["torch"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(states["cuda"])
-        if "numpy" in states:
-            import numpy as np
-
-            np.random.set_state(states["numpy"])
+        RNG().load_state_dict(self.header["random"])
 
 
 def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
@@ -163,10 +157,6 @@ def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
 def without_torch_groups() -> AbstractContextManager[Any]:
     """Return a context in which torch cannot create process groups."""
     return mock.patch.object(dist, "init_process_group", _refuse_groups, create=True)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 class ReplayTransport(Transport):
@@ -325,11 +315,11 @@ class _Futures:
     def __init__(self, replay: RankReplay, group: str) -> None:
         self._log = replay.log
         self._key = "settled", group
-        self._asked: dict[int, list[Callable[[], None]]] = {}
-        self._due: deque[Callable[[], None]] = deque()
+        self._asked: dict[int, list[Callable[[], object]]] = {}
+        self._due: deque[Callable[[], object]] = deque()
         self._lock = threading.RLock()
 
-    def ask(self, number: int, settle: Callable[[], None]) -> None:
+    def ask(self, number: int, settle: Callable[[], object]) -> None:
         """Call `settle`, which completes a work's future, as soon as the future is next in the recorded order.
 
         A program can add callbacks to a future only after receiving it. If the requested future is next in the order,
@@ -390,19 +380,9 @@ class _ReplayedWork(Work):
         return self._inner.exception() if failed is None else error_from(failed.value)
 
     def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-
-        def settle() -> None:
-            try:
-                self.wait()
-            except Exception as error:
-                # `set_exception` accepts any exception, but torch annotates its parameter with the result's type.
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(None)
-
-        self._futures.ask(self._where[1], settle)
-        return future
+        ended = Completion(0.0)
+        self._futures.ask(self._where[1], lambda: ended.complete(raised_by(self.wait)))
+        return ended.get_future()
 
     def source_rank(self) -> int:
         return self._inner.source_rank()
@@ -419,8 +399,8 @@ class _Control(ControlPlane):
 
     def __init__(self, replay: RankReplay) -> None:
         self.replay = replay
-        self._store: dict[str, bytes] = {}
-        self._shared: dict[str, Any] = {}
+        self._store = KeyValueStore()
+        self._shared = SharedObjects()
 
     def _reply(self, name: str, arguments: Sequence[Any], otherwise: Callable[[], T]) -> T:
         entry = self.replay.log.take(key_of(name, arguments)) if self.replay.begun else None
@@ -434,37 +414,28 @@ class _Control(ControlPlane):
 
     # -- the store -----------------------------------------------------------------------------
     def set(self, key: str, value: bytes) -> None:
-        self._store[key] = value
+        self._store.set(key, value)
 
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
         def here() -> bytes:
-            if key not in self._store:
+            value = self._store.get(key, 0, 0)
+            if value is None:
                 raise CommTimeoutError(f"key {key!r} was not recorded")
-            return self._store[key]
+            return value
 
         return self._reply("get", [key], here)
 
     def add(self, key: str, amount: int) -> int:
-        def here() -> int:
-            total = int(self._store.get(key, b"0")) + amount
-            self._store[key] = str(total).encode()
-            return total
-
-        return self._reply("add", [key], here)
+        return self._reply("add", [key], lambda: self._store.add(key, amount)[0])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        def here() -> bytes:
-            if self._store.get(key, b"") == expected:
-                self._store[key] = desired
-            return self._store.get(key, b"")
-
-        return self._reply("compare_set", [key], here)
+        return self._reply("compare_set", [key], lambda: self._store.compare_set(key, expected, desired)[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._reply("check", [keys], lambda: all(key in self._store for key in keys))
+        return self._reply("check", [keys], lambda: self._store.check(list(keys)))
 
     def delete(self, key: str) -> bool:
-        return self._reply("delete", [key], lambda: self._store.pop(key, None) is not None)
+        return self._reply("delete", [key], lambda: self._store.delete(key))
 
     def num_keys(self) -> int:
         return self._reply("num_keys", [], lambda: len(self._store))
@@ -533,10 +504,7 @@ class _Control(ControlPlane):
         """Do nothing: a replay has no other ranks to stop for a debugger."""
 
     def share(self, key: str, make: Callable[[], T]) -> T:
-        if key not in self._shared:
-            self._shared[key] = make()
-        found: T = self._shared[key]
-        return found
+        return self._shared.get(key, make)
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from _bounds import BoundCheck
 from _checkouts import Checkout, Collective, Repeated
 from _questions import parser
 from engine_startup import started
@@ -23,7 +24,7 @@ from two_hosts import BACKEND, LINKS
 import unisono as un
 from unisono.testing import Network
 from unisono.testing.namespaced_ranks import obstacle
-from unisono.tools.bench import BoundCheck, Sample, interleave, parse_sizes, shown_size
+from unisono.tools.bench import Sample, interleave, parse_sizes, shown_size
 
 ALL = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 MOST_RATIO = 1.03

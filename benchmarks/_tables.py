@@ -9,9 +9,10 @@ import itertools
 import re
 from collections.abc import Iterator
 
+from _bounds import markdown
 from _raw import Timed, figures, size, timed
 
-from unisono.tools.bench import Spread, markdown, shown_size
+from unisono.tools.bench import Spread, shown_size
 
 SHOWN = (8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
 SWEPT = {"gloo": "gloo", "mpi": "Open MPI"}

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _bounds import BoundCheck
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import BoundCheck, Sample, Spread, Timings, interleave, on_ranks, timed
+from unisono.tools.bench import Sample, Spread, Timings, interleave, on_ranks, timed
 
 State = dict[str, torch.Tensor]
 Bytes = dict[str, list[int]]

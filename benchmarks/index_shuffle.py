@@ -21,10 +21,11 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
+from _bounds import BoundCheck
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import BoundCheck, Spread, interleave, timed
+from unisono.tools.bench import Spread, interleave, timed
 
 CHUNK = 16_384
 BULK = 1 << 20

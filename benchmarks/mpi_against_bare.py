@@ -14,21 +14,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from _bounds import BoundCheck, least_ratio
 from _questions import between, measured, sweep_parser
 
 import unisono as un
 from unisono.errors import UnavailableError
-from unisono.tools.bench import (
-    COLLECTIVES,
-    BoundCheck,
-    Spread,
-    Timings,
-    interleave,
-    least_ratio,
-    on_ranks,
-    parse_sizes,
-    timed,
-)
+from unisono.tools.bench import COLLECTIVES, Spread, Timings, interleave, on_ranks, parse_sizes, timed
 
 SHORT, LONG = "8", "1M,16M,100M"
 MOST_US, LEAST_RATIO = 25, 0.90

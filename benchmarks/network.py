@@ -22,25 +22,14 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from _bounds import BoundCheck, least_ratio
 from _questions import between, measured, sweep_parser
 
 import unisono as un
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import imported, name_of
-from unisono.tools.bench import (
-    BoundCheck,
-    Sample,
-    Slot,
-    Timings,
-    Workload,
-    clock,
-    interleave,
-    least_ratio,
-    on_ranks,
-    parse_sizes,
-    shown_size,
-)
+from unisono.tools.bench import Sample, Slot, Timings, Workload, clock, interleave, on_ranks, parse_sizes, shown_size
 from unisono.tools.bench.peers.gloo import Gloo
 from unisono.tools.bench.workload import SlotPool
 from unisono.tools.bench.workload import given as pattern_of

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from _bounds import BoundCheck
 from _questions import parser
 
 from unisono.core.thread_ranks import ThreadRank, own_generators
-from unisono.tools.bench import BoundCheck, Spread, clock
+from unisono.tools.bench import Spread, clock
 
 CALLS = 200
 MOST_US = {"in a rank": 5.0, "in another thread": 5.0, "afterwards": 0.5}

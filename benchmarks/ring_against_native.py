@@ -7,9 +7,8 @@ Results (2 ranks, 2 cores, float32, one thread per rank) are in docs/benchmarks.
 
 from __future__ import annotations
 
+from _bounds import least_ratio
 from _questions import between, measured, sweep_parser
-
-from unisono.tools.bench import least_ratio
 
 # Maximum ratio of the schedule's time to the native call's.
 BOUNDS = {"1M": 1.1, "16M": 1.1, "100M": 1.3}

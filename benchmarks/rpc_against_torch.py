@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
+from _bounds import BoundCheck
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import BoundCheck, Timings, interleave, on_ranks, timed
+from unisono.tools.bench import Timings, interleave, on_ranks, timed
 
 BLOCK = 100
 IN_FLIGHT = 10_000

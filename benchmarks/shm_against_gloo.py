@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 
+from _bounds import BoundCheck, least_ratio, mean_ratio
 from _questions import between, measured, sweep_parser
-
-from unisono.tools.bench import BoundCheck, least_ratio, mean_ratio
 
 SMALL, MIDDLE, LARGE = "8,64,512,4K", "64K,256K,1M", "4M,16M,100M"
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")

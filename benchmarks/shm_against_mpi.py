@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 
+from _bounds import BoundCheck, least_ratio
 from _questions import between, measured, sweep_parser
 
 from unisono.errors import UnavailableError
-from unisono.tools.bench import BoundCheck, least_ratio
 
 
 def ask(given: argparse.Namespace, caches: str) -> list[BoundCheck]:

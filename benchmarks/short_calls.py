@@ -21,13 +21,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from _bounds import BoundCheck, markdown
 from _checkouts import Checkout, Collective
 from _questions import parser
 
 import unisono as un
 from unisono.core.types import ReduceOp
 from unisono.tools.bench import (
-    BoundCheck,
     Sample,
     Slot,
     Spread,
@@ -35,7 +35,6 @@ from unisono.tools.bench import (
     Workload,
     clock,
     interleave,
-    markdown,
     on_ranks,
     parse_sizes,
     shown_size,

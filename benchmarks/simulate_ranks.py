@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 
 import torch
+from _bounds import BoundCheck
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import BoundCheck, Spread
+from unisono.tools.bench import Spread
 
 WANTED_S = {1000: 10.0, 4096: 60.0}
 

@@ -12,11 +12,12 @@ import itertools
 import statistics
 
 import torch
+from _bounds import BoundCheck
 from _questions import parser
 
 import unisono as un
 from unisono.testing import chaos
-from unisono.tools.bench import BoundCheck, Spread, interleave, timed
+from unisono.tools.bench import Spread, interleave, timed
 
 RANKS, STEPS, MESSAGES = 3, 5, 2000
 WANTED_AN_HOUR = 2000

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from _bounds import BoundCheck
 from _questions import between, parser
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,6 @@ from unisono.testing import Network
 from unisono.testing.namespaced_ranks import HostRanks, LinkReport, obstacle
 from unisono.tools.bench import (
     PEERS,
-    BoundCheck,
     Result,
     Settings,
     Spread,

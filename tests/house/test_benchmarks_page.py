@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from unisono.tools.bench import Against, BoundCheck, Result, Settings, Spread, heading, line
+from unisono.tools.bench import Against, Result, Settings, Spread, heading, line
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 report: Any = importlib.import_module("_report")
-page, chart, tables, raw = map(importlib.import_module, ("_page", "_chart", "_tables", "_raw"))
+page, chart, tables, raw, bounds = map(importlib.import_module, ("_page", "_chart", "_tables", "_raw", "_bounds"))
 MADE = "run python benchmarks/_report.py --only"
 
 
@@ -32,7 +32,9 @@ def network(ranks: int, peer_over_own: float, peer: str = "gloo") -> str:
     time = Spread(40.0, 50.0, 60.0)
     result = Result("all_reduce", ranks, 1024, 256, "float32", "sum", "native", time, 0, 9, against)
     settings = Settings(backend="tcp", ranks=ranks, sizes=(1024,), against=(peer,))
-    return f"{heading(settings)}\n{line(result)}\n{BoundCheck(f'{ranks} ranks, 1 KiB, {peer}/own', ratio, 2.5)}\n"
+    return (
+        f"{heading(settings)}\n{line(result)}\n{bounds.BoundCheck(f'{ranks} ranks, 1 KiB, {peer}/own', ratio, 2.5)}\n"
+    )
 
 
 def test_page_is_made_of_the_raw_outputs() -> None:
@@ -81,7 +83,7 @@ def test_open_mpi_has_a_table_of_its_own(folder: Path) -> None:
 
 
 def test_tables_of_other_formats() -> None:
-    remote = f"{BoundCheck('shm, 1 MiB, own 2.0 us, torch 1.0 us, torch/own', Spread(0.4, 0.5, 0.6), 2)}\n"
+    remote = f"{bounds.BoundCheck('shm, 1 MiB, own 2.0 us, torch 1.0 us, torch/own', Spread(0.4, 0.5, 0.6), 2)}\n"
     assert "| shm, 1 MiB | 2.0 us | 1.0 us | 0.50 (0.40 to 0.60) |" in tables.calls(remote)
     checked = "shm, 8 B, auto: 8.9 us unchecked, +9.0 us (+101.1 %)\n  MISSED: at most 5 us below 64 KiB\n"
     assert "| 8 B | 8.9 | +9.0 (+101.1 %) |" in tables.checks(checked)
@@ -92,7 +94,7 @@ def test_tables_of_other_formats() -> None:
         " 0.25 wanted; a barrier alone 0.00); processor 0.23 (0.33 wanted)"
     )
     assert "| mlp, 2 ranks | 1.0 | 3.0 | 2.0 | 0.67 | 0.50 (0.40 to 0.60) | 0.23 |" in tables.steps(step)
-    ratio = BoundCheck("save: ours / DCP", Spread(1.5, 2.0, 2.5), 1, most=True)
+    ratio = bounds.BoundCheck("save: ours / DCP", Spread(1.5, 2.0, 2.5), 1, most=True)
     table = tables.expected(
         {"rpc_against_torch": remote, "averager_against_ddp": step, "checkpoint_speed": f"{ratio}\n"}
     )
@@ -104,7 +106,7 @@ def test_tables_of_other_formats() -> None:
 
 
 def test_training_steps_between_hosts_are_shown() -> None:
-    bound = BoundCheck("2 + 2 ranks, far, 1 MiB, own/gloo", Spread(0.6, 0.8, 0.9), 0.7, most=True)
+    bound = bounds.BoundCheck("2 + 2 ranks, far, 1 MiB, own/gloo", Spread(0.6, 0.8, 0.9), 0.7, most=True)
     output = f"# training step, DDP on gloo/own: 1.50 (1.40 to 1.60)\n{bound}"
     assert "| 1 MiB | 0.80 (0.60 to 0.90) |" in tables.links(output)
     assert "| training step, gloo/own | 1.50 (1.40 to 1.60) |" in tables.links(output)
@@ -131,3 +133,25 @@ def test_output_is_kept_beside_the_page(folder: Path, tmp_path: Path) -> None:
     found = raw.Raw.read("question")
     assert (found.command, found.output) == ("python benchmarks/question.py", "42 us\n")
     assert found.conditions == report.machine()
+
+
+def test_bounds_of_several_sizes() -> None:
+    times = {8: Spread(55.0, 60.0, 66.0), 1 << 20: Spread(14.0, 15.0, 16.5)}
+    own = Spread(90.0, 100.0, 120.0)
+    results = [
+        Result(
+            "all_reduce", 4, nbytes, nbytes // 4, "float32", "sum", "ring", own, 0, 9, {"gloo": Against(1.0, each, 0)}
+        )
+        for nbytes, each in times.items()
+    ]
+    (over,) = bounds.mean_ratio("all", results, "gloo", 30)
+    assert over.found.median == pytest.approx(30.0)
+    (least,) = bounds.least_ratio("any", results, "gloo", 20)
+    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
+    assert bounds.BoundCheck("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
+    assert not bounds.BoundCheck("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
+    assert bounds.mean_ratio("none", [], "gloo", 30) == bounds.least_ratio("none", [], "gloo", 20) == []
+
+
+def test_markdown() -> None:
+    assert bounds.markdown(("size", "ratio"), [("8 B", "1.02")]) == "| size | ratio |\n|---|---|\n| 8 B | 1.02 |"

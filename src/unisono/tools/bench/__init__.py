@@ -10,13 +10,9 @@ from unisono.tools.bench.ranks import on_ranks, run
 from unisono.tools.bench.report import as_json, check_plot, machine, plot
 from unisono.tools.bench.result import (
     Against,
-    BoundCheck,
     Result,
     heading,
-    least_ratio,
     line,
-    markdown,
-    mean_ratio,
     summary,
 )
 from unisono.tools.bench.settings import Settings, parse_sizes, shown_size
@@ -28,7 +24,6 @@ __all__ = [
     "COLLECTIVES",
     "PEERS",
     "Against",
-    "BoundCheck",
     "MemoryTraffic",
     "Peer",
     "Result",
@@ -45,11 +40,8 @@ __all__ = [
     "counted",
     "heading",
     "interleave",
-    "least_ratio",
     "line",
     "machine",
-    "markdown",
-    "mean_ratio",
     "on_ranks",
     "parse_sizes",
     "plot",

@@ -5,8 +5,6 @@ Tables have the columns of nccl-tests and, for each peer, its time and the ratio
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,13 +15,9 @@ from unisono.tools.bench.workload import bus_factor
 
 __all__ = [
     "Against",
-    "BoundCheck",
     "Result",
     "heading",
-    "least_ratio",
     "line",
-    "markdown",
-    "mean_ratio",
     "summary",
 ]
 
@@ -148,19 +142,6 @@ def _peer(peer: Against) -> list[str]:
     return [_figure(peer.time_us), f"{ratio.median:.2f}", f"{ratio.low:.2f}..{ratio.high:.2f}"]
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table as Markdown.
-
-    Example:
-        >>> print(markdown(("size", "ratio"), [("8 B", "1.02")]))
-        | size | ratio |
-        |---|---|
-        | 8 B | 1.02 |
-    """
-    shown = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
-    return "\n".join([shown[0], "|" + "---|" * len(header), *shown[1:]])
-
-
 def _figure(value: float) -> str:
     """Format with at least three significant digits."""
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
@@ -174,58 +155,3 @@ def summary(results: list[Result]) -> str:
             wrong[name] = wrong.get(name, 0) + peer.wrong
     counted = ", ".join(f"{count} of {name}" for name, count in wrong.items() if count)
     return f"# wrong elements: {counted or 'none'}"
-
-
-@dataclass(frozen=True, slots=True)
-class BoundCheck:
-    """A measurement compared with its bound.
-
-    Attributes:
-        what: Description of the measurement.
-        found: The measured median and its quartiles; for a single sample, all three are equal.
-        bound: Minimum that the median must reach or, if `most` is set, maximum that it must not exceed.
-        most: Whether the bound is a maximum rather than a minimum.
-
-    Example:
-        >>> print(BoundCheck("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
-        met     2 ranks, 8 B, gloo/own: 20.00 (18.00 to 21.00), at least 15 wanted
-        >>> print(BoundCheck("memory, KiB", Spread.of([108.0]), 100.0, most=True))
-        MISSED  memory, KiB: 108.00, at most 100 wanted
-    """
-
-    what: str
-    found: Spread
-    bound: float
-    most: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Return whether the median meets the bound."""
-        return self.found.median <= self.bound if self.most else self.found.median >= self.bound
-
-    def __str__(self) -> str:
-        single = self.found.low == self.found.high
-        found = f"{self.found.median:.2f}" if single else f"{self.found:.2f}"
-        bound = f"at {'most' if self.most else 'least'} {self.bound:g} wanted"
-        return f"{'met' if self.met else 'MISSED':<7} {self.what}: {found}, {bound}"
-
-
-def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare the geometric mean of a peer's ratios over some sizes with a bound; return [] if there are no results."""
-    ratios = [result.against[peer].ratio for result in results]
-    if not ratios:
-        return []
-    quartiles = zip(*((ratio.low, ratio.median, ratio.high) for ratio in ratios), strict=True)
-    return [BoundCheck(f"{what}, {peer}/own, geometric mean", Spread(*map(_mean, quartiles)), bound)]
-
-
-def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
-    """Compare a peer's smallest ratio over some sizes with a bound; return [] if there are no results."""
-    if not results:
-        return []
-    least = min(results, key=lambda result: result.against[peer].ratio.median)
-    return [BoundCheck(f"{what}, {peer}/own, least (at {least.nbytes} B)", least.against[peer].ratio, bound)]
-
-
-def _mean(figures: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, figures)) / len(figures))

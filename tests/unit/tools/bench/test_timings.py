@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import unisono as un
-from unisono.tools.bench import Spread, Timings, clock, interleave, markdown, timed
+from unisono.tools.bench import Spread, Timings, clock, interleave, timed
 
 
 def taken(names: str, rounds: int) -> list[str]:
@@ -81,10 +81,6 @@ def test_time_is_the_slowest_of_all_ranks() -> None:
         return timings.rounds, timings.slowest(comm).of("A")
 
     assert un.launch(program, 2, "thread") == [(3, Spread(1.0, 1.0, 1.0))] * 2
-
-
-def test_markdown() -> None:
-    assert markdown(("size", "ratio"), [("8 B", "1.02")]) == "| size | ratio |\n|---|---|\n| 8 B | 1.02 |"
 
 
 @pytest.fixture

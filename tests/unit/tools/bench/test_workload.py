@@ -15,7 +15,7 @@ from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 from unisono.tools import bench
-from unisono.tools.bench import PEERS, Against, BoundCheck, Result, Settings, Slot, Spread, Workload
+from unisono.tools.bench import PEERS, Against, Result, Settings, Slot, Spread, Workload
 from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import PERIOD, SlotPool, calls_per_sample, given
 from unisono.tools.cli import main
@@ -262,13 +262,4 @@ def test_plot(tmp_path: Path) -> None:
     assert "roofline" not in drawn
 
 
-# -- targets and traffic -----------------------------------------------------------------------------------------------
-def test_findings() -> None:
-    results = [result(), result(nbytes=8, against={"gloo": Against(60.0, Spread(55.0, 60.0, 66.0), 0)})]
-    (over,) = bench.mean_ratio("all", results, "gloo", 30)
-    assert over.found.median == pytest.approx(30.0)
-    (least,) = bench.least_ratio("any", results, "gloo", 20)
-    assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
-    assert BoundCheck("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
-    assert not BoundCheck("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
-    assert bench.mean_ratio("none", [], "gloo", 30) == bench.least_ratio("none", [], "gloo", 20) == []
+# -- traffic ---------------------------------------------------------------------------------------------------------

@@ -63,7 +63,6 @@ def _reduce(backend: Any, call: Call, _: int | None) -> Any:
     options = dist.ReduceOptions()
     options.reduceOp = ON_CPU[call.inputs[0].dtype, call.op]
     options.rootRank = _root(call)
-    options.rootTensor = 0
     return backend.reduce([_plain(call.inputs[0])], options)
 
 
@@ -76,7 +75,6 @@ def _reduce_scatter(backend: Any, call: Call, _: int | None) -> Any:
 def _broadcast(backend: Any, call: Call, _: int | None) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = _root(call)
-    options.rootTensor = 0
     return backend.broadcast([_bytes(call.outputs[0])], options)
 
 

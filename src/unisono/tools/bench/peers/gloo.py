@@ -57,58 +57,32 @@ class Gloo(Peer):
         self.group.shutdown()
 
 
-def _reduce_op(workload: Workload) -> Any:
-    return dist.ReduceOp.AVG if workload.op is ReduceOp.AVG else getattr(dist.ReduceOp, workload.op.name)
+def _reducing(options: Any, workload: Workload) -> Any:
+    """Return torch's options for a reduction, with the workload's operation."""
+    options.reduceOp = dist.ReduceOp.AVG if workload.op is ReduceOp.AVG else getattr(dist.ReduceOp, workload.op.name)
+    return options
 
 
-def _all_reduce(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
-    options = dist.AllreduceOptions()
-    options.reduceOp = _reduce_op(workload)
-    return partial(group.allreduce, [slot.target], options)
-
-
-def _reduce(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
-    options = dist.ReduceOptions()
-    options.reduceOp = _reduce_op(workload)
-    options.rootRank = 0
-    return partial(group.reduce, [slot.target], options)
-
-
-def _broadcast(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return partial(group.broadcast, [slot.target], options)
-
-
-def _reduce_scatter(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = _reduce_op(workload)
-    return partial(group._reduce_scatter_base, slot.target, slot.source, options)
-
-
-def _gather(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
-    options = dist.GatherOptions()
-    options.rootRank = 0
-    outputs = [list(slot.target.split(workload.count))] if rank == 0 else []
-    return partial(group.gather, outputs, [slot.source], options)
-
-
-def _scatter(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
-    options = dist.ScatterOptions()
-    options.rootRank = 0
-    inputs = [list(slot.source.split(workload.count))] if rank == 0 else []
-    return partial(group.scatter, [slot.target], inputs, options)
-
-
+# Torch's default root is rank 0, as in every workload.
 _START: dict[str, Callable[[Any, Workload, Slot, int], Callable[[], Any]]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
+    "all_reduce": lambda group, workload, slot, rank: partial(
+        group.allreduce, [slot.target], _reducing(dist.AllreduceOptions(), workload)
+    ),
+    "reduce": lambda group, workload, slot, rank: partial(
+        group.reduce, [slot.target], _reducing(dist.ReduceOptions(), workload)
+    ),
+    "broadcast": lambda group, workload, slot, rank: partial(group.broadcast, [slot.target]),
     "all_gather": lambda group, workload, slot, rank: partial(group._allgather_base, slot.target, slot.source),
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": lambda group, workload, slot, rank: partial(
+        group._reduce_scatter_base, slot.target, slot.source, _reducing(dist.ReduceScatterOptions(), workload)
+    ),
     "all_to_all": lambda group, workload, slot, rank: partial(group.alltoall_base, slot.target, slot.source, [], []),
-    "gather": _gather,
-    "scatter": _scatter,
+    "gather": lambda group, workload, slot, rank: partial(
+        group.gather, [list(slot.target.split(workload.count))] if rank == 0 else [], [slot.source]
+    ),
+    "scatter": lambda group, workload, slot, rank: partial(
+        group.scatter, [slot.target], [list(slot.source.split(workload.count))] if rank == 0 else []
+    ),
     "barrier": lambda group, workload, slot, rank: group.barrier,
 }
 

@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,12 +111,7 @@ def summed(comm: un.Communicator) -> dict[str, Any]:
 
 
 def _median(comm: un.Communicator, tensor: torch.Tensor, calls: int) -> float:
-    seconds = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        comm.all_reduce(tensor, "max")
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return statistics.median(timeit.repeat(lambda: comm.all_reduce(tensor, "max"), number=1, repeat=calls))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.core.work import format_bytes
 from unisono.errors import CommError
 from unisono.tools.cli import UsageError
 
@@ -74,11 +75,11 @@ def _show(given: argparse.Namespace) -> int:
             return 0
         for name, entry in manifest.tensors.items():
             kind = str(entry.dtype).removeprefix("torch.")
-            print(f"{name:48} {kind:10} {'x'.join(map(str, entry.shape)) or '()':20} {_amount(entry.nbytes):>10}")
+            print(f"{name:48} {kind:10} {'x'.join(map(str, entry.shape)) or '()':20} {format_bytes(entry.nbytes):>10}")
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_ns / 1e9))
         extra = ", ".join(f"{key} {value}" for key, value in manifest.extra.items())
         print(
-            f"{len(manifest.tensors)} tensors, {_amount(manifest.nbytes)} in {len(manifest.files)} files, "
+            f"{len(manifest.tensors)} tensors, {format_bytes(manifest.nbytes)} in {len(manifest.files)} files, "
             f"saved by {manifest.ranks} ranks on {when} UTC ({extra})"
         )
     return 0
@@ -103,7 +104,7 @@ def _verify(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps({"tensors": len(manifest.tensors), "nbytes": manifest.nbytes}))
         return 0
-    print(f"{given.path} is whole: {len(manifest.tensors)} tensors, {_amount(manifest.nbytes)}")
+    print(f"{given.path} is whole: {len(manifest.tensors)} tensors, {format_bytes(manifest.nbytes)}")
     return 0
 
 
@@ -160,12 +161,3 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress() as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _amount(nbytes: float) -> str:
-    """Format bytes in the largest unit that gives a number of at least 1."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from unisono.core.work import format_bytes
 from unisono.host.network import why_no_shm
 from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 
@@ -53,20 +55,12 @@ def _folder() -> Finding:
         return problem(
             f"{_FOLDER} does not exist or cannot be written; {needs}", f"mount -t tmpfs -o size=2G shm {_FOLDER}"
         )
-    status = os.statvfs(_FOLDER)
-    size = status.f_blocks * status.f_frsize
-    free = status.f_bavail * status.f_frsize
+    size, _, free = shutil.disk_usage(_FOLDER)
     # A tmpfs without a size limit reports a size of 0.
     if size and free < _WANTED_BYTES:
         return problem(
-            f"{_FOLDER} has {_bytes(free)} free of {_bytes(size)}; {needs}, and die of SIGBUS when it is full", _FIX
+            f"{_FOLDER} has {format_bytes(free)} free of {format_bytes(size)}; {needs}, and die of SIGBUS when it is "
+            "full",
+            _FIX,
         )
-    return ok(f"{_FOLDER} has {_bytes(free)} free" if size else f"{_FOLDER} has no limit")
-
-
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count} {unit}"
-        count //= 1024
-    return f"{count} GiB"
+    return ok(f"{_FOLDER} has {format_bytes(free)} free" if size else f"{_FOLDER} has no limit")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import stat
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from unisono.bootstrap.rendezvous import InitRequest, Lease, MovedError, RankCla
 from unisono.control.client import SocketControl
 from unisono.control.sockets import refuse_if_shared
 from unisono.errors import CommError, CommTimeoutError
+from unisono.host.files import write_aside
 
 __all__ = ["RendezvousFile", "address_in", "find", "read"]
 
@@ -101,7 +101,7 @@ def _host(path: Path, claim: RankClaim) -> Rendezvous:
     published = RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
     try:
         if published != old:
-            _write(path, published.text())
+            write_aside(path, published.text())
     except OSError as error:
         held.release()
         raise CommError(f"cannot write {path}: {error.strerror or error}; choose another file") from error
@@ -127,18 +127,6 @@ def _lease(path: Path, *, made_by_user: bool) -> Lease:
 
     held = acquire(f"file://{path}", None, "127.0.0.1", 0, withdraw)
     return held
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file atomically, so that no reader ever sees an incomplete file."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
 
 
 # -- the other ranks -------------------------------------------------------------------------------

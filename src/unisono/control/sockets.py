@@ -18,6 +18,7 @@ from pathlib import Path
 
 from unisono.core.frames import FrameChannel
 from unisono.errors import CommError, UnavailableError
+from unisono.host.files import write_aside
 from unisono.host.network import is_name, means_here
 
 __all__ = [
@@ -385,27 +386,15 @@ def _read_or_create(directory: Path) -> bytes:
     refuse_if_shared(directory, os.stat(directory, follow_symlinks=False), stat.S_IWGRP | stat.S_IWOTH)
     path = directory / "secret"
     if not path.exists():
-        _create(path)
+        # If another process is faster, its secret is just as good.
+        with contextlib.suppress(FileExistsError):
+            write_aside(path, secrets.token_hex(32), os.link)
     with path.open("rb") as file:
         refuse_if_shared(path, os.fstat(file.fileno()), stat.S_IRWXG | stat.S_IRWXO)
         secret = file.read()
     if not secret:
         raise CommError(f"{path} is empty; remove it, and unisono creates a new secret")
     return secret
-
-
-def _create(path: Path) -> None:
-    """Write the secret to a temporary file, and link it to `path`, so that no process reads an incomplete secret."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
-        os.link(name, path)
-    except FileExistsError:
-        # Another process was faster, and its secret is just as good.
-        return
-    finally:
-        Path(name).unlink()
 
 
 def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:

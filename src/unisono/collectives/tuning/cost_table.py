@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import ALGORITHMS
+from unisono.host.files import write_aside
 
 __all__ = ["GAP", "CostTable", "LinkCost", "TableFile", "parse_overrides"]
 
@@ -206,16 +207,7 @@ class TableFile:
         """Replace the file with `table`, or log why that failed."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # `mkstemp` creates the file with mode 0600, so other users cannot change it.
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(table.to_json(pattern=self._pattern) + "\n")
-                Path(temporary).replace(self.path)
-            except BaseException:
-                with suppress(OSError):
-                    Path(temporary).unlink()
-                raise
+            write_aside(self.path, table.to_json(pattern=self._pattern) + "\n")
         except OSError as error:
             _log.warning("cost table %s is not stored: %s", self.path, error)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
@@ -226,9 +226,16 @@ def communicator_at(
         name = chosen if backend == "auto" else backend
         _check_backends([chosen if other == "auto" else other for other in around.backends])
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
-        options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
-        known = sharing if backend == "auto" else hosts
-        options = replace(options, deterministic=deterministic, hosts=known, heartbeat_s=heartbeat_s)
+        options = Options(
+            name,
+            _device(name, device, local_rank),
+            timeout_s,
+            around.address,
+            chunk_bytes,
+            deterministic=deterministic,
+            hosts=sharing if backend == "auto" else hosts,
+            heartbeat_s=heartbeat_s,
+        )
         _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
         kind = transport_named(name)
         if kind.in_process and place.size > 1:
@@ -351,11 +358,10 @@ def launch(
             hosts=given,
             heartbeat_s=heartbeat_s,
         )
-        options = _options(backend or "auto", device, None, timeout_s, chunk_bytes, "127.0.0.1")
-        options = replace(options, heartbeat_s=heartbeat_s)
-        program = Program(
-            fn, tuple(args), dict(kwargs or {}), connect, options, wrap, backend or "auto", timeout_s, threads
-        )
+        name = backend or "auto"
+        chosen = _device(name, device)
+        options = Options(name, chosen, timeout_s, chunk_bytes=chunk_bytes, heartbeat_s=heartbeat_s)
+        program = Program(fn, tuple(args), dict(kwargs or {}), connect, options, wrap, name, timeout_s, threads)
         return conclude(run_on(engine, program, nprocs, on_failure), nprocs, on_failure)
     job = job_of(
         fn,
@@ -402,9 +408,15 @@ def job_of(
     chosen = None if backend == "auto" else backend
     network = network_of([core_build()])
     name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs, network=network)
-    options = _options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1")
-    heartbeat_s = heartbeat_seconds(heartbeat)
-    options = replace(options, hosts=given, deterministic=deterministic, heartbeat_s=heartbeat_s)
+    options = Options(
+        name,
+        _device(name, device),
+        timeout_s,
+        chunk_bytes=chunk_bytes,
+        deterministic=deterministic,
+        hosts=given,
+        heartbeat_s=heartbeat_seconds(heartbeat),
+    )
     return Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
 
 
@@ -467,23 +479,11 @@ def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) ->
     return ProcessRanks(job, nprocs, on_failure, threads)
 
 
-def _options(
-    backend: str,
-    device: str | torch.device | None,
-    local_rank: int | None,
-    timeout_s: float,
-    chunk_bytes: int,
-    address: str,
-) -> Options:
-    if device is not None:
-        chosen = str(device)
-    elif backend == "nccl":
-        # A launcher may make only one GPU visible to each rank, so take the local rank modulo the number of visible
-        # GPUs.
-        chosen = "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
-    else:
-        chosen = "cpu"
-    return Options(backend, chosen, timeout_s, address, chunk_bytes)
+def _device(backend: str, device: str | torch.device | None, local_rank: int | None = None) -> str:
+    if device is not None or backend != "nccl":
+        return "cpu" if device is None else str(device)
+    # A launcher may make only one GPU visible to each rank, so take the local rank modulo the number of visible GPUs.
+    return "cuda" if local_rank is None else f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
 
 
 Hosts = tuple[tuple[int, ...], ...]

@@ -347,10 +347,8 @@ class ClientConnection:
 
     def hang_up(self) -> None:
         """End the connection, which wakes the threads that read from it."""
-        try:
+        with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
 
     def close(self) -> None:
         self._peer.close()

@@ -18,7 +18,7 @@ from unisono.core.numbers import MESSAGE_HEADER
 from unisono.core.tensors import view_of
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Send, Timeout
-from unisono.core.work import CountdownWork, elements, resolve_timeout, size_error, timeout_error
+from unisono.core.work import CountdownWork, elements, raised_by, resolve_timeout, size_error, timeout_error
 from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["FAREWELL", "HEADER_BYTES", "Bytes", "Incoming", "MessageWork", "Outgoing", "TaggedMessages"]
@@ -74,15 +74,9 @@ class MessageWork(CountdownWork):
             first = not self._is_waited_for
             self._is_waited_for = True
         if first and not self._done.is_set():
-            _threads.run(self._complete_in_background)
+            # No caller waits there, so the future reports the error.
+            _threads.run(lambda: self.complete(raised_by(lambda: self.wait(_NO_TIMEOUT_S))))
         return super().get_future()
-
-    def _complete_in_background(self) -> None:
-        try:
-            self.wait(_NO_TIMEOUT_S)
-        except CommError as error:
-            # No caller is waiting here, so the future reports the error.
-            self.complete(error)
 
     def _awaited(self) -> list[int]:
         return [message.peer for message in self._messages]

@@ -65,11 +65,9 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
             # Send SIGTERM first, so that mpiexec can terminate its ranks.
             for how in (signal.SIGTERM, signal.SIGKILL):
                 _signal_all(process.pid, how)
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     out, err = process.communicate(timeout=_GRACE_S)
                     return CompletedRun(None, out, err)
-                except subprocess.TimeoutExpired:
-                    continue
             # A process that still keeps the pipes open has left the session, so it was not killed; don't wait for it.
             for pipe in (process.stdout, process.stderr):
                 if pipe is not None:

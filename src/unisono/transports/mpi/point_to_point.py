@@ -18,7 +18,7 @@ import torch
 from unisono.core import clock
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Timeout
-from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
+from unisono.core.work import CountdownWork, raised_by, resolve_timeout, timeout_error
 from unisono.errors import CommError, PeerLostError
 from unisono.transports.mpi.communicators import MpiCommunicators
 from unisono.transports.mpi.requests import DirectMessage, MessageRequest, RendezvousRecv, RendezvousSend
@@ -199,12 +199,8 @@ class Posted(CountdownWork):
 
     def get_future(self) -> torch.futures.Future[None]:
         if not self._done.is_set():
-            _threads.run(self._wait_until_done)
+            _threads.run(lambda: raised_by(lambda: self.wait(_FOREVER_S)))
         return super().get_future()
-
-    def _wait_until_done(self) -> None:
-        with contextlib.suppress(CommError):
-            self.wait(_FOREVER_S)
 
 
 def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object]) -> None:

@@ -60,14 +60,11 @@ class InspectSocket:
             peer, _ = self.socket.accept()
         except OSError:
             return
-        with peer:
+        # The other process may have disconnected already.
+        with peer, contextlib.suppress(OSError):
             peer.setblocking(False)
-            try:
-                if is_this_user(peer):
-                    peer.send(FrameChannel().encode(Kind.ADDRESS, self._content))
-            except OSError:
-                # The other process has already disconnected.
-                return
+            if is_this_user(peer):
+                peer.send(FrameChannel().encode(Kind.ADDRESS, self._content))
 
     def close(self) -> None:
         if self.socket is not None:

@@ -41,8 +41,6 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         ("a[1-2]b[3-4]", "a1b3 a1b4 a2b3 a2b4"),
         ("rack[0-1]-node[1,3]-ib", "rack0-node1-ib rack0-node3-ib rack1-node1-ib rack1-node3-ib"),
         ("[a,b]x", "ax bx"),
-        ("rack[1,2-[a,b]]", "rack1 rack2-a rack2-b"),
-        ("n[1,[2-3,[05-06]]].x", "n1.x n2.x n3.x n05.x n06.x"),
         (" tux[1-2] ", "tux1 tux2"),
         ("a,a", "a a"),
     ],
@@ -55,17 +53,21 @@ def test_host_lists(text: str, names: str) -> None:
     "text",
     [
         *("", ",", "a,", ",a", "a,,b", "n[", "n]", "n[]", "n[1-", "n[1-2", "n[3-1]", "n[1,]", "n[1-2]]", "a b"),
-        *("[" * 5000, "n[0-65536]", "n[0-999]m[0-999]", "n[1-99999999999999999]", "n[1-40000],n[1-40000]"),
+        *(
+            "[" * 5000,
+            "a" * 5000 + "[",
+            "a[1]" * 5000 + "[",
+            "n[1,[2-3]]",
+            "n[0-65536]",
+            "n[0-999]m[0-999]",
+            "n[1-99999999999999999]",
+            "n[1-40000],n[1-40000]",
+        ),
     ],
 )
 def test_invalid_host_lists(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a list of hosts|at most 65536"):
         expand(text)
-
-
-def test_error_shows_the_position() -> None:
-    with pytest.raises(ValueError, match=r"expected a comma or \] at the end \(position 10\)"):
-        expand("node[1-3,7")
 
 
 LETTERS = st.text("abcxyz.-_", min_size=1, max_size=4)
@@ -80,7 +82,7 @@ def ranges(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @st.composite
-def items(draw: st.DrawFn, depth: int = 2) -> tuple[str, list[str]]:
+def items(draw: st.DrawFn) -> tuple[str, list[str]]:
     """A text and what it stands for, made the other way round: from the names to the text."""
     text, names = "", [""]
     for _ in range(draw(st.integers(1, 3))):
@@ -90,8 +92,7 @@ def items(draw: st.DrawFn, depth: int = 2) -> tuple[str, list[str]]:
             ends = [more]
         else:
             single = st.integers(0, 99).map(lambda number: (str(number), [str(number)]))
-            choice = st.one_of(ranges(), single, *([items(depth - 1)] if depth else []))
-            choices = draw(st.lists(choice, min_size=1, max_size=3))
+            choices = draw(st.lists(st.one_of(ranges(), single), min_size=1, max_size=3))
             more = f"[{','.join(part for part, _ in choices)}]"
             ends = [end for _, part in choices for end in part]
         text, names = text + more, [name + end for name in names for end in ends]

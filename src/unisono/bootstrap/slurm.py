@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, alone, checked, env_number
 from unisono.bootstrap.tcp import find_at
@@ -175,101 +176,48 @@ def _first(*names: str) -> int | None:
 MAX_HOSTS = 65536
 """A host list with more names is considered a mistake, as in Slurm itself."""
 
-_MAX_DEPTH = 32
-_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})(?=[,\]])")
-_TEXT = re.compile(r"[^\[\],\s]+")
+# Possessive, so that a text that is no list is not divided in all possible ways.
+_TEXT = r"[^\[\],\s]++"
+_PART = rf"(?:{_TEXT}|\[{_TEXT}(?:,{_TEXT})*+\])"
+_LIST = re.compile(rf"{_PART}++(?:,{_PART}++)*+")
+_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 
 
 def expand(hostlist: str) -> list[str]:
     """Return the names in a Slurm host list, in order.
 
     Raises:
-        ValueError: The list is malformed (the message shows where), or has more than `MAX_HOSTS` names.
+        ValueError: The list is malformed, or has more than `MAX_HOSTS` names.
 
     Example:
         >>> expand("node[001-003,7],gpu-a")
         ['node001', 'node002', 'node003', 'node7', 'gpu-a']
     """
-    return _HostlistParser(hostlist.strip()).read()
+    text = hostlist.strip()
+    if not _LIST.fullmatch(text):
+        raise ValueError(f"{text!r} is not a list of hosts; write it as in node[001-003,7],gpu-a")
+    found: list[str] = []
+    for item in re.findall(rf"{_PART}++", text):
+        names = [""]
+        for part in re.findall(_PART, item):
+            # Don't create more than are allowed, so that a short text cannot exhaust memory.
+            ends = list(islice(_choices(part), MAX_HOSTS + 1))
+            if len(found) + len(names) * len(ends) > MAX_HOSTS:
+                raise ValueError(f"{text!r} stands for too many hosts; at most {MAX_HOSTS} are allowed")
+            names = [name + end for name in names for end in ends]
+        found += names
+    return found
 
 
-class _HostlistParser:
-    """Recursive-descent parser with one method for each rule of the grammar."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._depth = 0
-
-    def read(self) -> list[str]:
-        names = self._separated(self._item)
-        if self._at < len(self._text):
-            raise self._error("a name, a comma or the end")
-        return names
-
-    def _separated(self, rule: Callable[[], list[str]]) -> list[str]:
-        names = rule()
-        while self._took(","):
-            names += rule()
-            self._bound(len(names))
-        return names
-
-    def _item(self) -> list[str]:
-        names = None
-        while (endings := self._part()) is not None:
-            if names is None:
-                names = endings
-            else:
-                self._bound(len(names) * len(endings))
-                names = [name + ending for name in names for ending in endings]
-        if names is None:
-            raise self._error("a name")
-        return names
-
-    def _part(self) -> list[str] | None:
-        text = self._matched(_TEXT)
-        if text is not None:
-            return [text[0]]
-        if not self._took("["):
-            return None
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise self._error(f"at most {_MAX_DEPTH} nested brackets")
-        names = self._separated(self._choice)
-        if not self._took("]"):
-            raise self._error("a comma or ]")
-        self._depth -= 1
-        return names
-
-    def _choice(self) -> list[str]:
-        numbers = self._matched(_RANGE)
+def _choices(part: str) -> Iterator[str]:
+    """Yield what a part of a name stands for: a text for itself, and brackets for each of their entries."""
+    for choice in part.strip("[]").split(","):
+        numbers = _RANGE.fullmatch(choice) if part.startswith("[") else None
         if numbers is None:
-            return self._item()
-        first = int(numbers[1])
-        last = int(numbers[2])
+            yield choice
+            continue
+        first, last = map(int, numbers.groups())
         if first > last:
-            raise ValueError(f"{self._text!r} is not a list of hosts: the range {numbers[0]} goes down")
-        self._bound(last - first + 1)
-        return [str(number).zfill(len(numbers[1])) for number in range(first, last + 1)]
-
-    def _took(self, mark: str) -> bool:
-        taken = self._text.startswith(mark, self._at)
-        self._at += taken
-        return taken
-
-    def _matched(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        match = pattern.match(self._text, self._at)
-        if match is not None:
-            self._at = match.end()
-        return match
-
-    def _bound(self, count: int) -> None:
-        """Check the number of names before creating the names, so that a short text cannot exhaust memory."""
-        if count > MAX_HOSTS:
-            raise ValueError(f"{self._text!r} stands for {count} hosts or more; at most {MAX_HOSTS} are allowed")
-
-    def _error(self, expected: str) -> ValueError:
-        found = repr(self._text[self._at :][:20]) if self._at < len(self._text) else "the end"
-        return ValueError(
-            f"{self._text!r} is not a list of hosts: expected {expected} at {found} (position {self._at})"
-        )
+            raise ValueError(f"{part!r} is not a list of hosts: the range {choice} goes down")
+        for each in range(first, last + 1):
+            yield str(each).zfill(len(numbers[1]))

@@ -10,7 +10,7 @@ MEMORY = (64 << 20, 1 << 17)
 
 
 def seeds() -> list[bytes]:
-    texts = ["node1", "node[001-003,7],gpu-a", "a[1-2]b[3-4]", "rack[1,2-[a,b]]", "x[08-10],y[1-2][3-4][5-6]"]
+    texts = ["node1", "node[001-003,7],gpu-a", "a[1-2]b[3-4]", "rack[1,a]", "x[08-10],y[1-2][3-4][5-6]"]
     return [text.encode() for text in texts]
 
 

@@ -6,6 +6,7 @@ A container is often limited to fewer processors than the machine has.
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "bind",
     "core_wait_s",
     "cores",
+    "model",
     "nodes",
     "parse_cpus",
     "placement",
@@ -52,6 +54,13 @@ def core_wait_s() -> float | None:
     """
     words = _read(_SCHEDSTAT).split()
     return int(words[1]) / 1e9 if len(words) == 3 else None
+
+
+def model() -> str:
+    """Return the name of this host's kind of processor."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def visible() -> int:

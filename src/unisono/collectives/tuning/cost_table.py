@@ -7,17 +7,15 @@ import json
 import logging
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import ALGORITHMS
 from unisono.host.files import write_aside
+from unisono.host.processors import model
 
 __all__ = ["GAP", "CostTable", "LinkCost", "TableFile", "parse_overrides"]
 
@@ -181,7 +179,7 @@ class TableFile:
     """
 
     def __init__(self, backend: str, ranks: Sequence[int]) -> None:
-        self._pattern = {"backend": backend, "ranks": list(ranks), "cpu": _cpu_model()}
+        self._pattern = {"backend": backend, "ranks": list(ranks), "cpu": model()}
         chosen = os.environ.get(_FILE)
         self._shared = bool(chosen)
         name = hashlib.sha256(json.dumps(self._pattern).encode()).hexdigest()[:16]
@@ -230,12 +228,3 @@ def _cache_folder() -> Path:
         return (given if given.is_absolute() else Path.home() / ".cache") / "unisono"
     except RuntimeError:
         return Path(tempfile.gettempdir()) / f"unisono-{os.getuid()}"
-
-
-@cache
-def _cpu_model() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

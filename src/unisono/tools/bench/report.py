@@ -13,6 +13,7 @@ import torch
 import unisono as un
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
+from unisono.host.processors import model
 from unisono.tools.bench.result import Result
 from unisono.tools.bench.settings import Settings
 from unisono.tools.bench.workload import cache_bytes
@@ -27,19 +28,10 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": model(),
         "processors": os.cpu_count(),
         "cache_bytes": cache_bytes(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (text.partition(":")[2].strip() for text in lines if text.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def as_json(settings: Settings, results: list[Result]) -> dict[str, Any]:

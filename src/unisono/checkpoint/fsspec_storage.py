@@ -8,8 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 
 __all__ = ["FsspecSink", "FsspecSource", "FsspecStorage"]
 
@@ -22,12 +21,7 @@ class FsspecStorage:
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise UnavailableError(
-                f"{url!r} needs fsspec: {install_command('remote')}, or pass a local path"
-            ) from error
+        fsspec = required("fsspec", f"{url!r} is no local path and needs fsspec", "remote")
         self.where: str = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(self.where)
         self.name: str = self._root.rpartition("/")[2]

@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.data.feistel import IndexShuffle
 from unisono.data.workers import HiddenWorker, WorkerEpochCheck, ranks_of, refuse_second_split
-from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 
 __all__ = ["ShardPartition", "read_lines"]
 
@@ -45,10 +44,7 @@ def read_lines(url: str) -> Iterator[str]:
         with open(url, encoding="utf-8") as file:  # noqa: PTH123 - it may be any path-like text
             yield from (line.rstrip("\n") for line in file)
         return
-    try:
-        import fsspec
-    except ImportError as error:
-        raise UnavailableError(f"{url} needs fsspec: {install_command('remote')}") from error
+    fsspec = required("fsspec", f"{url} needs fsspec", "remote")
     with fsspec.open(url, "rt", encoding="utf-8") as file:
         yield from (line.rstrip("\n") for line in file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["install_command", "source"]
+from unisono.errors import UnavailableError
+
+__all__ = ["install_command", "required", "source"]
 
 _NAME = "unisono"
 _OPTIONAL = re.compile(r"""(?P<need>[^;]+?)\s*;.*\bextra == ['"](?P<extra>[\w-]+)['"]""")
@@ -54,6 +57,27 @@ def install_command(*extras: str) -> str:
         True
     """
     return f"pip install {source(*extras) or ' '.join(map(shlex.quote, _requirements(extras)))}"
+
+
+def required(module: str, why: str, *extras: str) -> Any:
+    """Import and return a module of an optional package.
+
+    Args:
+        module: Full name of the module.
+        why: What needs the package, as the beginning of the error's text.
+        extras: Names of the extras that install it.
+
+    Raises:
+        UnavailableError: The package is not installed. The error says how to install it.
+
+    Example:
+        >>> required("json", "this example needs json").dumps([1])
+        '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnavailableError(f"{why}: {install_command(*extras)}") from error
 
 
 def _record() -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.errors import FormatError
-from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 
 __all__ = ["read", "recognises", "suits", "write"]
 
@@ -40,11 +39,7 @@ def write(path: Path, state: Any) -> None:
 
 def _package() -> Any:
     """Return `safetensors.torch`, an optional dependency because it has no wheels for free-threaded Python."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise UnavailableError(f"such a file needs safetensors: {install_command('safetensors')}") from error
-    return safetensors.torch
+    return required("safetensors.torch", "such a file needs safetensors", "safetensors")
 
 
 def _collect(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, algorithm_of
-from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 from unisono.lab.simulator.network import Network
 from unisono.lab.simulator.simulation import SimulatedCall, run_calls, simulate
 
@@ -104,12 +102,9 @@ def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
         >>> points = un.algorithms.scaling("all_reduce", ["ring", "binomial"], [2, 4, 8], [1024])
         >>> un.algorithms.plot_scaling(points, f"{tempfile.mkdtemp()}/curves.svg")
     """
-    if find_spec("matplotlib") is None:
-        raise UnavailableError(f"a plot needs matplotlib: {install_command('plot')}")
-    from matplotlib.figure import Figure
-
+    matplotlib = required("matplotlib.figure", "a plot needs matplotlib", "plot")
     lengths = list(dict.fromkeys(point.nbytes for point in points))
-    figure = Figure(figsize=(4.5 * len(lengths), 4), layout="constrained")
+    figure = matplotlib.Figure(figsize=(4.5 * len(lengths), 4), layout="constrained")
     for axes, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
         for name in dict.fromkeys(point.algorithm for point in points):
             curve = [

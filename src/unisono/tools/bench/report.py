@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import unisono as un
-from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 from unisono.host.processors import model
 from unisono.tools.bench.result import Result
 from unisono.tools.bench.settings import Settings
@@ -39,10 +37,9 @@ def as_json(settings: Settings, results: list[Result]) -> dict[str, Any]:
     return {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}
 
 
-def check_plot() -> None:
-    """Raise `UnavailableError` if plots cannot be drawn."""
-    if find_spec("matplotlib") is None:
-        raise UnavailableError(f"a plot needs matplotlib: {install_command('plot')}")
+def check_plot() -> Any:
+    """Return `matplotlib.figure`; raise `UnavailableError` if plots cannot be drawn."""
+    return required("matplotlib.figure", "a plot needs matplotlib", "plot")
 
 
 def plot(results: list[Result], path: Path) -> None:
@@ -53,12 +50,9 @@ def plot(results: list[Result], path: Path) -> None:
         ValueError: matplotlib does not support the format.
         OSError: The file cannot be written.
     """
-    check_plot()
-    from matplotlib.figure import Figure
-
+    figure = check_plot().Figure(figsize=(11, 4.5), layout="constrained")
     sizes = [result.nbytes for result in results]
     peers = list(results[0].against)
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
     bandwidth, ratio = figure.subplots(1, 2)
     bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
     for name in peers:

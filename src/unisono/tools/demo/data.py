@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 
 __all__ = ["Pictures", "load", "read_folder", "read_npz", "split"]
 
@@ -70,14 +70,8 @@ def _some(pictures: Pictures, indices: torch.Tensor) -> Pictures:
 
 
 def _digits() -> Pictures:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UnavailableError(
-            f"the handwritten digits come with scikit-learn: {install_command('demo')}, "
-            "or pass your own pictures with --data"
-        ) from error
-    found: Any = load_digits()
+    why = "the handwritten digits come with scikit-learn; pass your own pictures with --data, or install it"
+    found = required("sklearn.datasets", why, "demo").load_digits()
     return _pictures(torch.from_numpy(found.images), found.target.tolist(), "handwritten digits")
 
 
@@ -157,10 +151,7 @@ def read_npz(path: Path) -> tuple[torch.Tensor, list[Any]]:
     Returns:
         A float32 tensor of shape (n, height, width) or (n, channels, height, width), and n labels.
     """
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise UnavailableError(f"reading an .npz file needs numpy: {install_command('demo')}") from error
+    np = required("numpy", "reading an .npz file needs numpy", "demo")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is neither a folder nor an .npz file")
     try:

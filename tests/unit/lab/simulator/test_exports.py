@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def test_plot(tmp_path: Path) -> None:
 def test_missing_matplotlib_is_reported_before_the_simulation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("unisono.tools.bench.report.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("unisono.tools.cli.commands.simulate.scaling", lambda *arguments: pytest.fail("simulated"))
     assert main(["simulate", "all_reduce", "ring", "--plot", "curves.svg"]) == 2
     assert "a plot needs matplotlib" in capsys.readouterr().err

@@ -247,7 +247,7 @@ def test_mpi_requires_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_matplotlib_is_a_short_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["unisono.tools.bench.report"], "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert refused("--plot", "results.png") == 2
     assert capsys.readouterr().err == f"unisono bench: a plot needs matplotlib: {install_command('plot')}\n"
     with pytest.raises(UnavailableError, match="needs matplotlib"):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from unisono.errors import UnavailableError
-from unisono.host.distribution import install_command
+from unisono.host.distribution import required
 from unisono.tools.cli import COMMANDS, make_parser
 
 __all__ = ["add_arguments", "run"]
@@ -25,9 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Print the shell's code."""
-    try:
-        import shtab
-    except ImportError as error:
-        raise UnavailableError(f"completion needs shtab: {install_command('cli')}") from error
+    shtab = required("shtab", "completion needs shtab", "cli")
     print(shtab.complete(make_parser(COMMANDS.names()), given.shell))
     return 0

@@ -1,4 +1,4 @@
-"""Algorithms of collectives: find, verify, simulate and write them.
+"""Collective algorithms: find, verify, simulate and write them.
 
 Each algorithm is a file in `unisono.collectives.algorithms` that computes only with integers.
 

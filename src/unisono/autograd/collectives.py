@@ -37,8 +37,8 @@ __all__ = [
 def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
     """Return the tensors of all ranks, in rank order. Collective.
 
-    The gradient of rank r's tensor is the sum of all ranks' gradients of entry r. `torch.cat` joins the entries along
-    any dimension.
+    The gradient of rank r's tensor is the sum of all ranks' gradients of entry r of the result. `torch.cat` joins the
+    returned tensors along any dimension.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same shape on all ranks.
@@ -74,14 +74,14 @@ def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
     Args:
-        tensor: Tensor of a floating-point or complex dtype. Its first dimension may differ between ranks.
+        tensor: Tensor of a floating-point or complex dtype, whose first dimension may differ between ranks.
         comm: The communicator.
 
     Returns:
         New tensors, one for each rank.
 
     Raises:
-        MismatchError: Ranks' tensors differ in dtype or in another dimension.
+        MismatchError: Ranks' tensors differ in dtype, or in shape beyond the first dimension.
 
     Example:
         >>> def program(comm):
@@ -100,7 +100,7 @@ def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor
 def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
     """Return, on rank r, every rank's `tensors[r]`, in rank order. Collective.
 
-    In the backward pass, the gradients are exchanged in the same way.
+    The backward pass is an all_to_all of the gradients.
 
     Args:
         tensors: One tensor per rank, of one floating-point or complex dtype, with the same shape on all ranks.
@@ -131,7 +131,7 @@ def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[t
     Ranks exchange the shapes first, which breaks a `torch.compile` graph.
 
     Args:
-        tensors: One tensor per rank, of one floating-point or complex dtype. Their first dimensions may differ.
+        tensors: One tensor per rank, of one floating-point or complex dtype; first dimensions may differ.
         comm: The communicator.
 
     Returns:
@@ -162,13 +162,13 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """Return the rows that all ranks send to this rank; the first rows of `tensor` are for rank 0. Collective.
 
-    In the backward pass, gradients are exchanged in the same way, with input and output sizes swapped.
+    The backward pass is an all_to_all of the gradients, with input and output split sizes swapped.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with at least one dimension.
         comm: The communicator.
-        output_split_sizes: Number of rows to receive from each rank. If None, equal numbers that add up to the number
-            of rows of `tensor`.
+        output_split_sizes: Number of rows to receive from each rank; if None, the number of rows of `tensor` divided by
+            the number of ranks.
         input_split_sizes: Number of rows to send to each rank; equal numbers if None.
 
     Returns:
@@ -223,18 +223,18 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return the sum (or another reduction, `op`) of all ranks' tensors. Collective.
 
-    The gradient is the sum of all ranks' gradients of the result. For "avg", it is the mean of these gradients. For
-    "min" and "max", the sum is shared evenly among the elements that equal the result. For "product", the sum is
-    multiplied by the product of the other ranks' elements.
+    The gradient is the sum of all ranks' gradients of the result. For "avg", the gradient is the mean of all ranks'
+    gradients. For "min" and "max", the sum of the gradients is shared evenly among the elements that equal the result.
+    For "product", the sum of the gradients is multiplied by the product of the other ranks' elements.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank.
         comm: The communicator.
         op: One of sum, avg, product, min, max.
-        scale: As for `Communicator.all_reduce`. The gradient is multiplied by the same factor.
+        scale: As for `Communicator.all_reduce`. The gradient is also multiplied by `scale`.
 
     Returns:
-        A new tensor of the same shape.
+        A new tensor with the shape of `tensor`.
 
     Raises:
         ValueError: The dtype is neither floating-point nor complex, `scale` does not suit `op`, or `op` has no
@@ -242,7 +242,7 @@ def all_reduce(
         MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
     Cost: that of `Communicator.all_reduce`, in the forward pass and again in the backward pass. The backward pass sends
-    twice the bytes for "min" and "max", and p times the bytes for "product" on p ranks.
+    twice as many bytes as the forward pass for "min" and "max", and up to p times as many for "product" on p ranks.
 
     Example:
         >>> def program(comm):
@@ -276,7 +276,7 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
         dst: Rank that gets the sum. `dst` may precede `op`, as in `Communicator.reduce`.
 
     Returns:
-        A new tensor of the same shape.
+        A new tensor with the shape of `tensor`.
 
     Raises:
         ValueError, MismatchError: As for `all_reduce`.
@@ -300,11 +300,11 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
 def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
     """Return, on rank r, the sum of every rank's `tensors[r]`. Collective.
 
-    The gradient of each `tensors[r]` is the gradient of rank r's result.
+    On every rank, `tensors[r]` gets the gradient of rank r's result.
 
     Args:
-        tensors: One tensor per rank, of one floating-point or complex dtype. Shapes may differ within the list, but
-            must be the same on all ranks.
+        tensors: One tensor per rank, of one floating-point or complex dtype. The tensors' shapes may differ, but
+            `tensors[r]` must have the same shape on all ranks.
         comm: The communicator.
         op: One of sum, avg.
 
@@ -377,7 +377,8 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
 def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Tensor, ...]:
     """Return the tensors of all ranks on rank `dst`, and zeros of the same shapes on the other ranks. Collective.
 
-    The gradient of rank r's tensor is the gradient of entry r on rank `dst`; the other ranks' gradients are ignored.
+    The gradient of rank r's tensor is the gradient of entry r of rank `dst`'s result; the other ranks' gradients are
+    ignored.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same shape on all ranks.
@@ -438,10 +439,11 @@ def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> to
 
 
 def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> torch.Tensor:
-    """Send a tensor to rank `dst`, which calls `recv`; return a token that represents it in the graph.
+    """Send a tensor to rank `dst`, which calls `recv`; return a token that represents the message in the graph.
 
-    The gradient of `tensor` is the gradient of rank `dst`'s result, sent back by the receiver's backward pass. So this
-    rank's backward pass must include the token: add `token.sum()`, which is 0, to the loss.
+    The gradient of `tensor` is the gradient of rank `dst`'s result, sent back by the receiver's backward pass. To
+    receive the gradient, this rank's backward pass must include the returned token: add `token.sum()`, which is 0, to
+    the loss.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype.
@@ -450,7 +452,7 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
         tag: As for `Communicator.send`.
 
     Returns:
-        The token: an empty tensor of the same dtype.
+        The token: an empty tensor with the dtype of `tensor`.
 
     Raises:
         ValueError: The dtype is neither floating-point nor complex.
@@ -479,9 +481,10 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
     The backward pass sends the result's gradient back to rank `src`.
 
     Args:
-        tensor: Tensor with the shape, dtype and device that the result will have. Its elements are not used, and its
-            gradient is zero. If it requires a gradient, this gradient depends, in the graph, on the token (see `send`)
-            of the message that the backward pass sends, so a second backward pass must include this gradient.
+        tensor: Tensor with the shape, dtype and device that the result will have. The elements of `tensor` are not
+            used, and its gradient is zero. If `tensor` requires a gradient, a second backward pass must include that
+            gradient, because in the graph it depends on the token (see `send`) of the message that the first backward
+            pass sends.
         comm: The communicator.
         src: The sending rank, not this rank.
         tag: As for `Communicator.recv`.
@@ -517,7 +520,7 @@ def _flat_list(
 ) -> tuple[torch.Tensor, list[int]]:
     """Return one tensor per rank as a single flat tensor, and the number of elements of each.
 
-    With `alike`, all tensors must have the same shape.
+    If `alike` is true, all of `tensors` must have the same shape.
     """
     if not isinstance(tensors, Sequence) or len(tensors) != comm.size:
         raise ValueError(f"un.autograd.{name} takes a list of {comm.size} tensors, one for each rank")
@@ -537,7 +540,7 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
     """Return the shapes of the tensors that this rank receives. Collective.
 
     Args:
-        tensors: Tensors, as for the `Communicator` method of this name.
+        tensors: The input tensor or tensors of the `Communicator` method `name`.
         comm: The communicator.
         name: Name of the method, all_gather_v or all_to_all_v.
     """

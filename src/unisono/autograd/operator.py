@@ -1,4 +1,4 @@
-"""Custom operator that runs a collective on flat tensors, for autograd and compilers; and the collective's adjoint."""
+"""Collectives on flat tensors as a custom operator, for autograd and compilers; their adjoints compute gradients."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def apply(
 
 
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
-    """Return the result of a collective; the adjoint collective computes its gradient.
+    """Return the result of a collective, whose adjoint computes the gradient in the backward pass.
 
     `call` contains the arguments of `_call` from `name` on, with (rank, size) inserted after the handle.
     """

@@ -1,8 +1,8 @@
 """Start-up: finds this process's rank, the number of ranks, and the rendezvous.
 
 Each module supports a scheme or a launcher; the module's function `find(request)` returns a `Rendezvous`. A scheme,
-which users name in an `init_method`, needs only that function and an entry in `_SCHEMES`. A launcher, which is
-recognised by its environment variables, needs an entry in `_LAUNCHERS`, and also defines:
+which users name in an `init_method`, needs only `find` and an entry in `_SCHEMES`. A launcher, which is recognised by
+its environment variables, needs an entry in `_LAUNCHERS`, and also defines:
 
 - `VARIABLES`: the variables that define a process's rank; `PREFIXES`: prefixes of all variables that the launcher sets;
 - `START`: a command line that starts ranks with the launcher, for error messages;
@@ -41,16 +41,17 @@ def find(
     timeout_s: float = 300.0,
     secret: str | bytes | None = None,
 ) -> Rendezvous:
-    """Return this process's rank and its connection to the job, once all ranks have joined.
+    """Return this process's rank and its connection to the job; waits until all ranks have joined.
 
     Args:
         init_method: "tcp://host:port" (the host of rank 0), "file:///path", "env://", "mpi://" (requires MPI), or None.
-            If None, the environment defines the ranks (torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; or else
-            mpirun, or else a Slurm step); if it defines none, this process is a single rank.
+            If `init_method` is None, the environment defines the ranks: torchrun's RANK, WORLD_SIZE, MASTER_ADDR and
+            MASTER_PORT, or else mpirun, or else a Slurm step; if the environment defines no ranks, this process is a
+            single rank.
         rank: This process's rank, from 0; needed with tcp:// and file://.
         world_size: Number of ranks; needed with tcp:// and file://.
-        timeout_s: Seconds within which all ranks must join. If ranks are missing by then, every rank that has joined
-            raises an error.
+        timeout_s: Seconds within which all ranks must join. If ranks are missing at the end of that time, every rank
+            that has joined raises an error.
         secret: Secret shared by all ranks; see `unisono.control.sockets.find_secret`.
 
     Raises:

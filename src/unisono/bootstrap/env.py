@@ -31,7 +31,7 @@ def detected(request: InitRequest) -> bool:
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous from the environment; the caller's arguments take precedence."""
+    """Return the rendezvous from the environment; the caller's arguments take precedence over the variables."""
     host, port = check(request)
     rank, size = request.numbers()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -47,7 +47,7 @@ def check(request: InitRequest) -> tuple[str, int]:
     """Return the rendezvous address, after setting rank and size in the request.
 
     Raises:
-        ValueError: The environment is inconsistent. The message explains which variables to set.
+        ValueError: The environment is inconsistent; the error explains which variables to set.
     """
     request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
@@ -64,7 +64,7 @@ def check(request: InitRequest) -> tuple[str, int]:
 
 
 def _private_port() -> int | None:
-    """Return the port reserved for this library, because torch's store uses MASTER_PORT; None if no port is reserved.
+    """Return the port reserved for this library (torch's store uses MASTER_PORT); None if no port is reserved.
 
     `unisono run` sets UNISONO_PORT together with the job's MASTER_PORT. If MASTER_PORT has changed, as in a job that is
     started inside a rank of another job, UNISONO_PORT is ignored.

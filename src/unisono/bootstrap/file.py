@@ -39,7 +39,7 @@ class RendezvousFile:
 
 
 def find(request: InitRequest) -> Rendezvous:
-    """Return the rendezvous through a file, which rank 0 creates, or overwrites if it is empty or old."""
+    """Return the rendezvous, using a file that rank 0 creates, or overwrites if the file is empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
     claim = RankClaim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")

@@ -1,6 +1,6 @@
 """Rendezvous under mpirun: MPI provides rank, size and local rank, and transfers rank 0's address and secret.
 
-Every backend therefore works under mpirun. If a rank exits too early, the job is aborted; see `job_end`.
+Under mpirun, ranks can use any backend, not only MPI. If a rank exits too early, the job is aborted; see `job_end`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous for the ranks of MPI's world.
 
     Raises:
-        UnavailableError: mpi4py or its MPI library is missing, or the library does not belong to the launcher.
+        UnavailableError: mpi4py or its MPI library is missing, or the library does not match the launcher.
         CommTimeoutError: Not all ranks called `init` in time; rank 0's error names the missing ranks.
     """
     started = launched()
@@ -89,7 +89,7 @@ def find(request: InitRequest) -> Rendezvous:
 
 
 def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Rendezvous:
-    """Return the rendezvous of an MPI communicator's ranks. All of them must call this.
+    """Return the rendezvous of an MPI communicator's ranks, all of which must call this function.
 
     Args:
         comm: An MPI communicator without posted any-tag receives.

@@ -50,8 +50,8 @@ class InitRequest:
 
     Attributes:
         init_method: As passed.
-        rank, size: Rank and number of ranks, as passed. If None, they may be set from the environment, so that errors
-            can name the rank.
+        rank, size: Rank and number of ranks, as passed to `init`. If None was passed, rank and size may be set from the
+            environment, so that errors can name the rank.
         deadline: Time by which all ranks must have joined, on the library's clock.
         secret: As passed.
     """
@@ -102,7 +102,7 @@ def _nothing() -> None:
 class Rendezvous:
     """This process's rank in the job, and its connection to the control plane.
 
-    The process has already joined the group of all ranks. It is notified of failures only if it joins the group again,
+    The process has already joined the group of all ranks, but is notified of failures only if it joins the group again,
     with a callback.
 
     Attributes:
@@ -158,7 +158,7 @@ class Lease:
     withdraw: Callable[[], None]
 
     def release(self) -> None:
-        """Release the lease. The last release makes the server shut down in the background once clients have left."""
+        """Release the lease; after its last release, the server shuts down in the background once clients have left."""
         with _lock:
             self.users -= 1
             if not self.users:
@@ -239,8 +239,8 @@ class RankClaim:
         deadline: Time by which all ranks must have joined, on the library's clock.
         source: As in `Rendezvous`.
         job: Prefix of the names of the job's groups. Ranks of different jobs never meet, even at the same address.
-        restarts: Whether a process that is killed during the rendezvous may be restarted. If it may, the other ranks
-            wait until their deadline for its replacement, instead of raising an error.
+        restarts: Whether a process that is killed during the rendezvous may be restarted. If restarts are possible, the
+            other ranks wait until their deadline for a killed process's replacement, instead of raising an error.
     """
 
     rank: int
@@ -260,8 +260,8 @@ class RankClaim:
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at a server's address, once all ranks have joined.
 
-    The call waits for the next server if this one closes, because it then belonged to an earlier `init`, or if it is
-    lost and its process may be restarted.
+    If the server closes, it belonged to an earlier `init`, so the call waits for the next server. If the server is lost
+    and its process may be restarted, the call waits, too.
 
     Args:
         claim: This process's claim.
@@ -291,13 +291,13 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
 
 
 def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
-    """Claim rank 0 at the server that another process already runs at the address meant for this process.
+    """Claim rank 0 at the server of another process, which may have claimed rank 0 already.
 
     All errors except `MismatchError` are ignored.
 
     Raises:
-        MismatchError: The other process has already claimed rank 0. The error is also reported to the ranks of its
-            group, if that is still forming.
+        MismatchError: The process that runs the server has already claimed rank 0; if its group is still forming, the
+            group's ranks get the error, too.
     """
     try:
         control = SocketControl(address, secret, _CLAIM_WITHIN_S)

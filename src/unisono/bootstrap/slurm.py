@@ -1,8 +1,8 @@
 """Slurm: each task of a job step is a rank; the ranks meet on the step's first node.
 
 This module reads the variables that slurmstepd sets for a step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID,
-SLURM_STEP_NODELIST, SLURM_JOB_ID and SLURM_STEP_ID. The job's name is not used. Outside a step, that is, in a shell of
-`salloc` or in the body of an `sbatch` script, the process is a single rank.
+SLURM_STEP_NODELIST, SLURM_JOB_ID and SLURM_STEP_ID. The job's name (SLURM_JOB_NAME) is ignored. Outside a step, that
+is, in a shell of `salloc` or in the body of an `sbatch` script, the process is a single rank.
 
 MASTER_ADDR and MASTER_PORT, if set, take precedence over the first node and the port from `port_of`.
 """

@@ -56,9 +56,10 @@ _threads = DaemonThreadPool("unisono store")
 def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | None, *, agent: bool) -> Rendezvous:
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
-    The address is removed once all ranks have joined. After a restart by torchrun, the store may still contain the
-    previous address. Restart counts cannot tell the previous address from a new one, because each agent counts restarts
-    separately. An address that fails is therefore retried until rank 0 publishes another address.
+    Rank 0 removes its address from the store once all ranks have joined. After a restart by torchrun, the store may
+    still contain the previous address. Restart counts cannot tell the previous address from a new one, because each
+    agent counts restarts separately. If rank 0 cannot be reached at the address in the store, the address is retried
+    until rank 0 publishes another.
 
     Args:
         claim: This process's claim.
@@ -224,7 +225,7 @@ def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> Non
 
 
 def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
-    """Try rank 0's published address until it works. If rank 0 is lost, try the address of its restarted process."""
+    """Keep trying rank 0's published address. If rank 0 is lost, try the address of its restarted process."""
     last = "it has published nothing yet"
     lost = ""
     store: TCPStore | None = None

@@ -30,7 +30,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
     Access raises `KeyError` for an unknown name and `CorruptError` for a damaged tensor.
 
     Args:
-        storage: Storage of the checkpoint's directory.
+        storage: The `Storage` object for the checkpoint's directory.
         map_location, check: As for `open_archive`.
 
     Attributes:

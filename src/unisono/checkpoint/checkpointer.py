@@ -28,7 +28,7 @@ _log = logging.getLogger("unisono.checkpoint")
 
 
 class Checkpointer:
-    """Manager of a run's checkpoints: saves every n-th step into its own directory, and keeps the newest few.
+    """Manager of a run's checkpoints: saves every n-th step into a separate directory, and keeps the newest few.
 
     An old checkpoint is removed only after a newer one is published on all ranks. The manifest is removed first, so
     that files left behind by a crash are never mistaken for a checkpoint. The checkpoint saved last counts as the
@@ -123,9 +123,9 @@ class Checkpointer:
 
         Raises:
             ValueError: `step` is negative, or has more than 10 digits.
-            CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`. With `background`, also raised if the
-                previous save failed. `CheckpointError` is also raised if another `Checkpointer` has saved to the
-                directory in the meantime.
+            CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`. With `background`, `save` also raises
+                the error of a failed previous save. `save` also raises `CheckpointError` if another `Checkpointer` has
+                saved to the directory since this object's last save.
         """
         step = index(step)
         if not 0 <= step < 10**10:
@@ -165,8 +165,8 @@ class Checkpointer:
         """Load the newest complete checkpoint, or the checkpoint of a given step, in place. Collective.
 
         Args:
-            state: State to load into, as for `un.checkpoint.load`. It must be a dict, list or object, because only
-                these can be updated in place.
+            state: State to load into, as for `un.checkpoint.load`; must be a dict, list or object, so that it can be
+                updated in place.
             step: Number of the step; None for the newest complete checkpoint.
             map_location: As for `un.checkpoint.load`.
 
@@ -281,7 +281,7 @@ class Checkpointer:
         return max((created_ns for _, created_ns in found), default=0)
 
     def _complete(self) -> list[Storage]:
-        """Return the complete checkpoints that are named by step, newest first."""
+        """Return the complete checkpoints named "step-" and a number, newest first."""
         return [storage for storage, _ in complete(self._storage) if _is_ours(storage.name)]
 
     def _rotate(self, saved: str) -> None:

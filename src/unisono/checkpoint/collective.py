@@ -67,12 +67,12 @@ class CollectiveScope:
 
         Args:
             step: Function to run.
-            stores: Whether `step` writes to the storage or lists its contents. A replay uses the recorded result
-                instead of running such a step again.
+            stores: Whether `step` writes to the storage or lists its contents; if so, a replay uses the recorded result
+                instead of running `step` again.
 
         Raises:
-            CheckpointError, MismatchError, TypeError, ValueError: `step` raised an error on some rank. Every rank then
-                raises an error that names the first such rank.
+            CheckpointError, MismatchError, TypeError, ValueError: `step` raised an error on some rank; every rank
+                raises an error that names the first rank on which `step` failed.
         """
         failed: Exception | None = None
 
@@ -109,7 +109,9 @@ class CollectiveScope:
         return self.all_or_none(step if self.rank == 0 else lambda: None, stores=stores)[0]
 
     def compare(self, digests: Sequence[str], describe: Callable[[], dict[str, Any]], advice: str) -> None:
-        """Raise `MismatchError` on every rank unless all digests are equal. Collective, but sends nothing if they are.
+        """Raise `MismatchError` on every rank unless all digests are equal. Collective.
+
+        If all digests are equal, nothing is sent.
 
         Args:
             digests: Digests of all ranks, already exchanged.
@@ -170,7 +172,7 @@ def _reason(error: OSError) -> str:
 
 
 def _with_values(values: Sequence[Any]) -> str | None:
-    """Return text with the ranks that differ from the majority, and up to three values; None if all are equal."""
+    """Return, as text, the ranks that differ from the majority, and up to three values; None if all are equal."""
     odd = odd_ranks(values)
     listed = [f"{str(value)[:50]} on {ranks_text(ranks)}" for value, ranks in list(sides_of(values).items())[:3]]
     return odd and f"{odd} ({'; '.join(listed)})"
@@ -237,7 +239,7 @@ class SaveHandle:
             raise self._error
 
     def _join(self) -> BaseException | None:
-        """Wait, and return the error without marking it as seen by a caller."""
+        """Wait for the save, and return its error without marking the error as seen by a caller."""
         self._thread.join()
         return self._error
 
@@ -323,7 +325,7 @@ BACKGROUND_SAVES.append(raise_failed)
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
-    """Start `work` in a thread, with a duplicate of `comm`. The first call with a communicator is collective."""
+    """Start `work` in a thread, with a duplicate of `comm`; the first call with each `comm` is collective."""
     if comm is None:
         with _alone_lock:
             for done in [known for known, earlier in _alone.items() if earlier.done()]:

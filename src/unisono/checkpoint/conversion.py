@@ -20,10 +20,10 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
 
     Args:
         path: A checkpoint of this library, a file written by `torch.save` or safetensors, or a DCP directory.
-        trusted: Whether pickles in the file may run code. Set this only for files that you would run as a program.
+        trusted: Whether pickles in the file may run code. Set `trusted` only for files that you would run as a program.
 
     Raises:
-        NoCheckpointError: Nothing exists at that path.
+        NoCheckpointError: Nothing exists at `path`.
         FormatError: The format is unknown.
 
     Example:

@@ -68,8 +68,8 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """Overwrite every rank's state with the state of rank `src`, in place, and return it. Collective.
 
-    Use this for ranks that have joined late or diverged. Samplers receive `src`'s state; random generators and
-    `PerRank` values remain unchanged on each rank.
+    Use `sync` if ranks have joined late or diverged. Samplers receive `src`'s state; random generators and `PerRank`
+    values remain unchanged on each rank.
 
     Args:
         state: Any state that `save` accepts, without `TensorShard`s and with the same structure on every rank; only
@@ -81,7 +81,7 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         `state` itself if it is a dict, list, tensor or object; otherwise, ranks other than `src` get a new value.
 
     Raises:
-        StateError: Some rank's state belongs to a different model, or an object rejects its new state. Raised on every
+        StateError: Some rank's state belongs to a different model, or an object rejects its new state; raised on every
             rank.
         TypeError: A value cannot be saved, or the state contains a `TensorShard`.
         ValueError: `src` is not a rank of `comm`.

@@ -25,12 +25,12 @@ class CheckpointError(CommError):
 
     Attributes:
         path: Path of the checkpoint.
-        tensors: Names of the affected tensors, as far as known.
+        tensors: Names of the tensors that are known to be affected.
 
     Args:
         message: Description of the fault, as a clause.
         path, tensors: The attributes.
-        known: Fields of `CommError`: `rank`, `size`, `operation`, ...
+        known: Fields of `CommError`, such as `rank`, `size` and `operation`.
 
     Example:
         >>> print(CheckpointError("it is damaged", path="runs/7", rank=1, size=4))
@@ -120,7 +120,7 @@ class StorageError(CheckpointError, OSError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Format names for a message: all names if there are few, otherwise the first few.
+    """Return the names as text for a message: all names if there are few, otherwise the first few.
 
     Example:
         >>> listed(["a", "b"])

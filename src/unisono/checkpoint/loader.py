@@ -80,16 +80,17 @@ def load(
         path: The path or storage that was passed to `save`.
         state: State to fill, with the structure that was saved; saved dict entries that the state lacks are not read.
             Tensors, modules and objects are updated in place; numbers and strings are replaced in their dict or list.
-            If None, everything is created, with dicts in place of objects. For a `TensorShard`, only the blocks of 4
-            MiB that contain its elements are read.
+            If `state` is None, the whole saved state is created, with dicts in place of objects. For a `TensorShard`,
+            only the blocks of 4 MiB that contain its elements are read.
         comm: The ranks that load together; None for this process alone.
         map_location: Device for created tensors: a device, a dict from saved devices to new devices, or a function, as
-            for `torch.load`, except that None means the CPU. Existing tensors remain on their device.
+            for `torch.load`, except that None means the CPU. Tensors that `state` already contains remain on their
+            devices.
         strict: Whether a name that exists only in the module or only in the checkpoint is an error.
         check: Whether to compare all bytes with their digests as they are read. "first" compares the bytes in a
-            separate pass, before anything is changed; with True, a rank that reads at most 4 MiB does the same. If a
-            larger checkpoint is damaged, some tensors of the state are already overwritten when the error is raised,
-            and the message says so.
+            separate pass, before anything is changed; True does so only on ranks that read at most 4 MiB. Without a
+            separate pass, some tensors of the state may already be overwritten when damage is found, and the error says
+            so.
         timeout: As for `save`.
         progress: Called with the number of bytes loaded and the total.
 
@@ -100,16 +101,16 @@ def load(
         NoCheckpointError: No checkpoint exists, or only an unfinished save.
         CorruptError: The checkpoint is damaged; the error names the tensors, and the last good checkpoint in the parent
             directory.
-        FormatError: The checkpoint was written by a newer version.
+        FormatError: The checkpoint has a format that this version of unisono cannot read.
         StateError: The checkpoint belongs to a different model (names are missing or unexpected, shapes differ, or
-            converting the dtype would change values), or an object rejects its state. The message states whether
-            anything was changed.
+            converting the dtype would change values), or an object rejects its state. Notes on the error describe any
+            changes made to the state.
         StorageError: The storage cannot be read.
         TypeError, ValueError: `map_location` is invalid.
 
-    If the number of ranks is unchanged, rank r loads the per-rank values of rank r. If the number has changed since p
-    ranks saved the checkpoint, rank r loads the values of rank r mod p; random generators on ranks p and above remain
-    unchanged (see `PerRank`).
+    If the number of ranks is unchanged, rank r loads the per-rank values of rank r. If a different number of ranks, p,
+    saved the checkpoint, rank r loads the per-rank values of rank r mod p; random generators on ranks p and above
+    remain unchanged (see `PerRank`).
 
     Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB per rank; each rank copies each
     byte once, straight into its tensor, and hashes it there.
@@ -329,8 +330,8 @@ class TensorLoader:
 
     If the host's page cache keeps file contents, each rank reads all bytes that it needs straight into its tensors:
     first its own share from the disk, then, once the other ranks have read their shares, those shares from the page
-    cache. If it doesn't keep them, one rank reads each window and broadcasts it to the other ranks. Either way, the
-    rank that reads a window from the disk checks it for all ranks.
+    cache. If the page cache does not keep file contents, one rank reads each window and broadcasts it to the other
+    ranks. The rank that reads a window from the disk checks it for all ranks that read the same file.
 
     Args:
         files: The files to read from.
@@ -511,7 +512,7 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
 
 
 def check_location(map_location: MapLocation) -> None:
-    """Raise TypeError or ValueError unless this is a valid `map_location`."""
+    """Raise TypeError or ValueError unless `map_location` is valid."""
     if isinstance(map_location, Mapping):
         named: list[object] = list(map_location.values())
     elif callable(map_location) or map_location is None:
@@ -532,7 +533,7 @@ class Destination:
 
     Args:
         entry: The tensor's metadata.
-        target: A tensor of the same shape and dtype to fill, or None.
+        target: Tensor to fill, with the shape and dtype of `entry`, or None.
         map_location: Device of a new tensor if `target` is None.
         start: Offset of the destination's first byte in the saved tensor; `put` ignores bytes outside the destination.
     """
@@ -562,7 +563,7 @@ class Destination:
             self._flat[low - self._start : high - self._start].copy_(data[low - offset : high - offset])
 
     def memory(self, offset: int, length: int) -> memoryview | None:
-        """Return these bytes of the tensor as a writable view; None if some are out of range or not in host memory."""
+        """Return `length` bytes at `offset` as a writable view; None if any are out of range or not in host memory."""
         first = offset - self._start
         inside = 0 <= first <= first + length <= self._flat.numel()
         return self._memory[first : first + length] if inside and self._memory is not None else None

@@ -118,8 +118,8 @@ class Manifest:
     Attributes:
         id: A hexadecimal number, unique to each save.
         ranks: Number of ranks that saved the checkpoint.
-        created_ns: Time of the save in ns since 1970. Within one `Checkpointer`, this time increases from save to save,
-            even if the clock is set back.
+        created_ns: Time of the save in ns since 1970. Within one `Checkpointer`, `created_ns` increases from save to
+            save, even if the clock is set back.
         files, tensors: The files, and the tensors with their locations in the files.
         state: Tree of the part of the state that is common to all ranks.
         per_rank: For each rank, the tree of its per-rank values.
@@ -237,7 +237,7 @@ class Manifest:
 
         Raises:
             FormatError: The values would take too much memory, or are nested too deeply.
-            ValueError, LookupError: A value of one rank appears in two places, or a tensor is unknown.
+            ValueError, LookupError: A reference to a per-rank value is invalid or repeated, or a tensor is unknown.
         """
         referred: set[Any] = set()
         cost = text
@@ -371,15 +371,16 @@ def _check_tiling(manifest: Manifest) -> None:
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Return how many bytes of memory a text's values can take, in excess of `OF_MANIFEST` times the text's length."""
+    """Return how many bytes of memory the values in a JSON text can take, beyond `OF_MANIFEST` per byte of text."""
     return max(0, sum([text.count(mark) * cost for mark, cost in _MARKS.items()]) - OF_MANIFEST * len(text))
 
 
 def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit for a checkpoint whose files have `nbytes` bytes.
 
-    Loading may use twice the size of the checkpoint's files, plus `GRANTED` bytes. Up to `HELD` bytes of tensors are in
-    memory twice. Other tensors are in memory only once, so the memory for their second copy is available to values.
+    Loading may use twice the size of the checkpoint's files, plus `GRANTED` bytes. Only up to `HELD` bytes of tensors
+    are in memory twice, so the memory for second copies of all other tensors is available to the checkpoint's plain
+    values.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

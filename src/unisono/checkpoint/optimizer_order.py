@@ -39,7 +39,7 @@ def in_order_of(
         node: The saved state.
         beside: For each parameter, the name of its tensor in the checkpoint; failing that, the optimizer's own name for
             it; failing that, its shape. None if unknown.
-        known: Names of saved tensors, keyed by the memory of the corresponding tensors in this process.
+        known: Names of saved tensors, by the `memory_of_tensor` of the corresponding tensors in this process.
         entries: All saved tensors.
         path: The optimizer's location in the state.
     """
@@ -87,7 +87,7 @@ def _size(node: Node, entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _is_counted(groups: Sequence[Mapping[str, Node]]) -> bool:
-    """Return whether parameters are numbered in order, as in torch. Skips long lists, which have not been read yet."""
+    """Return whether parameters are numbered in order, as in torch; skips long lists, which have not been read yet."""
     numbers = [number for group in groups for number in elements_of(group.get("params")) or ()]
     return all(type(number) is int for number in numbers) and all(b > a for a, b in pairwise(numbers))
 

@@ -69,7 +69,7 @@ ByteRanges = Mapping[str, Sequence[tuple[int, int]]]
 
 
 def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | None = None) -> list[ReadWindow]:
-    """Return the windows to read for these tensors, in file order, including the headers of their files.
+    """Return the windows to read for the tensors in `names`, in file order, including the headers of their files.
 
     For a tensor in `ranges`, only the blocks that overlap its ranges are read.
     """
@@ -167,7 +167,7 @@ class Files(Closing):
             self.open(window.file).prefetch(window.start, window.stop)
 
     def check(self, windows: Sequence[ReadWindow], *, hold: bool = False) -> None:
-        """Read these windows, and raise `CorruptError` if any window is damaged.
+        """Read all of `windows`, and raise `CorruptError` if any window is damaged.
 
         Args:
             windows: Windows to check.

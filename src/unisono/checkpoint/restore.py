@@ -1,8 +1,8 @@
 """Restores a state: matches it with the saved tree, places its tensors, and loads its objects.
 
 Nothing is changed until everything is known to fit: matching only returns functions that do the work later. Objects
-that may reject their state are loaded first, from tensors read into separate memory. Only then are tensors overwritten
-in place.
+that may reject their state are loaded first, from tensors read into separate memory; tensors are overwritten in place
+only afterwards.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Restorer:
     Attributes:
         early: Tensors of objects that `load_early` loads.
         late: All other tensors.
-        values: Tensors read from the checkpoint, by name. The caller adds the tensors of `early` before `load_early`,
-            and the tensors of `late` before calling the function that `match` returned.
+        values: Tensors read from the checkpoint, by name. The caller adds the tensors of `early` before it calls
+            `load_early`, and the tensors of `late` before it calls the function that `match` returned.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class Restorer:
         """Load the objects that may reject their state, either all of them on all ranks or none. Collective.
 
         Raises:
-            StateError: An object rejected its state; the error names it. The other objects are restored; a note on the
-                error lists those that could not be.
+            StateError: An object rejected its state; the error names it. Objects that were already loaded are restored;
+                a note on the error lists any that could not be restored.
         """
         begun: list[tuple[_EarlyObject, Any]] = []
         loaded: list[_EarlyObject] = []
@@ -186,7 +186,7 @@ class Restorer:
             raise
 
     def match(self, target: Any, node: Node) -> _Build:
-        """Return a function that writes the values of `node` into `target` and returns it.
+        """Return a function that restores `target` from `node`, in place if possible, and returns the restored state.
 
         Raises:
             StateError: The values do not fit; the error lists the names.
@@ -525,7 +525,7 @@ def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
 
 
 def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
-    """Return a function that, given a policy, looks up the saved per-rank value that rank `rank` of `size` loads."""
+    """Return a function that maps a per-rank value's number and policy to the saved tree that rank `rank` loads."""
     saved = len(per_rank)
 
     def source(index: int, policy: str) -> Node | None:

@@ -100,7 +100,7 @@ class SaveLock:
         self.replaced.update(FILE.findall(_text_of(self._storage, MANIFEST)))
 
     def check(self) -> None:
-        """Raise `CheckpointError` if another save has taken over the lock in the meantime."""
+        """Raise `CheckpointError` if another save has taken over this save's lock."""
         if self._held:
             other = _entry_at(self._storage)
             if other != self._entry:

@@ -92,9 +92,8 @@ def save(
 ) -> None:
     """Save a state. On return, the checkpoint is complete and would survive a power failure.
 
-    Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each rank
-    writes an equal share. An earlier checkpoint at the same path is replaced only at the end, and survives a crash
-    before that.
+    Collective: every rank passes the same path and, except for `PerRank` values, the same state. Each rank writes an
+    equal share. An earlier checkpoint at the same path is replaced only at the end, and survives a crash before that.
 
     Args:
         path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
@@ -113,7 +112,7 @@ def save(
         TypeError: A value in the state cannot be saved (the error names it), or `path` is not a path.
         ValueError: The state is nested too deeply, or contains itself.
         FormatError: Numbers and strings would take too much memory to load; keep long lists as tensors.
-        StorageError: The storage is full, read-only, or gone. Earlier contents are kept.
+        StorageError: The storage is full, read-only, or gone; an earlier checkpoint at the path is kept.
         CheckpointError: Another save to the path is running; the error names its process.
         UnavailableError: `path` is a URL, and fsspec is not installed.
 
@@ -159,10 +158,10 @@ def async_save(
 ) -> SaveHandle:
     """Save as `save` does, but return once this rank's share is copied: training continues during the write.
 
-    Collective: waits until every rank has called it. Later saves on the same communicator, and the communicator's
-    `close`, wait for this save. Only `wait()` on the returned handle confirms that the checkpoint is published. A
-    failure is logged, and raised by `wait`, the next save or `close`; if none of these is called, the error is printed
-    at exit. Under `launch` and `unisono run`, such an error makes the rank fail.
+    Collective: waits until every rank has called `async_save`. Later saves on the same communicator, and the
+    communicator's `close`, wait for this save. Only `wait()` on the returned handle confirms that the checkpoint is
+    published. A failure is logged, and raised by `wait`, the next save or `close`; if none of these is called, the
+    error is printed at exit. Under `launch` and `unisono run`, a save error printed at exit makes the rank fail.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
@@ -171,7 +170,8 @@ def async_save(
         A handle to the save, whose `wait` raises the errors of `save`.
 
     Cost: blocks the caller while it copies 1/p of the state and, with several ranks, reads the whole state once. The
-    copy stays in memory until it has been written. The first call creates a second communicator.
+    copied share of the state stays in memory until it has been written. The first `async_save` on a communicator
+    duplicates the communicator.
 
     Example:
         >>> import tempfile
@@ -471,7 +471,8 @@ class Portion:
         entry: The tensor's dtype and shape.
         start: Offset of the first byte in the tensor.
         data: The bytes, as uint8 values on the CPU.
-        digests: Digests of the blocks, if already computed. If a digest differs during writing, the tensor has changed.
+        digests: Digests of the blocks, if already computed; if the written blocks have other digests, the tensor has
+            changed.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Storage for checkpoints: a directory on this host, or a URL for fsspec (`s3://...`, `memory://...`).
 
-In a directory, acknowledged writes survive a crash or a power failure. Each other kind of storage has its own module in
-this package.
+In a directory, acknowledged writes survive a crash or a power failure. Each kind of storage other than a directory has
+its own module in this package.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Source(Protocol):
         size: Size in bytes.
 
     If the storage sets `kept`, the source may also have an `identity`: integers that are equal in two processes of a
-    host if both read the same cached copy of a file. Only one of the two processes then needs to check the bytes.
+    host if both read the same cached copy of a file. Of processes that read the same cached copy, only one needs to
+    check the bytes.
     """
 
     size: int
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill this memory with bytes from `start` on.
+        """Fill `into` with the file's bytes from `start` on.
 
         Raises:
             OSError: The bytes cannot be read, or the file has become shorter.
@@ -63,7 +64,7 @@ class Source(Protocol):
         ...
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Return a view of these bytes, without a copy where possible; writes to the view do not reach the file.
+        """Return a view of bytes `start` to `stop`, copied only if necessary; writes to the view do not reach the file.
 
         Raises:
             OSError: As `read`.
@@ -71,7 +72,7 @@ class Source(Protocol):
         ...
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Start reading these bytes ahead; does not wait for them."""
+        """Start to read bytes `start` to `stop` ahead, without waiting for them."""
         ...
 
     def close(self) -> None:
@@ -87,8 +88,8 @@ class Storage(Protocol):
         name: Last part of the path.
 
     A storage may set `kept = True` to declare that bytes read by one process are cached for all processes of the host,
-    as in the page cache. Each rank then reads all bytes that it needs, instead of receiving some of them from other
-    ranks.
+    as in the page cache. If `kept` is set, each rank reads all bytes that it needs, instead of receiving some of them
+    from other ranks.
 
     Example:
         >>> import tempfile
@@ -143,7 +144,7 @@ class Storage(Protocol):
     def lock(self, name: str, data: bytes) -> bool:
         """Create a small file unless a file of this name exists. The new file need not survive a power failure.
 
-        A storage without this method does not detect two writers on one path.
+        A storage without `lock` does not detect two writers on one path.
 
         Args:
             name: Name in this directory.
@@ -173,7 +174,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, *names: str) -> None:
-        """Remove these files; names of missing files are ignored.
+        """Remove files; names of missing files are ignored.
 
         Args:
             names: Names in this directory.
@@ -330,7 +331,7 @@ class LocalStorage:
 
     @staticmethod
     def _at(where: Path, root: Path) -> LocalStorage:
-        """Return the storage for another directory: `where` is its path as shown, `root` its absolute path."""
+        """Return the storage for another directory: `where` is its path for messages, `root` its absolute path."""
         made = LocalStorage(str(where))
         made._root = root
         return made
@@ -358,7 +359,7 @@ class LocalSink:
         _sync_directory(self._path.parent)
 
     def settle(self) -> None:
-        """Make the file's contents durable, but not yet its name."""
+        """Make the file's contents durable, but not yet its directory entry."""
         os.fsync(self._fd)
         fd = self._fd
         self._fd = -1
@@ -429,7 +430,7 @@ class LocalSource:
 
 
 def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Flush a directory to disk, so that its entries would survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(fd)
@@ -438,7 +439,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _start_writeback(fd: int, start: int, length: int) -> None:
-    """Hint to the kernel to start writing these bytes, so that `fsync` has less to do."""
+    """Hint to the kernel to start writing a byte range of a file, so that `fsync` has less to do."""
     hint = _sync_file_range()
     if hint is not None:
         hint(fd, ctypes.c_int64(start), ctypes.c_int64(length), 2)

@@ -82,7 +82,7 @@ _POLICIES = ("modulo", "keep", "shared", "all", "refuse")
 class PerRank:
     """Marks a value in a state as differing between ranks: each rank saves and loads its own value.
 
-    Samplers, data loaders, random generators, `GradientAverager` and codecs need no marker.
+    Samplers, data loaders, random generators, `GradientAverager` and codecs are per rank even without `PerRank`.
 
     Args:
         obj: Any value that a state may hold.
@@ -509,7 +509,7 @@ def sequence_of(node: Node, items: list[Any]) -> list[Any] | tuple[Any, ...]:
 
 
 def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[[str, Any], Any] | None = None) -> Any:
-    """Return the value of a tree. This is the inverse of `Packer.pack`.
+    """Return the value that `Packer.pack` packed into a tree.
 
     Args:
         node: The tree.
@@ -652,7 +652,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN.items()}
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """Return the dtype of that name; raises `ValueError` if this version of torch lacks it."""
+    """Return the dtype called `name`; raises `ValueError` if this version of torch lacks it."""
     if not isinstance(name, str) or name not in _KNOWN:
         raise ValueError(f"no dtype {name!r} in torch {torch.__version__}")
     return _KNOWN[name]

@@ -27,10 +27,11 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
         progress: Called with the number of bytes read and the total.
 
     Returns:
-        The manifest: `tensors`, `files`, `ranks`, `nbytes`.
+        The manifest, with `tensors`, `files`, `ranks` and `nbytes`.
 
     Raises:
-        CorruptError: The checkpoint is damaged. `tensors` has all affected tensors; the message names the first few.
+        CorruptError: The checkpoint is damaged. The error's `tensors` names all tensors affected by the damage; the
+            message names the first few.
         NoCheckpointError, FormatError, StorageError: As `load`.
 
     Cost: one pass over the files, at the speed of the disk.
@@ -126,7 +127,7 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
 
 
 def last_good(storage: Storage) -> str | None:
-    """Return the path of the newest intact checkpoint beside this one, for messages; large ones aren't verified."""
+    """Return the path of the newest intact checkpoint beside `storage`, for messages; large ones aren't verified."""
     try:
         beside = [pair for pair in complete(storage.parent()) if pair[0].name != storage.name]
     except OSError:

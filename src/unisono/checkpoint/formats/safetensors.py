@@ -29,7 +29,7 @@ def read(path: Path, trusted: bool) -> Any:
 
 
 def write(path: Path, state: Any) -> None:
-    """Write every tensor in the state under its path, such as `model.weight`. Other values are omitted."""
+    """Write every tensor in the state under its path, such as `model.weight`; omit all other values."""
     tensors: dict[str, torch.Tensor] = {}
     _collect(state, "", tensors)
     _package().save_file(

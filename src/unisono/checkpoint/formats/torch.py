@@ -22,7 +22,7 @@ def suits(path: Path) -> bool:
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """Read a saved state. Untrusted files are read with `weights_only=True`, which has had vulnerabilities."""
+    """Read a saved state. Untrusted files are read in `weights_only=True` mode, which has had vulnerabilities."""
     return torch.load(path, map_location="cpu", weights_only=not trusted)
 
 

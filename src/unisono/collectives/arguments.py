@@ -46,7 +46,7 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call for the engine to complete, and a tensor (or None) with the collective's dtype, device and shape.
+    """Return a call whose other fields the engine sets, and a tensor (or None) with its dtype, device and shape.
 
     Args:
         what: The collective.
@@ -191,7 +191,7 @@ def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, st
 
 
 def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError if `scale` is not a valid factor for this reduction."""
+    """Raise TypeError or ValueError if `scale` is not a valid factor for `op` and `dtype`."""
     if not isinstance(scale, Real) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number, not {type(scale).__name__}")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -283,7 +283,7 @@ class _Checks(NamedTuple):
     devices: frozenset[str]
 
     def sides(self, output: object, input: object, splits: Splits) -> tuple[_Side, _Side]:
-        """Return the tensors to read and the tensors to write. Raises an error if they do not match."""
+        """Return the tensors to read and the tensors to write; raise an error if these tensors do not match."""
         collective = self.what
         if collective.packed:
             read, written = self._packed(output, input, splits)
@@ -378,7 +378,7 @@ class _Checks(NamedTuple):
         )
 
     def _check_apart(self, read: _Side, written: _Side) -> None:
-        """Raise an error if outputs overlap each other or the input, but allow this rank's own part to be in place."""
+        """Raise an error if outputs overlap each other or the input, except for exactly this rank's own part."""
         collective = self.what
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)

@@ -1,4 +1,4 @@
-"""Collective algorithms by name. Each is a file `<collective>/<algorithm>.py` that handles integers, never tensors."""
+"""Collective algorithms by name: files `<collective>/<algorithm>.py` that handle integers, never tensors."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
         options: Options of the algorithm, as listed in its file, which take precedence over options in `name`.
 
     Raises:
-        ValueError: There is no such collective, algorithm or option, or an option's value is not an integer. The
-            message lists the known names.
+        ValueError: The collective, algorithm or option is unknown (the error lists the known names), or an option's
+            value is not an integer.
 
     Example:
         >>> find("all_reduce", "ring").chunks(size=5)

@@ -25,15 +25,15 @@ __all__ = [
 class AlgorithmFile(Protocol):
     """Functions that a file in `algorithms/<collective>/` defines. In rooted collectives, rank 0 is the root.
 
-    For other roots, the executor renumbers the ranks. A file may also define:
+    If the caller's root is another rank, the executor renumbers the ranks. A file may also define:
 
-    - `chunks(size)`: the number of chunks in a message. The default is 1 for a barrier, 2p for an all_to_all, and p for
-      other collectives. Only algorithms for all_reduce, reduce and broadcast may choose this number freely. In an
-      all_to_all, each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
+    - `chunks(size)`: the number of chunks in a message; by default 1 for a barrier, 2p for an all_to_all, and p for
+      other collectives. Only algorithms for all_reduce, reduce and broadcast may choose the number of chunks freely. In
+      an all_to_all, each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
     - `unsupported(size)`: the reason why the algorithm does not support this number of ranks; an empty string if it
       does.
-    - `SAME_BITS = False`, if ranks may get differently rounded sums. Such an algorithm is used only for reductions that
-      do not round.
+    - `SAME_BITS = False`, if ranks may get differently rounded sums, so that the algorithm is used only for reductions
+      that do not round.
     - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of ranks.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.
     - `OPTIONS`: a dict of keyword arguments, with defaults, that all functions in the file accept (`{"segments": 1}`).
@@ -147,7 +147,7 @@ class Algorithm:
         """Return this algorithm with different options.
 
         Args:
-            options: New values of options, by name. Other options keep their values.
+            options: New values of options, by name; other options keep their values.
 
         Example:
             >>> un.algorithms.find("all_reduce", "ring").with_options().name
@@ -170,7 +170,7 @@ class Algorithm:
         return f"the {self.collective} algorithm {self.name!r} {reason}" if reason else ""
 
     def serves(self, size: int, *, rounded: bool = True, uneven: bool = True, balanced: bool = False) -> bool:
-        """Return whether the algorithm supports a call with these properties.
+        """Return whether the algorithm supports a call with the given properties.
 
         Args:
             size: Number of ranks, at least 1.
@@ -316,7 +316,7 @@ def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
 
     Args:
         parts: Parts to reduce; at least one.
-        plus: Function that reduces two parts. The earlier part is its first argument.
+        plus: Function that reduces two parts, given the earlier part first.
 
     Example:
         >>> balanced("abcde", lambda low, high: f"({low}+{high})")

@@ -75,8 +75,8 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
     Args:
         rank, size: This rank, and the number of ranks.
         peer: Function that returns the peer in each step.
-        move: Function that returns the message to or from a peer. Its arguments are the peer, and the start and stop of
-            a run of places.
+        move: Function that returns the message to or from a peer, given the peer, and the start and stop of a run of
+            places.
     """
     place = places(peer, size)[rank]
     for step in range(size.bit_length() - 1):
@@ -90,8 +90,9 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
 def halvings_cost(numel: int, chunks: int, runs: list[int], own: int = 1) -> int:
     """Return how many elements the busiest rank sends in the halvings and in the mirrored steps that follow them.
 
-    In the halvings, a rank sends all chunks except its own. In each mirrored step, it sends the chunks that it received
-    in the corresponding halving. The busiest rank is the one that owns the first chunks, because these may be longer.
+    In the halvings, a rank sends all chunks except its own. In each mirrored step, a rank sends the chunks that it
+    received in the corresponding halving. The busiest rank is the one that owns the first chunks, because these may be
+    longer.
 
     Args:
         numel: Number of elements in the message.

@@ -43,7 +43,7 @@ def heads(size: int) -> tuple[int, ...]:
 def folded(
     rank: int, size: int, chunks: int, among: Callable[[int, int], Iterator[Step]], *, scattered: bool = False
 ) -> Iterator[Step]:
-    """Return a rank's steps of an algorithm that needs a power of two, extended to any number of ranks.
+    """Return a rank's steps in an algorithm for powers of two, extended to any number of ranks.
 
     Args:
         rank, size: This rank, and the number of ranks.

@@ -84,9 +84,10 @@ def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
 
 
 def others(rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Return all other ranks in the order in which to send to them, and in the order in which to receive.
+    """Return two orders of all other ranks: one for sending, one for receiving.
 
-    Both orders begin with a neighbour of the rank, so that no two ranks send to the same rank at once.
+    Sending begins with the next rank, and receiving with the previous rank, so that no two ranks send to the same rank
+    at once.
 
     Args:
         rank: This rank.
@@ -108,9 +109,9 @@ class Step(NamedTuple):
             n-th that the peer's matching step sends to this rank. A run that is overwritten must not overlap another
             received run, or a run that is sent in this step.
         reduce: Whether received data is reduced into the existing data instead of overwriting it. All contributions to
-            a chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order.
-            If the number of ranks is odd, the first half is longer. Every rank that reduces the same contributions
-            therefore gets the same bits.
+            a chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order;
+            if the number of ranks is odd, the tree's first half is longer. Every rank that reduces the same
+            contributions therefore gets the same bits.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
@@ -178,7 +179,7 @@ class Cost(NamedTuple):
 
 
 def elements(numel: int, chunks: int, start: int = 0, stop: int = 1) -> int:
-    """Return the number of elements in a run of nearly equal chunks. Longer chunks come first.
+    """Return the number of elements in a run of chunks, which are nearly equal, with longer chunks first.
 
     Args:
         numel: Number of elements in the whole message.

@@ -1,4 +1,4 @@
-"""Bine all-reduce: halvings along the butterfly of negabinary numbers, nearest peers first; then the same in reverse.
+"""Bine all-reduce: recursive halving along a negabinary butterfly, nearest peers first; then all steps in reverse.
 
 Peers are the same as in Swing. Chunks are in the order in which the butterfly reaches their owners, not in rank order,
 so that each message is one contiguous run. The number of ranks must be a power of two. Cost: 2 log2(p) rounds; each

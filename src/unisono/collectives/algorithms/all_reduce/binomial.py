@@ -1,8 +1,8 @@
 """Binomial all-reduce: reduces to rank 0 along a binomial tree, then broadcasts the result along the same tree.
 
-Sums are balanced. Cost: 2 log2(p) rounds, rounded up; rank 0 sends log2(p) messages, but half of the ranks only one.
-Best for short messages if many concurrent messages are expensive. Source: Thakur, Rabenseifner and Gropp, "Optimization
-of collective communication operations in MPICH", IJHPCA 19(1), 2005, sections 4.2 and 4.4.
+Sums are balanced. Cost: 2 log2(p) rounds, with log2(p) rounded up; rank 0 sends log2(p) messages, but half of the ranks
+send only one. Best for short messages if many concurrent messages are expensive. Source: Thakur, Rabenseifner and
+Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005, sections 4.2 and 4.4.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bruck all-reduce: Bruck's reduce_scatter, then the same messages in reverse.
 
-Cost: 2 log2(p) rounds, rounded up, for any number of ranks p; each rank sends 2(p-1)/p of the message, which is the
-minimum. Source: Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", arXiv 2410.14234, 2024; see
-also `reduce_scatter/bruck.py`.
+Cost: 2 log2(p) rounds, with log2(p) rounded up, for any number of ranks p; each rank sends 2(p-1)/p of the message,
+which is the minimum. Source: Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", arXiv 2410.14234,
+2024; see also `reduce_scatter/bruck.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Halving and doubling: exchange halves, quarters, ... until each of q ranks owns a chunk; then the same in reverse.
+"""Halving and doubling: ranks exchange halves, quarters, ... until each owns a chunk; then the steps run in reverse.
 
 Neighbours exchange first, and distances double in each round, so that sums are balanced. If p is not a power of two,
 some adjacent ranks form pairs, and each pair first reduces to its first rank, so that q ranks remain, where q is a

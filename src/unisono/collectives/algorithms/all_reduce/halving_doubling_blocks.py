@@ -1,10 +1,10 @@
 """Halving and doubling in binary blocks: block sizes are different powers of two, largest first.
 
 Each block performs the halvings separately. The smallest block then sends its ranks' chunks to the next larger block,
-which adds them and sends the sums to the block after it, and so on. The same steps, in reverse order, distribute the
-results. Cost: 2 log2(q) rounds, where q is the size of the largest block, and 2 more if there are several blocks.
-Unlike in `halving_doubling`, no rank ever sends its whole message to another rank. Source: Rabenseifner, "Optimization
-of collective reduction operations", ICCS 2004, section 4.
+which adds them and sends the sums to the block after it, and so on. To distribute the results, all steps run in
+reverse, with sends and receives exchanged. Cost: 2 log2(q) rounds, where q is the size of the largest block, and 2 more
+if there are several blocks. Unlike in `halving_doubling`, no rank ever sends its whole message to another rank. Source:
+Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 4.
 """
 
 from __future__ import annotations

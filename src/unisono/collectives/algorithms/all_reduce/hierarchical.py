@@ -1,13 +1,14 @@
 """Hierarchical all-reduce of any depth, with little traffic on the slow links between hosts or racks.
 
-`levels` are the group sizes, innermost first: (8, 128) is 128 hosts of 8 consecutive ranks. The default is two levels,
-as equal as possible. At each inner level, every member of a group receives one part of the message from all other
-members, and reduces it. At the next level, the member continues with the members of other groups that own the same
-part. The outermost level works like `halving_doubling`, or like `bruck` if its size is not a power of two. The same
-steps in reverse distribute the results. Cost: 2 rounds for each inner level. For N groups at the outermost level, 2
-log2(N) rounds, rounded up, in which each group sends 2(N-1)/N of the message. Source: Karonis et al., "Exploiting
-hierarchy in parallel computer networks to optimize collective operation performance", IPDPS 2000, for several levels.
-In contrast to that paper, each level here consists of a reduce-scatter and an all-gather.
+`levels` are the group sizes, innermost first: (8, 128) is 128 hosts of 8 consecutive ranks. By default, `levels` has
+two sizes, as equal as possible. At each inner level, every member of a group receives one part of the message from all
+other members, and reduces it. At the next level outwards, ranks of different groups that own the same part of the
+message form a group. The outermost level works like `halving_doubling`, or like `bruck` if its size is not a power of
+two. To distribute the results, all steps run in reverse, with sends and receives exchanged. Cost: 2 rounds for each
+inner level. N groups at the outermost level take 2 log2(N) more rounds, with log2(N) rounded up, in which each group
+sends 2(N-1)/N of the message. Source: Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize
+collective operation performance", IPDPS 2000, for several levels. Unlike in the paper by Karonis et al., each level
+here consists of a reduce-scatter and an all-gather.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Hierarchical all-to-all: first inside groups of consecutive ranks, then between the groups.
 
-First, each rank collects from its group's members the data for all ranks that have the same position as itself in their
-groups. Then ranks at the same position exchange the collected data, with one message per group instead of one per rank.
-Cost for groups of q ranks: 2 rounds; each rank sends q - 1 + p/q - 1 messages with up to twice the message's data. Only
-for parts of equal length. Source: Träff and Rougier, "MPI collectives and datatypes for hierarchical all-to-all
-communication", EuroMPI 2014.
+In the first round, each rank collects the data that its group's members have for the ranks at its own position in all
+groups. In the second round, ranks at the same position in different groups exchange the collected data, with one
+message per group instead of one per rank. Cost for groups of q ranks: 2 rounds; each rank sends q - 1 + p/q - 1
+messages, in total up to twice its input. Only for parts of equal length. Source: Träff and Rougier, "MPI collectives
+and datatypes for hierarchical all-to-all communication", EuroMPI 2014.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tree barrier: tokens travel up a binomial tree to rank 0, and down again.
 
-Cost: 2 log2(p) rounds, rounded up, but only 2(p-1) messages in total. Source: Mellor-Crummey and Scott, "Algorithms for
-scalable synchronization on shared-memory multiprocessors", ACM TOCS 9(1), 1991, section 3.
+Cost: 2 log2(p) rounds, with log2(p) rounded up, but only 2(p-1) messages in total. Source: Mellor-Crummey and Scott,
+"Algorithms for scalable synchronization on shared-memory multiprocessors", ACM TOCS 9(1), 1991, section 3.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Binomial gather: in each round, one rank of each pair sends all its chunks to the other, until rank 0 has all.
 
-Cost: log2(p) rounds, rounded up; for a power of two, the rank that sends the most sends half of the message. Source:
-    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH", IJHPCA 19(1), 2005.
+Cost: log2(p) rounds, rounded up; if p is a power of two, the busiest rank sends half of the message. Source: Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Binomial reduce: both halves reduce to their first rank, recursively; then the second half's sends to rank 0.
+"""Binomial reduce: each half reduces to its first rank, recursively; then the second half's first rank sends to rank 0.
 
 Sums are balanced for any number of ranks. Cost: log2(p) rounds, rounded up; each rank except the root sends one
 message. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA

@@ -65,10 +65,10 @@ class Resharding:
         return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Return the positions to repeat.
+        """Return the positions of the samples that pad a part.
 
-        These are the first of the sequence if parts are interleaved, or if this part is empty; otherwise, the first of
-        this part.
+        If parts are interleaved or the part is empty, padding is taken round-robin from the beginning of the sequence;
+        otherwise, the part's own samples are repeated in order.
         """
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
@@ -87,7 +87,7 @@ def deal(
 
 
 def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
-    """Return the ascending positions below `count` that are unused if each part has used `taken` of its samples.
+    """Return the ascending positions below `count` that are unused if part p has used its first `taken[p]` samples.
 
     Example:
         >>> leftover([range(0, 9, 3), range(1, 9, 3), range(2, 9, 3)], [2, 1, 1], 9)

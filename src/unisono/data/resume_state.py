@@ -62,7 +62,8 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
             rank that has a state.
 
     Raises:
-        ValueError: The counts cannot be inferred; the states of all ranks are needed.
+        ValueError: The counts of ranks without a state cannot be inferred, so all states are needed; or a count is
+            out of range.
     """
     counts = {state["rank"]: int(state["taken"]) for state in states}
     missing = [rank for rank in range(len(lengths)) if rank not in counts]

@@ -143,7 +143,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return walk(self._source(current), self, current)
 
     def __len__(self) -> int:
-        """Return this rank's number of samples in this epoch, or the number left when a state was loaded."""
+        """Return this rank's number of samples in this epoch, except those that a loaded state counts as committed."""
         current = self._now()
         return len(current.indices) - current.start
 
@@ -185,7 +185,9 @@ class PartitionSampler(DistributedSampler[Any]):
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next samples: mark them as trained on. Not needed with torchdata's StatefulDataLoader.
+        """Commit this rank's next samples: mark them as trained on.
+
+        With torchdata's StatefulDataLoader, `advance` is not needed.
 
         Args:
             count: Number of samples trained on since the last call, at most `remaining`.
@@ -251,7 +253,7 @@ class PartitionSampler(DistributedSampler[Any]):
 
         Args:
             comm: The new communicator.
-            like: Rank in `comm` whose progress all ranks adopt. Broadcast that rank's model to all ranks afterwards.
+            like: Rank in `comm` whose progress all ranks adopt; broadcast that rank's model to all ranks afterwards.
             states: States of the ranks of `comm`, in rank order; if None, `comm.all_gather_object` exchanges them.
 
         Raises:
@@ -368,8 +370,8 @@ class PartitionSampler(DistributedSampler[Any]):
     def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
         """Load the state of an iteration, and return the position at which to resume.
 
-        If the state's epoch was complete, the iteration starts over, unless `set_epoch` has requested that same epoch.
-        Other ranks may then have samples of the epoch left, so the iteration yields nothing until the next `set_epoch`.
+        If the state's epoch was complete, the iteration starts over, unless `set_epoch` has requested that same epoch:
+        in this case, it yields nothing until the next `set_epoch`, because other ranks may have samples left.
         """
         requested = self._requested_epoch
         self.load_state_dict(state)
@@ -409,8 +411,8 @@ class EpochProgress:
         batch: Largest number of samples committed in one call of `advance`.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Whether ranks whose part is one sample longer have used their last sample; None if unknown. Needed only
-            when this rank has used all its samples.
+        through: Once this rank has used all its samples: whether ranks whose part is one sample longer have used their
+            last sample; None if unknown.
         over: Whether the pass was loaded from a complete state for the requested epoch, so that it must not start over.
     """
 

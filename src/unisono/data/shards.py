@@ -56,7 +56,7 @@ class ShardPartition(IterableDataset[T_co]):
     returned exactly once, for any number of ranks and workers.
 
     A loader's persistent workers (`persistent_workers=True`) do not see `set_epoch`, and so repeat the epoch in which
-    they started. After a resume, these workers raise `RuntimeError` when the second epoch begins.
+    they started. After a resume, persistent workers raise `RuntimeError` when the second epoch begins.
 
     Args:
         shards: Names or URLs; the same list on every rank. If there are fewer shards than workers, counted over all
@@ -133,10 +133,10 @@ class ShardPartition(IterableDataset[T_co]):
             self._begin(operator.index(epoch))
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next `count` samples, for a loader without workers. The next iteration resumes after them.
+        """Commit this rank's next `count` samples, for a loader without workers.
 
-        With workers, use torchdata's StatefulDataLoader to save the state, because only workers know where a shard
-        ends.
+        The next iteration resumes after the committed samples. With workers, use torchdata's StatefulDataLoader to save
+        the state, because only workers know where a shard ends.
 
         Args:
             count: Number of samples trained on since the last call.

@@ -22,7 +22,10 @@ _LONGEST = 4096
 
 
 class SampleSource:
-    """Samples of a sequence from a start position, in runs. After the last run, sets `over` and calls `ended`."""
+    """Samples of a sequence from a start position, grouped into runs.
+
+    After the last run, `runs` sets `over` and calls `ended`.
+    """
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
         self._indices = indices

@@ -27,7 +27,7 @@ class StreamPartition(IterableDataset[T_co]):
     different number of ranks and workers.
 
     A loader's persistent workers (`persistent_workers=True`) do not see `set_epoch`, and so keep the epoch in which
-    they started. After a resume, these workers raise `RuntimeError` when the second epoch begins.
+    they started. After a resume, persistent workers raise `RuntimeError` when the second epoch begins.
 
     Args:
         dataset: An iterable that yields the same samples each time, in all workers of a loader. While the iterable
@@ -44,7 +44,7 @@ class StreamPartition(IterableDataset[T_co]):
         TypeError, ValueError: `comm`, `num_replicas` or `rank` is invalid (see `PartitionSampler`); or `batch_size` is
             less than 1.
 
-    Cost: every worker of every rank reads the whole stream. If that is too slow, split the data into shards (see
+    Cost: every worker of every rank reads the whole stream; if that is too slow, split the data into shards (see
     `ShardPartition`).
 
     Example:
@@ -87,7 +87,7 @@ class StreamPartition(IterableDataset[T_co]):
         return self._passes.begin(bool(self._taken or self._edge)) or _StreamIterator(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, here and in the dataset. If `epoch` is the current epoch, the progress is kept.
+        """Begin another epoch, also in a dataset that has `set_epoch`. If `epoch` is current, the progress is kept.
 
         Args:
             epoch: An integer.
@@ -103,7 +103,7 @@ class StreamPartition(IterableDataset[T_co]):
             forward(epoch)
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next `count` samples. The next iteration resumes after these samples.
+        """Commit this rank's next `count` samples. The next iteration resumes after the committed samples.
 
         Args:
             count: Number of samples trained on since the last call; not checked against the stream's length, which is

@@ -17,7 +17,9 @@ __all__ = ["PARTITIONER", "Stratified"]
 
 
 class Stratified(AssignmentPartitioner):
-    """Parts that each have their share of every label. If chosen by name, uses the dataset's `targets` or `labels`.
+    """Parts that each have their share of every label.
+
+    If this partitioner is chosen by name, the labels are the dataset's `targets` or `labels`.
 
     Args:
         labels: One label per sample: an integer tensor, or any hashable values.

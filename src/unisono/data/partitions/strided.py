@@ -15,8 +15,8 @@ __all__ = ["PARTITIONER", "Strided"]
 class Strided(Partitioner):
     """Round-robin assignment: of p equal parts, part r has samples r, r + p, r + 2p and so on.
 
-    Unequal parts are spread as evenly as possible: sample i of a part with n samples has the sort key (i + 0.5) / n,
-    and the keys in ascending order determine the parts of consecutive samples (Webster's method of apportionment).
+    Unequal parts are spread as evenly as possible (Webster's method of apportionment): sample i of a part with n
+    samples has the key (i + 0.5) / n, the keys of all parts are sorted, and sample k goes to the part of key k.
 
     Balance: each part's length differs from its share by less than one sample. Cost: none for equal shares; unequal
     shares need a sort of all positions, with about 50 bytes per sample.

@@ -25,11 +25,11 @@ class Weighted(Partitioner):
             have the `sizes` of the `DataPartitioner`, or, in a sampler, equal shares.
         partition: The inner partitioner, which assigns the samples; `shuffled` if None.
 
-    Balance: the inner partitioner's guarantee, for shares in proportion to the weights.
+    Balance: as guaranteed by the inner partitioner for shares in proportion to the weights.
 
     Raises:
-        ValueError: A weight is negative or NaN, or all weights are 0. When samples are divided: the number of weights
-            differs from the number of parts.
+        ValueError: A weight is negative or NaN, or all weights are 0. The number of weights differs from the number of
+            parts (raised when samples are divided).
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))

@@ -20,7 +20,7 @@ class Prompt(cmd.Cmd):
     Args:
         session: Connection to the ranks.
         rank: Rank chosen initially; if None, the rank that stopped the others.
-        lets_go: Whether this thread is itself a rank. If it is, `detach` or the end of the input lets all ranks
+        lets_go: Whether this thread is itself a rank, so that `detach` or the end of the input lets all ranks
             continue.
         stdin, stdout: Streams to use in place of the process's standard streams.
     """
@@ -66,7 +66,10 @@ class Prompt(cmd.Cmd):
             return True
 
     def emptyline(self) -> bool:
-        """Do nothing on an empty line. `cmd` would repeat the last command, but a repeated `step` cannot be undone."""
+        """Do nothing on an empty line.
+
+        `cmd.Cmd` would repeat the last command, but a repeated `step` cannot be undone.
+        """
         return False
 
     def default(self, line: str) -> None:
@@ -137,7 +140,7 @@ class Prompt(cmd.Cmd):
         return True
 
     def do_detach(self, _: str) -> bool:
-        """Leave the prompt. The ranks remain held, unless this is the program's own prompt: then they continue."""
+        """Leave the prompt. The ranks continue if the prompt is the program's own, and otherwise remain held."""
         if self._lets_go:
             self._session.go()
         return True

@@ -191,7 +191,10 @@ def attach(pid: int | None = None) -> Session:
 
 
 def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[DebugConnection]]:
-    """Return, by job, connections to this user's processes on this host with held ranks, except those in `without`."""
+    """Return connections to the processes on this host that have held ranks, grouped by job.
+
+    Processes of other users, and processes in `without`, are skipped.
+    """
     jobs: dict[str, list[DebugConnection]] = {}
     for process in held_processes():
         if process in without:

@@ -129,7 +129,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
 
 
 def sentence(outage: str) -> str:
-    """Return the text about an outage as a sentence to append to an error; empty if there is no outage."""
+    """Return an outage's description as a sentence to append to an error; empty if `outage` is empty."""
     return f" {outage[0].upper()}{outage[1:]}" if outage else ""
 
 
@@ -199,7 +199,7 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the entry of the communicator that a rank waits in; if it waits in several, of the one entered last."""
+    """Return the entry of the communicator that a rank waits in (the last one entered, if it waits in several)."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 

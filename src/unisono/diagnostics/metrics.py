@@ -60,7 +60,7 @@ class Metrics:
     def recording(self) -> AbstractContextManager[None]:
         """Return a context manager that counts this thread's calls; it can be entered repeatedly.
 
-        As with `unisono.trace`, calls in this context don't use the fast path.
+        As with `unisono.trace`, calls in the returned context don't use the fast path.
         """
         return recording(self._add)
 
@@ -96,10 +96,10 @@ class Metrics:
         """Return the totals by name, for a dashboard: `unisono/all_reduce/calls`, `.../bytes` and `.../seconds`.
 
         `unisono/all_reduce/wait_seconds` is the time that the program spent in the method and, for asynchronous calls,
-        in `wait`. The middle part of a name is the communicator's method. Point-to-point messages count as `send` and
-        `recv`, including messages inside a collective; the time spent waiting for them is listed under the method that
-        was called, such as `isend`. Methods that were not called are left out. If several ranks share the object, their
-        values are summed.
+        in `wait`. The middle part of a metric's name is the communicator's method. Point-to-point messages count as
+        `send` and `recv`, including messages inside a collective; the time spent waiting for them is listed under the
+        method that was called, such as `isend`. Methods that were not called are left out. If several ranks share the
+        object, their values are summed.
 
         Example:
             >>> metrics = un.Metrics()

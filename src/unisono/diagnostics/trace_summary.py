@@ -82,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return when ranks started each collective or bucket in which at least two took part, by name and source line."""
+    """Return, by name and source line, when ranks started each collective or bucket that two or more ranks started."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
@@ -191,14 +191,14 @@ def find_straggler(
     """Return the rank, if any, that is late at one place in the program more often than chance explains.
 
     A place is a bucket or a source line; places with fewer than 5 calls are ignored. On average, a straggler arrives
-    after at least three quarters of the other ranks. In addition, its average position is 4.5 standard deviations later
-    than in a random order. With too few calls to reach that value, the straggler is instead the last rank in every
-    call. The straggler's median lateness is at least 2 % of the time between calls.
+    after at least three quarters of the other ranks, and at least 4.5 standard deviations later than in a random order;
+    with too few calls to reach 4.5, the straggler is the last rank in every call. The straggler's median lateness is at
+    least 2 % of the time between calls.
 
-    With few calls, or with only two ranks, the order alone proves too little. The median lateness must then be at least
-    8 % of the time between calls, and in four of five calls the lateness must be at least half the median. The total
-    lateness must exceed the time that the rank waited for a core, because two ranks that share cores may always run in
-    the same order.
+    With few calls, or with only two ranks, the order alone proves too little, so three stricter conditions apply: the
+    median lateness is at least 8 % of the time between calls; in four of five calls, the lateness is at least half the
+    median; and the total time that all other ranks waited for the straggler exceeds the time that it waited for a core,
+    because two ranks that share cores may always run in the same order.
 
     Args:
         places: For each place's name, a list of calls; each call maps ranks to their arrival times in microseconds.

@@ -37,7 +37,7 @@ def format_error(error: BaseException, rank: int | None = None, size: int | None
     """Return an error's traceback as text, without internal frames, prefixed with the rank.
 
     Args:
-        error: The error. It has a traceback only if it was raised.
+        error: The error, which has a traceback only if it was raised.
         rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
 
     Example:
@@ -58,7 +58,7 @@ def brief_error(error: BaseException, rank: int | None, size: int | None, instea
     """Return one line about a failure that another rank shows in full.
 
     Args:
-        error: The error. It has a traceback only if it was raised.
+        error: The error, which has a traceback only if it was raised.
         rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
         instead: Text to show in place of the error's class and message.
 

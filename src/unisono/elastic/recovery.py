@@ -36,9 +36,9 @@ class Recovery:
 
     Call `commit` after each optimizer step. When communication fails, `recover` creates a communicator of the
     survivors, and finds the rank with the most committed steps. A training step that any survivor has committed is
-    kept, because its gradients came from all ranks, even those that have died since. Survivors that have not committed
-    that step receive parameters, buffers and optimizer state from a rank that has. A step that no survivor has
-    committed is discarded, and its samples, including the dead ranks' samples, are redistributed.
+    kept, because its gradients came from all ranks, even those that have died since. Survivors that have committed
+    fewer steps receive the parameters, buffers and optimizer state of the rank with the most steps. A step that no
+    survivor has committed is discarded, and its samples, including the dead ranks' samples, are redistributed.
 
     Sharded models and optimizers (`un.sharding`) need no checkpoint file: each commit takes a snapshot of them in
     memory, and the following ranks (see `redundancy`) keep copies of each rank's shards. After a failure, the whole

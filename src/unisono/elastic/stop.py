@@ -46,8 +46,8 @@ def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     handler.
 
     Args:
-        comm: Communicator of the ranks that stop together. All of them must call `batches`, either with loaders of
-            equal length or inside `averager.join()`.
+        comm: Communicator of the ranks that stop together. All ranks of `comm` must call `batches`, either with loaders
+            of equal length or inside `averager.join()`.
         batches: A loader, or any other iterable.
 
     Raises:
@@ -102,13 +102,13 @@ def enable(
         file: Path of a file that requests a stop once it exists; checked twice a second.
 
     Returns:
-        A context manager; its `close` disables these sources.
+        A context manager; its `close` disables the sources that `enable` set up.
 
     Raises:
         ClosedError: The communicator is closed.
         ValueError: A signal cannot be handled in Python, or `after_s` is negative.
-        RuntimeError: Signals were passed outside the main thread, for example on a rank of backend "thread". Call
-            `comm.request_stop` from a handler installed in the main thread instead.
+        RuntimeError: Signals were passed outside the main thread, for example on a rank of backend "thread". Instead of
+            passing signals, call `comm.request_stop` from a handler installed in the main thread.
 
     Example:
         >>> import os, signal
@@ -134,12 +134,12 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 
     Args:
         comm: The communicator that may have stopped; it may already be closed.
-        saved: Whether a checkpoint of the last step is complete. If None, the answer is whether a `Checkpointer` of
-            this communicator has saved that step.
+        saved: Whether a checkpoint of the last step is complete. If None, a checkpoint counts only if a `Checkpointer`
+            of this communicator has saved the last step.
 
     Returns:
-        0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if it was stopped and a
-        checkpoint of that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if it was stopped without such a
+        0 if training was not stopped; 75 (`STOPPED_SAVED`; EX_TEMPFAIL in sysexits.h) if training was stopped and a
+        checkpoint of the last step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if training was stopped without such a
         checkpoint.
 
     Example:

@@ -1,4 +1,4 @@
-"""Engines provide processes for ranks: modules in this folder, unisono.launchers entry points, registered classes."""
+"""Registry of engines, which provide ranks' processes: from this package, entry points and `ENGINES.register`."""
 
 from __future__ import annotations
 

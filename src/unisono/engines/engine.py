@@ -48,7 +48,7 @@ class Engine(Protocol):
             timeout_s: Seconds within which all workers must be available.
 
         Raises:
-            CommTimeoutError, CommError: Not all workers are available. The error states how many are.
+            CommTimeoutError, CommError: Not all workers are available; the error states how many are.
             ValueError: The engine's options do not fit this number of tasks.
             UnavailableError: The engine is not installed.
         """

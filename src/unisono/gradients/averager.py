@@ -26,8 +26,8 @@ class GradientAverager:
 
     An averager needs one line before the training loop; the loop, the model and the optimizer remain unchanged. When
     `backward()` returns, each `p.grad` is the mean over all ranks, bitwise identical on all of them. The hooks keep the
-    averager alive, so you need not keep a reference. The garbage collector can't see these hooks, so an unused model is
-    freed only after `remove()`.
+    averager alive, so you need not keep a reference. The garbage collector can't see an averager's hooks, so an unused
+    model is freed only after `remove()`.
 
     Collective: every rank creates an averager for the same model, and calls `backward()` the same number of times.
     Gradients are views of the averager's memory: clone a gradient to keep it past the next `backward()`.
@@ -35,11 +35,11 @@ class GradientAverager:
     Args:
         model: A module, or its parameters.
         comm: Communicator of the ranks whose gradients are averaged. The averager derives three dedicated communicators
-            from it.
+            from `comm`.
         bucket_cap_mb: Maximum message size in MiB, a trade-off between latency and overlap. The default is 25 if
             messages are compressed or sent during the backward pass (`comm.overlaps`), and otherwise unlimited.
         first_bucket_mb: Maximum size of the first message in MiB. The default is 1 if each rank has a spare CPU core
-            that can reduce this message during the backward pass.
+            that can reduce the first message during the backward pass.
         compression: A codec from `unisono.compression`, its name, or None.
         average: "mean", or "sum" for losses that are already divided by the global batch size. A sum includes
             everything in `p.grad`, so zero the gradients before each step.
@@ -63,11 +63,11 @@ class GradientAverager:
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not take part in a reduction; the error names the
             parameters concerned.
 
-    If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If the rank had
-    already sent some gradients, all ranks drop the pass; the next pass is correct. The n-th pass of every rank belongs
-    to the same step. So if a rank skips a batch, for example after an exception in forward, its next pass joins the
-    other ranks' current step. The rank must then also skip the optimizer step for that batch. A missing or extra
-    optimizer step is not detected, but you can compare models with `un.checkpoint.assert_in_sync`.
+    If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If a backward pass
+    raises after its rank has sent some gradients, all ranks drop the pass; the next pass is correct. The n-th pass of
+    every rank belongs to the same step. So if a rank skips a batch, for example after an exception in forward, its next
+    pass joins the other ranks' current step. A rank that skips a batch must also skip the batch's optimizer step. A
+    missing or extra optimizer step is not detected, but you can compare models with `un.checkpoint.assert_in_sync`.
 
     If several models each have an averager, all ranks must run the models' backward passes in the same order, or in one
     `backward()` of a common loss. With a common loss, sharded models finish their passes first; then averagers finish
@@ -236,8 +236,8 @@ class GradientAverager:
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after construction, because it would not be averaged.
 
-        The averager checks this itself before each forward and after each backward pass. Call this method to check at
-        any other time.
+        The averager checks its parameters by itself before each forward and after each backward pass. Call `check` for
+        additional checks.
 
         Raises:
             RuntimeError: A parameter was replaced, swapped or added; the error names the parameter. On the other ranks,

@@ -16,7 +16,7 @@ __all__ = ["AveragerComms"]
 class AveragerComms(ReplaceableComms):
     """Communicators of an averager, which are replaced if a backward pass fails after some gradients were sent.
 
-    Collectives on `data` are not checked across ranks, so after such a failure one bucket's message could be matched
+    Collectives on `data` are not checked across ranks, so after a failed pass one bucket's message could be matched
     with another bucket's message. When the averager becomes unusable, the communicator that it was created from is also
     aborted.
 
@@ -51,8 +51,9 @@ class AveragerComms(ReplaceableComms):
 
         Args:
             reason: Text for the other ranks' errors.
-            first: Reduction of the pass's first bucket, if it is in flight. Until this reduction completes, other ranks
-                may still be in the previous pass, which must not be aborted, because it has succeeded on this rank.
+            first: Reduction of the pass's first bucket, if it is in flight. Until the first bucket is reduced, other
+                ranks may still be in the previous pass, which must not be aborted, because it has succeeded on this
+                rank.
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):

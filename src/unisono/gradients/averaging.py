@@ -111,20 +111,21 @@ class Averaging(PassOwner):
     begin: The outermost autograd call is about to accumulate its first gradient.
     begin held: Replaces `begin` if the calling thread would have to reduce buckets itself, or if this rank has other
         models whose backward passes are watched.
-    hold: A full bucket could not be sent, because another rank's pass has failed. This rank handles the failure only at
-        the end of its own pass: if its own pass fails before that, there is nothing to repeat.
-    reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails in this phase, the
-        reduction is repeated with that rank's next pass, provided that this rank has copies of the buckets it sent.
-    average: All buckets are reduced. In this phase, late gradients are added, and errors that all ranks detect are
+    hold: A full bucket could not be sent, because another rank's pass has failed. This rank handles another rank's
+        failure only at the end of its own pass: if its own pass fails before that, there is nothing to repeat.
+    reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails while this rank is in
+        REDUCING, the reduction is repeated with the failed rank's next pass, provided that this rank has copies of the
+        buckets it sent.
+    average: All buckets are reduced. In AVERAGED, late gradients are added, and errors that all ranks detect are
         raised.
     finish: The pass has ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced.
     fail: The pass has raised after this rank sent a bucket. If AVERAGED was not reached, all ranks drop the pass.
     fail unsent: The pass has raised before this rank sent a bucket. Other ranks may abort their current pass later, so
-        this rank copies the buckets that it sends in its next pass. In IDLE, an autograd call that never reaches a
-        parameter also causes this event.
+        this rank copies the buckets that it sends in its next pass. In IDLE, an autograd call that raises before it
+        reaches a parameter also counts as `fail unsent`.
 
-    Two objects hold shorter-lived state: `SavedGradients` for one pass, and `Reduction` for one step. Backward passes
-    in `no_sync` belong to the step of the next pass outside `no_sync`.
+    `SavedGradients` holds the state of one pass, and `Reduction` the state of one step. Backward passes in `no_sync`
+    belong to the step of the next pass outside `no_sync`.
 
     Args:
         model: The module; None if only parameters were passed.

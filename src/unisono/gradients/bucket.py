@@ -31,7 +31,7 @@ class GradientBucket:
     Args:
         indices: Indices of the bucket's parameters in the model. A parameter's position in this sequence is its slot.
         parameters: The parameters, which all have the same dtype and device.
-        memory: One-dimensional tensor of `length(parameters)` elements, with that dtype and device.
+        memory: One-dimensional tensor of `length(parameters)` elements, with the parameters' dtype and device.
         scale: Factor applied to each contribution when it is copied into the bucket.
         name: Names of the bucket's first and last parameter, for error messages.
 
@@ -99,8 +99,8 @@ class GradientBucket:
 class BucketContents:
     """State of a bucket in one step, dropped at the end of the step.
 
-    `take` copies gradients into the bucket, and `finalize` completes it. The bucket is then reduced; after
-    `read_header`, it contains the means. `rewind` undoes an aborted reduction if a copy was kept.
+    `take` copies gradients into the bucket, and `finalize` completes it for the reduction. After the reduction and
+    `read_header`, the bucket contains the means. `rewind` undoes an aborted reduction if a copy was kept.
 
     Args:
         bucket: The bucket.
@@ -167,7 +167,7 @@ class BucketContents:
             self._copy(new, grads, sources)
 
     def _copy(self, slots: list[int], grads: list[torch.Tensor], sources: list[int]) -> None:
-        """Copy gradients at these addresses to their slots, in the native core if all are plain memory."""
+        """Copy gradients, whose addresses are `sources`, to their slots, if possible in the native core."""
         bucket = self.bucket
         # The native core copies bytes, so it can't copy a subclass, whose elements may be elsewhere, a gradient of
         # another dtype (`grad_dtype`), or a negated view, whose memory has the opposite signs.
@@ -264,8 +264,8 @@ class BucketContents:
     def is_late(self) -> bool:
         """Return whether a gradient arrived during the reduction.
 
-        Such a gradient arrives after `take` has cleared `p.grad` and before `read_header` fills `found`. With
-        synchronous reductions this cannot happen, because nothing is sent before the pass ends.
+        A late gradient arrives after `take` has cleared `p.grad` and before `read_header` fills `found`. With
+        synchronous reductions, no gradient is late, because nothing is sent before the pass ends.
         """
         return not self.found and any(p.grad is not None for p in self.bucket.parameters)
 

@@ -36,7 +36,7 @@ class CallerHooks:
 
     The caller's hooks see the same p.grad as without an averager: on parameters with such hooks, p.grad remains in
     place. Torch calls hooks in registration order, so whenever the caller adds a hook, the averager registers its own
-    hooks again. The averager's hooks then run last, and see p.grad as the caller's hooks left it.
+    hooks again. So the averager's hooks run last, and see p.grad as the caller's hooks left it.
 
     Args:
         parameters: All parameters of the averager.
@@ -111,7 +111,7 @@ class CallerHooks:
 class SavedGradients:
     """Gradients from before a backward pass; created at its start and dropped at its end.
 
-    During the pass, these gradients are set aside and p.grad is None, so that new gradients arrive separately and
+    During the pass, the earlier gradients are set aside and p.grad is None, so that new gradients arrive separately and
     nothing is copied. A gradient is copied only if the pass writes to its memory, or if p.grad must remain in place for
     the caller's hooks. Gradients of parameters that the pass does not reach, such as frozen parameters, are also set
     aside, and remain unchanged.

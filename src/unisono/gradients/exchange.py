@@ -50,8 +50,8 @@ class Ahead:
 class Exchange:
     """An exchange of one fragment: its tensors are this rank's contributions, and later the result.
 
-    `Fragment.exchange` refers to an exchange from its start until its result is applied. It keeps referring to a failed
-    exchange, because `PeriodicAverager.move_to` has to repeat that exchange.
+    `Fragment.exchange` refers to an exchange from its start until its result is applied, and keeps referring to a
+    failed exchange, because `PeriodicAverager.move_to` has to repeat that exchange.
 
     All attributes belong to the thread that owns the fragments (see `Turns`), except that the thread that reduces
     writes `tensors` and `share` before it completes `done`.
@@ -59,7 +59,7 @@ class Exchange:
     Attributes:
         due: The step in which the result is applied.
         tensors: The contributions and later the results, one tensor for each parameter of the fragment.
-        done: Completed by the thread that reduces.
+        done: Work that the reducing thread completes.
         alpha: Weight of this rank's own parameters when they are mixed with the result; None for no mixing.
         in_place: Whether the contributions are the parameters themselves, so that the result need not be copied.
         is_last: Whether this is the final exchange, whose mean change is applied to the anchor directly, without a step
@@ -68,8 +68,8 @@ class Exchange:
         share: This rank's data in a timed exchange; None if exchanges are scheduled by steps.
         streams: Streams of accelerators on which the result is computed.
         loaded: Positions, in `tensors`, of the parameters that were loaded with new values since the exchange began.
-            The results for these parameters have no effect, and the contributions are not repeated if the exchange
-            fails.
+            The exchange has no effect on loaded parameters, and if it fails, contributions of loaded parameters are not
+            repeated.
     """
 
     due: int

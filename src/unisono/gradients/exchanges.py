@@ -120,7 +120,7 @@ class Exchanges(ABC):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context for changes to fragments, anchor and parameters. If it fails, nothing uses the incomplete changes.
+        """Context for changes to fragments, anchor and parameters, so that nothing uses incomplete changes.
 
         After an error or an interrupt (Ctrl-C) in this context, no rank averages again until `move_to`: this rank could
         otherwise continue with an incomplete change, or wait in a different exchange than the other ranks. Blocking
@@ -331,8 +331,8 @@ class Exchanges(ABC):
 class StepExchanges(Exchanges):
     """Exchanges at steps that a schedule selects, so that all ranks use the same order without exchanging a message.
 
-    If results may be applied in a later step, a worker thread runs the exchanges in that order; otherwise the training
-    thread does.
+    If results may be applied in a later step, a worker thread runs the exchanges in the scheduled order; otherwise the
+    training thread does.
 
     Args:
         owner, comm, fragments, anchor, settings: As for `Exchanges`.

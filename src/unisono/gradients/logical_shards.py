@@ -73,7 +73,7 @@ class LogicalShards:
     Args:
         model: A module, or its parameters.
         comm: Communicator of the ranks whose gradients are averaged. Sums are sent over a dedicated communicator
-            derived from it.
+            derived from `comm`.
         count: Total number of shards, a multiple of the number of ranks.
         average: "mean", or "sum" for losses that are already divided by the global batch size.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
@@ -217,7 +217,7 @@ class LogicalShards:
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after construction, because it would not be averaged.
 
-        Each shard also checks this at its end.
+        `check` also runs at the end of each shard.
 
         Raises:
             RuntimeError: A parameter was replaced, swapped or added; the error names it. The other ranks raise
@@ -399,7 +399,7 @@ class LogicalShards:
 
 
 def _middle(low: int, high: int) -> int:
-    """Return the first shard of the second half; with an odd number of shards, the first half is longer."""
+    """Return the first shard of a subtree's second half; with an odd number of shards, the first half is longer."""
     return low + (high - low + 1) // 2
 
 

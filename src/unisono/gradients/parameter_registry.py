@@ -242,7 +242,8 @@ class _BeforeForward(_ModuleHook):
 
     Args:
         check: Function that raises if a parameter has changed.
-        paused: The submodules' hooks. Running all of them would take longer than this single check.
+        paused: The submodules' hooks, which are removed during the model's forward, because running them all would take
+            longer than this single check.
     """
 
     def __init__(self, check: Callable[[], None], paused: _Paused) -> None:
@@ -261,11 +262,11 @@ class _BeforeForward(_ModuleHook):
 
 
 class _AfterForward(_ModuleHook):
-    """Hook that passes on what each forward of the model has returned.
+    """Hook that calls a function with the value that each forward of the model has returned.
 
     Args:
         after: Function to call with the returned value.
-        paused: The submodules' hooks, which are put back.
+        paused: The submodules' hooks, which were removed during the forward and are put back.
         traced: Whether to call `after` if the forward is compiled.
     """
 

@@ -13,7 +13,7 @@ import torch
 
 from unisono.collectives.algorithms import Algorithm
 from unisono.collectives.algorithms.algorithm import balanced
-from unisono.collectives.algorithms.step import Move, Step
+from unisono.collectives.algorithms.step import Move, Step, move_of
 from unisono.core import clock
 from unisono.core.call import Call
 from unisono.core.collective import FAMILIES, Collective
@@ -31,6 +31,7 @@ __all__ = [
     "Region",
     "Schedule",
     "ScratchPool",
+    "encoded",
     "even_edges",
 ]
 
@@ -222,14 +223,7 @@ class Schedule:
 
     def numbers(self) -> list[int]:
         """Return the steps in the format of src/native/steps/program.hpp, with ranks renumbered for the calls' root."""
-        found: list[int] = []
-        for step in self._steps:
-            found += (int(step.reduce), len(step.send), len(step.recv))
-            for move in (*step.send, *step.recv):
-                found += ((move.peer + self._root) % self._size, len(move.runs))
-                for run in move.runs:
-                    found += run
-        return found
+        return encoded(self._steps, [(place + self._root) % self._size for place in range(self._size)])
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
         """Run a call; return once this rank's part is done. An in-place reduction also overwrites its inputs.
@@ -249,6 +243,25 @@ class Schedule:
         combine = COMBINE[call.op or ReduceOp.SUM]
         run = _Execution(transport, self._rank, self._size, self._root, combine, deadline, self._scratch)
         run.carry_out(self._steps, layout, self._segment_bytes)
+
+
+def encoded(steps: Iterable[Step], ranks: Sequence[int], chunks: Sequence[int] = ()) -> list[int]:
+    """Return steps in the format of src/native/steps/program.hpp.
+
+    Args:
+        steps: One rank's steps.
+        ranks: For each rank in the algorithm's numbering, its rank in the group.
+        chunks: For each chunk in the algorithm's numbering, its number in the call; empty if they are the same.
+    """
+    found: list[int] = []
+    for step in steps:
+        found += (int(step.reduce), len(step.send), len(step.recv))
+        for move in (*step.send, *step.recv):
+            runs = move_of(move.peer, (chunks[chunk] for chunk in move.chunks)).runs if chunks else move.runs
+            found += (ranks[move.peer], len(runs))
+            for run in runs:
+                found += run
+    return found
 
 
 def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int) -> Layout:

@@ -12,6 +12,7 @@ import pytest
 
 from unisono.collectives.algorithms import ALGORITHMS, COLLECTIVES, Cost, Step, all_reduce, find
 from unisono.collectives.algorithms.all_reduce import ring
+from unisono.collectives.algorithms.hosts import EVEN, FILES, across_hosts
 from unisono.collectives.verify.prover import AlgorithmError, verify
 
 
@@ -142,6 +143,15 @@ def test_bad_options() -> None:
 @pytest.mark.parametrize("levels", [(2, 2, 2), (3, 4), (2, 3, 5), (6,), (1, 5), (4, 2, 1)])
 def test_hierarchy_of_any_depth(levels: tuple[int, ...]) -> None:
     verify("all_reduce", find("all_reduce", "hierarchical", levels=levels), prod(levels))
+
+
+@pytest.mark.parametrize("collective", FILES)
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 4, 2), (2, 2, 2), (1, 2, 1, 3, 2), (4, 4, 4, 4), (5,)], ids=str)
+def test_hosts_of_any_size(collective: str, sizes: tuple[int, ...]) -> None:
+    algorithm = across_hosts(collective, sizes)
+    assert (algorithm is None) == (collective in EVEN and len(set(sizes)) > 1)
+    if algorithm is not None:
+        verify(collective, algorithm, sum(sizes))
 
 
 @pytest.mark.parametrize("size", range(1, 17))

@@ -1,0 +1,35 @@
+"""Algorithms for ranks on several hosts, by collective, for transports that know their hosts; not in the registry.
+
+All have the option `sizes`: the number of ranks on each host. Hosts have consecutive ranks. In a rooted collective,
+rank 0 is the root. Those of `EVEN` need equally many ranks on each host.
+"""
+
+from __future__ import annotations
+
+from unisono.collectives.algorithms.algorithm import Algorithm, AlgorithmFile
+from unisono.collectives.algorithms.hosts import all_gather, all_reduce, broadcast, reduce, reduce_scatter
+
+__all__ = ["EVEN", "FILES", "across_hosts"]
+
+EVEN: dict[str, AlgorithmFile] = {"all_gather": all_gather, "reduce_scatter": reduce_scatter}
+FILES: dict[str, AlgorithmFile] = {"all_reduce": all_reduce, "broadcast": broadcast, "reduce": reduce, **EVEN}
+
+
+def across_hosts(collective: str, sizes: tuple[int, ...]) -> Algorithm | None:
+    """Return the algorithm for hosts with these numbers of ranks, or None if there is none.
+
+    Args:
+        collective: Name of the collective.
+        sizes: Number of ranks on each host.
+
+    Example:
+        >>> algorithm = across_hosts("broadcast", (3, 1))
+        >>> algorithm.cost(size=4, numel=100)
+        Cost(rounds=3, messages=3, sent=300)
+        >>> across_hosts("all_gather", (3, 1)) is None
+        True
+    """
+    file = FILES.get(collective)
+    if file is None or (collective in EVEN and len(set(sizes)) > 1):
+        return None
+    return Algorithm(collective, "hosts", file, {"sizes": sizes})

@@ -70,8 +70,6 @@ NB_MODULE(_native, module) {
     for (size_t n = 1; n < std::size(kReduceOps); n++) reduce_ops[kReduceOps[n].name] = n;
     module.attr("REDUCE_OPS") = reduce_ops;
     module.attr("MESSAGE_HEADER") = kHeaderFormat;
-    const FrameHeader farewell{0, 0, FrameKind::farewell, 0};
-    module.attr("FAREWELL") = nb::bytes(&farewell, sizeof farewell);
     module.def("copy_gradients", &copy_gradients);
     module.def("stop_deadlines", [](double stood, double stopped_at) {
         stood_s.store(stood);

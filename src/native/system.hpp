@@ -26,6 +26,10 @@
 
 namespace unisono {
 
+// A word of memory that processes share.
+using Word = std::atomic<uint64_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
+
 // Time in seconds on the clock of Python's time.monotonic(). On macOS, Python's clock stops while the machine sleeps,
 // unlike CLOCK_MONOTONIC.
 inline double monotonic_s() {

@@ -9,35 +9,15 @@ import pytest
 import torch
 
 from unisono.core.call import Call
-from unisono.core.tensors import combine_all
-from unisono.core.types import ReduceOp
 from unisono.errors import CommError
 from unisono.testing.conformance import CHECKS, World
 from unisono.transports.hierarchical import Hierarchical
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
-from unisono.transports.hierarchical.consistency import HostAgreement
-from unisono.transports.hierarchical.host_links import HostLinks, Packet
 from unisono.transports.hierarchical.routing import Routes
 
 BY_NAME = {check.__name__: check for check in CHECKS}
 TWO = World("thread+thread", timeout=1.0, hosts=((0, 2), (1, 3)))
-THREE = World("thread+thread", timeout=1.0, hosts=((0, 2), (1,), (3,)))
 UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
-
-
-def own_host_first(self: Any, partly: Call | None) -> None:
-    """Adds this host's partial result first, so that hosts round in other ways."""
-    if partly is not None:
-        shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
-        ordered = [shares[self._own], *(share for host, share in enumerate(shares) if host != self._own)]
-        total = ordered[0].clone()
-        combine_all(partly.op or ReduceOp.SUM, [total, *ordered[1:]], total)
-        shares[0].copy_(total)
-
-
-def nobody_compares(self: HostLinks, mine: Packet, theirs: Any, deadline: float) -> bool:
-    """Swaps packets that are the same whatever ranks are about to do."""
-    return SWAP(self, Packet(bytes(len(mine.digest)), mine.content), theirs, deadline)
 
 
 def only_this_host_is_summed(self: Any, call: Call, share: torch.Tensor, deadline: float) -> None:
@@ -66,10 +46,8 @@ def even_if_not(self: Any, *given: Any, **options: Any) -> None:
     self.native |= {"all_gather", "reduce_scatter"}
 
 
-SWAP, INIT, BULK_REDUCE = HostLinks.swap, Hierarchical.__init__, HierarchicalCollectives.reduce
+INIT, BULK_REDUCE = Hierarchical.__init__, HierarchicalCollectives.reduce
 MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
-    (HostAgreement, "_combine", own_host_first, "all_reduce_equals_reference", THREE),
-    (HostLinks, "swap", nobody_compares, "different_calls_are_rejected_on_every_rank", TWO),
     (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_reference", TWO),

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "shm/byte_ring.hpp"
+#include "shm/ring_network.hpp"
 
 namespace unisono {
 

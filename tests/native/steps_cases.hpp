@@ -10,7 +10,7 @@
 
 #include "socket_mesh.hpp"
 #include "steps/executor.hpp"
-#include "tcp/sockets.hpp"
+#include "tcp/links.hpp"
 
 using namespace unisono;
 
@@ -212,7 +212,7 @@ class Work {
     bool is_correct() const { return output == expected && input == original_; }
     bool is_untouched() const { return output == before && input == original_; }
     // Whether no memory of the caller may be written unless the call succeeds.
-    bool is_eager() const { return call.program && call.sends.empty() && made_.count() * width_ <= 64 << 10; }
+    bool is_eager() const { return call.program && call.sends.empty() && made_.count() * width_ <= 128 << 10; }
 
     StepsCall call;
     Bytes input, output, before, expected;

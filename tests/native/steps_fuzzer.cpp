@@ -120,7 +120,7 @@ Script record(uint64_t number) {
         std::vector<std::thread> threads;
         for (int rank = 0; rank < script.size; rank++)
             threads.emplace_back([&, rank] {
-                Executor<Sockets> executor(rank, script.size, true, mesh.sockets[static_cast<size_t>(rank)]);
+                Executor<Links> executor(rank, script.size, true, mesh.sockets[static_cast<size_t>(rank)]);
                 for (const Case& made : script.cases) {
                     Work work(made, rank, script.size);
                     if (!executor.run(work.call).ok()) std::abort();
@@ -146,7 +146,7 @@ void flip(Random& random, void* bytes, size_t nbytes) {
 
 void mutate_header(Random& random, FrameHeader& header) {
     const uint64_t own = header.nbytes;
-    const uint64_t lengths[] = {0,        1,         own + 1,  own - 1,   own + 24,          64 << 10, (64 << 10) + 1,
+    const uint64_t lengths[] = {0,        1,         own + 1,  own - 1,   own + 24,          128 << 10, (128 << 10) + 1,
                                 1 << 20, 1u << 31, 1ull << 32, 1ull << 40, ~uint64_t{0} >> 1, ~uint64_t{0}};
     switch (below(random, 5)) {
         case 0: header.nbytes = lengths[below(random, std::size(lengths))]; break;
@@ -354,7 +354,7 @@ void replay(const Script& script, Random& random, bool mutates) {
     const bool ends = mutates && below(random, 8);
     const Ending ending = !ends ? Ending::none : below(random, 2) ? Ending::closes : Ending::leaves;
     Peers peers(script, streams, random, ending);
-    Executor<Sockets> executor(script.rank, script.size, true, peers.sockets);
+    Executor<Links> executor(script.rank, script.size, true, peers.sockets);
     bool failed = false;
     for (size_t call = 0; call < count; call++) {
         Work work = script.work(call);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <thread>
 
+#include "host_mesh.hpp"
 #include "ring_mesh.hpp"
 #include "steps_cases.hpp"
 #include "tcp/messages.hpp"
@@ -20,7 +21,7 @@ void expect(bool holds, const char* what, int64_t number) {
     failures_found++;
 }
 
-using TcpExecutor = Executor<Sockets>;
+using TcpExecutor = Executor<Links>;
 
 std::unique_ptr<TcpExecutor> executor_of(const SocketMesh& mesh, int rank) {
     const auto& sockets = mesh.sockets[static_cast<size_t>(rank)];
@@ -29,6 +30,12 @@ std::unique_ptr<TcpExecutor> executor_of(const SocketMesh& mesh, int rank) {
 std::unique_ptr<Executor<RingNetwork>> executor_of(const RingMesh& mesh, int rank) {
     return std::make_unique<Executor<RingNetwork>>(rank, mesh.size, true, mesh.barrier_of(rank), mesh.rings());
 }
+std::unique_ptr<TcpExecutor> executor_of(const HostMesh& mesh, int rank) {
+    auto made = std::make_unique<TcpExecutor>(rank, mesh.size(), true, mesh.sockets_of(rank), mesh.rings_of(rank));
+    if (mesh.is_even()) made->set_hosts(mesh.hosts);
+    return made;
+}
+int size_of(const HostMesh& mesh) { return mesh.size(); }
 int size_of(const SocketMesh& mesh) { return static_cast<int>(mesh.sockets.size()); }
 int size_of(const RingMesh& mesh) { return mesh.size; }
 
@@ -59,6 +66,7 @@ void run_case(const Case& made, int rank, int size, TcpExecutor& executor, int64
 
 // As in shared memory: ranks meet before each call, and know what they send each other.
 void agree(const SocketMesh&, int, StepsCall&) {}
+void agree(const HostMesh&, int, StepsCall&) {}
 void agree(const RingMesh& mesh, int rank, StepsCall& call) {
     call.sends.clear();
     call.receives.clear();
@@ -88,7 +96,7 @@ void run_cases(const Mesh& mesh, const std::vector<Case>& cases, bool agreed = f
     });
 }
 
-// Every collective at lengths around the limits of short calls (64 KiB), of pieces (32 KiB) and of slices (1 MiB).
+// Every collective at lengths around the limits of short calls (128 KiB), of pieces (32 KiB) and of slices (1 MiB).
 std::vector<Case> cases_of_length(int size, int64_t nbytes) {
     std::vector<Case> cases;
     for (int n = 0; n < kKinds; n++) {
@@ -109,6 +117,9 @@ void lengths(int size, int64_t nbytes) {
     run_cases(SocketMesh(size), cases);
     for (const bool agreed : {false, true}) run_cases(RingMesh(size), cases, agreed);
 }
+
+// Hosts whose ranks are linked by rings: even ones, also with ranks that are no neighbours in number, and uneven ones.
+const std::vector<Hosts> kHosts = {{{0, 1}, {2, 3}}, {{0, 2, 4}, {1, 3, 5}}, {{3, 0}, {1}, {2, 4}}, {{0, 1, 2}}};
 
 std::vector<Case> random_cases(int size, uint64_t seed, int calls, int64_t longest) {
     Random random(seed);
@@ -541,7 +552,7 @@ void all_failures() {
 int main(int count, char** arguments) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
     const int rounds = count > 1 ? std::atoi(arguments[1]) : 1;
-    const int64_t eager = 64 << 10, slice = 1 << 20;
+    const int64_t eager = 128 << 10, slice = 1 << 20;
     for (const int64_t nbytes : {int64_t{0}, int64_t{2}, eager - 2, eager, eager + 2})
         for (const int size : {2, 3})
             if (rounds > 1 || size == 3 || nbytes == eager + 2) lengths(size, nbytes);
@@ -554,6 +565,11 @@ int main(int count, char** arguments) {
         random_calls(size, seed + 2000, 40, 100'000, 4001);
         random_calls(size, seed + 3000, 40, 2'000, 7);
         messages(seed);
+        for (const Hosts& hosts : kHosts) {
+            const int ranks = HostMesh(hosts).size();
+            run_cases(HostMesh(hosts), random_cases(ranks, seed + 5000, 100, 100'000));
+            run_cases(HostMesh(hosts), random_cases(ranks, seed + 6000, 20, 2'000'000));
+        }
         for (const bool agreed : {false, true})
             run_cases(RingMesh(size), random_cases(size, seed + 4000 + agreed, 200, 100'000), agreed);
     }

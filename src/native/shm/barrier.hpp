@@ -11,9 +11,6 @@
 
 namespace unisono {
 
-using Word = std::atomic<uint64_t>;
-static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
-
 // Word offsets in each rank's four 64-byte cache lines.
 inline constexpr int kWordsPerRank = 32;
 enum Field { kArrived = 0, kReduced = 1, kLeft = 2, kSignatures = 8, kSleeping = 24, kWakeups = 25 };

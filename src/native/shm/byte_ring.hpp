@@ -9,9 +9,9 @@
 
 #include <sys/uio.h>
 
-#include "shm/barrier.hpp"
 #include "steps/link.hpp"
 #include "steps/wanted.hpp"
+#include "system.hpp"
 
 namespace unisono {
 
@@ -77,96 +77,54 @@ struct RingMemory {
     static constexpr uint64_t kControlBytes = 2 * ByteRing::kCacheLine;
 };
 
-// The rings of a group. A rank that moves bytes wakes the rank at the other end of the ring.
-class ByteRings {
+// The two rings, one per direction, between this rank and one peer, as a link's stream. `Rings` finds the rings of each
+// pair of ranks, and wakes the rank at the other end of a ring.
+template <class Rings>
+class RingStream {
   public:
-    ByteRings(SharedBarrier& barrier, char* memory) : barrier(barrier), memory_{memory, barrier.size} {}
+    RingStream(const Rings& rings, int peer)
+        : rings_(&rings), peer_(peer), out_(rings.between(rings.rank(), peer)), in_(rings.between(peer, rings.rank())) {}
 
-    ByteRing between(int from, int to) const { return memory_.between(from, to); }
+    // Use the read-ahead buffer only for headers, because it costs an extra copy.
+    static size_t read_ahead_bytes() { return sizeof(FrameHeader); }
+    static size_t direct_bytes() { return 0; }
 
-    // Stores the counter with release semantics, so this rank's earlier writes to the ring, or reads from it, are
-    // complete before the peer sees the new count.
-    void publish(Word& counter, uint64_t value, int peer) const {
-        counter.store(value, std::memory_order_release);
-        std::atomic_thread_fence(std::memory_order_seq_cst);
-        barrier.wake(peer);
+    // A ring cannot detect a lost peer. The control plane detects ranks that have exited, and aborts the calls that
+    // wait for them.
+    bool lost() const { return false; }
+
+    // Copies as many bytes as fit into the ring; returns their number.
+    size_t send(const iovec* parts, size_t count) {
+        const uint64_t begin = out_.written().load(std::memory_order_relaxed);
+        uint64_t written = begin, room = static_cast<uint64_t>(out_.room(begin));
+        for (size_t n = 0; n < count && room; n++) {
+            const uint64_t length = std::min<uint64_t>(room, parts[n].iov_len);
+            out_.put(written, static_cast<const char*>(parts[n].iov_base), length);
+            written += length;
+            room -= length;
+        }
+        if (written != begin) rings_->publish(out_.written(), written, peer_);
+        return written - begin;
+    }
+    // Copies the bytes that have arrived; returns their number.
+    size_t receive(char* to, size_t nbytes) {
+        const uint64_t begin = in_.read().load(std::memory_order_relaxed);
+        const uint64_t length = std::min<uint64_t>(in_.available(), nbytes);
+        in_.get(begin, to, length);
+        if (length) rings_->publish(in_.read(), begin + length, peer_);
+        return length;
     }
 
-    SharedBarrier& barrier;
-
-  private:
-    const RingMemory memory_;
-};
-
-// The `Network` of an executor whose frames travel through rings.
-class RingNetwork {
-  public:
-    // The two rings, one per direction, between this rank and one peer.
-    class Stream {
-      public:
-        // Use the read-ahead buffer only for headers, because it costs an extra copy.
-        static constexpr size_t kReadAheadBytes = sizeof(FrameHeader), kDirectBytes = 0;
-
-        Stream(const ByteRings& rings, int peer)
-            : rings_(&rings), peer_(peer), out_(rings.between(rings.barrier.rank, peer)),
-              in_(rings.between(peer, rings.barrier.rank)) {}
-
-        // A ring cannot detect a lost peer. The control plane detects ranks that have exited, and aborts the calls that
-        // wait for them.
-        bool lost() const { return false; }
-
-        // Copies as many bytes as fit into the ring; returns their number.
-        size_t send(const iovec* parts, size_t count) {
-            const uint64_t begin = out_.written().load(std::memory_order_relaxed);
-            uint64_t written = begin, room = static_cast<uint64_t>(out_.room(begin));
-            for (size_t n = 0; n < count && room; n++) {
-                const uint64_t length = std::min<uint64_t>(room, parts[n].iov_len);
-                out_.put(written, static_cast<const char*>(parts[n].iov_base), length);
-                written += length;
-                room -= length;
-            }
-            if (written != begin) rings_->publish(out_.written(), written, peer_);
-            return written - begin;
-        }
-        // Copies the bytes that have arrived; returns their number.
-        size_t receive(char* to, size_t nbytes) {
-            const uint64_t begin = in_.read().load(std::memory_order_relaxed);
-            const uint64_t length = std::min<uint64_t>(in_.available(), nbytes);
-            in_.get(begin, to, length);
-            if (length) rings_->publish(in_.read(), begin + length, peer_);
-            return length;
-        }
-
-      private:
-        const ByteRings* rings_;
-        int peer_;
-        ByteRing out_, in_;
-    };
-
-    RingNetwork(SharedBarrier& barrier, char* memory) : rings_(barrier, memory) {}
-
-    Stream stream(int peer) const { return {rings_, peer}; }
-
-    // Sleeps until one of the `wanted` events occurs, the deadline passes or the barrier is aborted; returns whether a
-    // signal has interrupted the wait.
-    bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
-        const int rank = rings_.barrier.rank;
-        const auto ready = [&] {
-            for (const Wanted& one : wanted) {
-                if (one.bytes && rings_.between(one.peer, rank).available()) return true;
-                const ByteRing out = rings_.between(rank, one.peer);
-                if (one.room && out.room(out.written().load(std::memory_order_relaxed)) > 0) return true;
-            }
-            return false;
-        };
-        return rings_.barrier.wait_until(ready, rank, deadline, callbacks) == Status::interrupted;
+    // Whether the wanted transfer can move bytes.
+    bool is_ready(const Wanted& wanted) const {
+        return (wanted.bytes && in_.available()) ||
+               (wanted.room && out_.room(out_.written().load(std::memory_order_relaxed)) > 0);
     }
 
-    // Does nothing, because aborting the barrier already ends `sleep`.
-    void wake() {}
-
   private:
-    const ByteRings rings_;
+    const Rings* rings_;
+    int peer_;
+    ByteRing out_, in_;
 };
 
 }  // namespace unisono

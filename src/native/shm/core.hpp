@@ -8,10 +8,10 @@
 
 #include "calls.hpp"
 #include "python_memory.hpp"
-#include "shm/byte_ring.hpp"
 #include "shm/collectives.hpp"
 #include "shm/p2p_ring.hpp"
 #include "shm/ring_end.hpp"
+#include "shm/ring_network.hpp"
 #include "shm/shared_words.hpp"
 
 namespace unisono {

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "message_header.hpp"
-#include "shm/barrier.hpp"
-#include "shm/byte_ring.hpp"
+#include "shm/ring_network.hpp"
 #include "system.hpp"
 
 namespace unisono {

@@ -4,9 +4,10 @@
 // the calls match. Short calls receive into internal memory, and copy the result to the caller's memory once the calls
 // are known to match. Before long calls, and during the short calls of a rooted collective, ranks confirm their calls
 // with a dissemination barrier. In round k of the barrier, each rank sends a "heard" frame to the rank 2^k places after
-// it, once it has received the "heard" frames that were sent to it in all earlier rounds. Ranks that can compare their
-// calls in another way, such as with a barrier in shared memory, do so before the call. Source: Hensgen, Finkel and
-// Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+// it, once it has received the "heard" frames that were sent to it in all earlier rounds. With several ranks on each
+// host, there are first rounds inside each host, and then rounds between ranks with the same place on their hosts. Ranks
+// that can compare their calls in another way, such as with a barrier in shared memory, do so before the call. Source:
+// Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -79,6 +80,7 @@ class Executor {
             exchange_.sends.push_back({peer, {{peer, peer + 1}}});
             exchange_.receives.push_back({peer, {{size + peer, size + peer + 1}}});
         }
+        add_rounds(rank, size, [](int other) { return other; });
     }
     Executor(const Executor&) = delete;
     Executor& operator=(const Executor&) = delete;
@@ -106,6 +108,33 @@ class Executor {
     // before the next slice starts, and so adds the latencies of all steps to the call.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
+    // Orders the rounds of "heard" frames by hosts. `hosts` contains the ranks on each host, equally many.
+    void set_hosts(const std::vector<std::vector<int>>& hosts) {
+        const auto count = static_cast<int>(hosts.size()), each = static_cast<int>(hosts[0].size());
+        heard_rounds_.clear();
+        for (int host = 0; host < count; host++) {
+            const std::vector<int>& ranks = hosts[static_cast<size_t>(host)];
+            const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+            if (own == ranks.end()) continue;
+            const auto place = static_cast<int>(own - ranks.begin());
+            add_rounds(place, each, [&](int other) { return ranks[static_cast<size_t>(other)]; });
+            const auto rail = [&](int other) { return hosts[static_cast<size_t>(other)][static_cast<size_t>(place)]; };
+            add_rounds(host, count, rail);
+        }
+    }
+
+    // Tells the other ranks that this one makes no more calls. Does nothing while a call is in progress.
+    void leave() {
+        if (busy_.exchange(true, std::memory_order_acquire)) return;
+        for (int peer = 0; peer < size_; peer++) {
+            if (peer == rank_) continue;
+            Link& link = links_[static_cast<size_t>(peer)];
+            link.queue({0, 0, FrameKind::farewell, 0}, {});
+            link.flush();
+        }
+        busy_.store(false, std::memory_order_release);
+    }
+
     // Ends every current and future wait of this executor. Thread-safe.
     void abort() {
         aborted_.store(true, std::memory_order_release);
@@ -119,7 +148,7 @@ class Executor {
 
     static constexpr int kTries = 50;
     static constexpr size_t kPieceBytes = 32 << 10;
-    static constexpr size_t kEagerBytes = 64 << 10;
+    static constexpr size_t kEagerBytes = 128 << 10;
     static constexpr double kFarewellS = 0.01;
     // Number of loop passes between two checks of the clock while bytes are moving.
     static constexpr int kBusyPasses = 64;
@@ -200,7 +229,9 @@ class Executor {
             total += chunk.count * call.width;
             longest = std::max(longest, chunk.count);
         }
-        const size_t length = std::max<size_t>(1, slice_bytes_ / call.width / std::max<size_t>(1, call.chunks.size()));
+        // In an all_to_all, little is sent on, so slices would only add latencies.
+        const size_t share = slice_bytes_ / call.width / std::max<size_t>(1, call.chunks.size());
+        const size_t length = call.sends.empty() ? std::max<size_t>(1, share) : SIZE_MAX;
         agreement_ = agreement_of(call, total);
         if (call.program) {
             call_bytes_ = total;
@@ -331,7 +362,7 @@ class Executor {
     bool all_drained() const {
         return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.drained(); });
     }
-    bool all_heard() const { return 1 << round_ >= size_; }
+    bool all_heard() const { return round_ == heard_rounds_.size(); }
 
     // -- waiting ----------------------------------------------------------------------------------
     // Sends and receives until a condition holds.
@@ -541,12 +572,19 @@ class Executor {
 
     // -- comparing the ranks' calls ---------------------------------------------------------------
     // The rank whose "heard" frame this rank needs in its next round; -1 after the last round.
-    int heard_from() const { return 1 << round_ < size_ ? (rank_ - (1 << round_) % size_ + size_) % size_ : -1; }
+    int heard_from() const { return all_heard() ? -1 : heard_rounds_[round_].from; }
+
+    // Adds the rounds among some ranks, of which this one is number `own`. `rank_of` returns a number's rank.
+    template <class Function>
+    void add_rounds(int own, int count, const Function& rank_of) {
+        for (int distance = 1; distance < count; distance *= 2)
+            heard_rounds_.push_back({rank_of((own + distance) % count), rank_of((own - distance + count) % count)});
+    }
 
     void spread() {
-        while (spreads() && 1 << round_ < size_) {
+        while (spreads() && !all_heard()) {
             if (sent_ == round_) {
-                send((rank_ + (1 << round_)) % size_, FrameKind::heard, 0, {});
+                send(heard_rounds_[round_].to, FrameKind::heard, 0, {});
                 sent_++;
             }
             if (!heard_[static_cast<size_t>(heard_from())]) return;
@@ -574,6 +612,11 @@ class Executor {
     std::vector<Link> links_;
     // The step in which ranks exchange the lengths of their messages.
     Step exchange_{};
+    // The ranks with which this rank exchanges "heard" frames, one round after another.
+    struct HeardRound {
+        int to, from;
+    };
+    std::vector<HeardRound> heard_rounds_;
     std::atomic<bool> aborted_{false};
     std::atomic<bool> busy_{false};
     uint32_t number_ = 0;
@@ -587,7 +630,7 @@ class Executor {
     size_t width_ = 1;
     std::vector<Incoming> incoming_;
     std::vector<bool> heard_;
-    int round_ = 0, sent_ = 0;
+    size_t round_ = 0, sent_ = 0;
     // Limits on the frames that this rank sets aside in a short call: their length, and how many may still come from
     // each peer.
     size_t call_bytes_ = 0;

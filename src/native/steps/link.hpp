@@ -32,7 +32,7 @@ static_assert(sizeof(FrameHeader) == 24);
 template <class Stream>
 class Link {
   public:
-    explicit Link(const Stream& stream) : stream_(stream) {}
+    explicit Link(const Stream& stream) : stream_(stream), buffer_(new char[stream.read_ahead_bytes()]) {}
 
     // `lost`: the stream has ended or is unusable. `left`: the other rank has sent its farewell.
     bool lost() const { return cut_ || stream_.lost(); }
@@ -129,7 +129,7 @@ class Link {
     };
 
     size_t receive_buffered(char* to, size_t nbytes) {
-        if (at_ == end_ && nbytes >= Stream::kDirectBytes) return stream_.receive(to, nbytes);
+        if (at_ == end_ && nbytes >= stream_.direct_bytes()) return stream_.receive(to, nbytes);
         if (at_ == end_) {
             at_ = end_ = 0;
             fill();
@@ -162,14 +162,14 @@ class Link {
         return stream_.send(parts.data(), count);
     }
 
-    void fill() { end_ += stream_.receive(buffer_.get() + end_, Stream::kReadAheadBytes - end_); }
+    void fill() { end_ += stream_.receive(buffer_.get() + end_, stream_.read_ahead_bytes() - end_); }
 
     Stream stream_;
     bool cut_ = false, left_ = false;
     std::deque<Outgoing> out_;
     std::deque<Aside> aside_;
     bool takes_aside_ = false;
-    std::unique_ptr<char[]> buffer_{new char[Stream::kReadAheadBytes]};
+    std::unique_ptr<char[]> buffer_;
     size_t at_ = 0, end_ = 0;
     FrameHeader header_{};
 };

@@ -1,29 +1,50 @@
 // The native core of one rank for transport over TCP connections, with its Python bindings.
 #pragma once
 
+#include <algorithm>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "calls.hpp"
+#include "python_memory.hpp"
+#include "tcp/links.hpp"
 #include "tcp/messages.hpp"
 #include "tcp/sockets.hpp"
 
 namespace unisono {
 
 // One rank's collectives and messages over sockets. Each collective runs all steps of an algorithm in one native call.
+// On hosts with several ranks, the collectives of these ranks may travel through shared memory instead.
 class TcpCore : public Calls {
   public:
+    // The hosts' ranks in the whole group, and this host's memory and doorbells, as `HostRings` needs them. No hosts if
+    // all ranks are linked by sockets.
+    struct Hosts {
+        std::vector<std::vector<int>> ranks;
+        std::shared_ptr<const PythonMemory> memory;
+        std::vector<int> bells;
+
+        Hosts(const std::vector<std::vector<int>>& ranks, nb::handle memory, const std::vector<int>& bells)
+            : ranks(ranks), memory(std::make_shared<PythonMemory>(memory, PyBUF_WRITABLE)), bells(bells) {}
+    };
+
     // `sockets` are for collectives, and `messages` for point-to-point messages. `choose` returns the program for a
     // collective, an operation, a dtype, a root (-1 for none) and a number of bytes.
     TcpCore(int rank, const std::vector<int>& sockets, const std::vector<int>& messages, bool oversubscribed,
-            size_t slice_bytes, const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
+            size_t slice_bytes, const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose,
+            const Hosts& hosts)
         : Calls(rank, static_cast<int>(sockets.size()), dtypes),
-          executor_(rank, static_cast<int>(sockets.size()), oversubscribed, sockets),
+          hosts_(hosts),
+          executor_(rank, static_cast<int>(sockets.size()), oversubscribed, sockets, rings()),
           messages_(messages, oversubscribed),
           choose_(std::move(choose)) {
         executor_.set_slice_bytes(slice_bytes);
+        const auto is_even = [&](const std::vector<int>& ranks) { return ranks.size() == hosts.ranks[0].size(); };
+        if (!hosts.ranks.empty() && std::all_of(hosts.ranks.begin(), hosts.ranks.end(), is_even))
+            executor_.set_hosts(hosts.ranks);
     }
 
     // Runs a round without data, in which ranks compare hashes of their calls. If counts are passed, also checks that
@@ -61,9 +82,21 @@ class TcpCore : public Calls {
         executor_.abort();
         messages_.abort();
     }
+    void leave() { executor_.leave(); }
     uint32_t number() const { return executor_.number(); }
 
   private:
+    // Returns the rings to this host's other ranks; null if there are none.
+    std::shared_ptr<const HostRings> rings() const {
+        for (const std::vector<int>& ranks : hosts_.ranks) {
+            if (ranks.size() < 2 || std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) continue;
+            if (hosts_.memory->nbytes() < HostRings::nbytes(ranks.size()) || hosts_.bells.size() != ranks.size())
+                throw nb::value_error("these are no rings of a host");
+            return std::make_shared<HostRings>(hosts_.memory->begin(), rank_, ranks, hosts_.bells);
+        }
+        return nullptr;
+    }
+
     // Key of the program cache: the first word of a call's signature and the call's size class (a power of two).
     using Key = std::pair<uint64_t, int>;
 
@@ -81,20 +114,25 @@ class TcpCore : public Calls {
 
     Outcome carry_out(CollectiveCall& call) override { return executor_.run(steps_of(call)); }
 
-    Executor<Sockets> executor_;
+    const Hosts hosts_;
+    Executor<Links> executor_;
     SocketMessages messages_;
     nb::callable choose_;
     std::map<Key, nb::object> programs_;
 };
 
 inline void bind_connections(nb::module_& module) {
+    nb::class_<TcpCore::Hosts>(module, "Hosts")
+        .def(nb::init<const std::vector<std::vector<int>>&, nb::handle, const std::vector<int>&>())
+        .def_static("nbytes", &HostRings::nbytes);
     add_calls(nb::class_<TcpCore>(module, "TcpCore"))
         .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, bool, size_t,
-                      const std::vector<std::pair<std::string, int64_t>>&, nb::callable>())
+                      const std::vector<std::pair<std::string, int64_t>>&, nb::callable, const TcpCore::Hosts&>())
         .def("send", &TcpCore::send)
         .def("receive", &TcpCore::receive)
         .def("compare", &TcpCore::compare)
         .def("abort", &TcpCore::abort)
+        .def("leave", &TcpCore::leave)
         .def_prop_ro("number", &TcpCore::number);
 }
 

@@ -21,10 +21,11 @@ class Sockets {
     // One connection. The socket is non-blocking and owned by the caller.
     class Stream {
       public:
-        // Read ahead, because each read is a system call. Long messages are read directly into their destination.
-        static constexpr size_t kReadAheadBytes = 64 << 10, kDirectBytes = 16 << 10;
-
         explicit Stream(int fd) : fd_(fd) { raise_no_signal(fd); }
+
+        // Read ahead, because each read is a system call. Long messages are read directly into their destination.
+        static size_t read_ahead_bytes() { return 64 << 10; }
+        static size_t direct_bytes() { return 16 << 10; }
 
         // Whether the connection has ended.
         bool lost() const { return lost_; }
@@ -62,10 +63,11 @@ class Sockets {
         bool lost_ = false;
     };
 
-    // `fds` contains a socket per rank; this rank's entry is ignored.
-    explicit Sockets(const std::vector<int>& fds) : fds_(fds) {}
+    // `fds` contains a socket per rank; this rank's entry, and negative ones, are ignored. `bell` is another descriptor
+    // that ends a sleep when it becomes readable; -1 for none.
+    explicit Sockets(const std::vector<int>& fds, int bell = -1) : fds_(fds), bell_(bell) {}
 
-    Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
+    Stream stream(int peer) const { return Stream(fds_[static_cast<size_t>(peer)]); }
 
     // Sleeps until a connection can move bytes, for at most 50 ms; returns whether a signal has interrupted the wait. A
     // signal during a poll ends the poll. If every poll finds bytes, `interrupted_lately` notices a signal between two
@@ -73,6 +75,7 @@ class Sockets {
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         polled_.clear();
         polled_.push_back({wakeup_.descriptor(), POLLIN, 0});
+        polled_.push_back({bell_, POLLIN, 0});
         for (const Wanted& one : wanted) {
             const int events = (one.bytes ? POLLIN : 0) | (one.room ? POLLOUT : 0);
             polled_.push_back({fds_[static_cast<size_t>(one.peer)], static_cast<short>(events), 0});
@@ -92,6 +95,7 @@ class Sockets {
     static constexpr int kSliceMs = 50;
 
     const std::vector<int> fds_;
+    const int bell_;
     const Wakeup wakeup_;
     std::vector<pollfd> polled_;
 };

@@ -12,7 +12,8 @@ import torch
 import xxhash
 
 from unisono.collectives.algorithms import ALGORITHMS, find
-from unisono.collectives.executor import Schedule, ScratchPool
+from unisono.collectives.algorithms.hosts import EVEN, across_hosts
+from unisono.collectives.executor import Schedule, ScratchPool, encoded
 from unisono.collectives.selection import Needs, cheapest, serves
 from unisono.core.call import Call, Fingerprint, hash_of
 from unisono.core.collective import FAMILIES, Collective
@@ -46,6 +47,8 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 """Numbers of dtypes, the same on all ranks. The native core's constructor receives `known_dtypes()` in this order."""
 
 _OPS = (str, ReduceOp)
+_SHORT_BYTES = 32 << 10
+"""Maximum size of an all_reduce across hosts in which the number of rounds matters more than the traffic."""
 
 
 class Programs:
@@ -55,14 +58,24 @@ class Programs:
         module: The native core.
         rank, size: This rank, and the number of ranks.
         latency_s, second_per_byte: Latency of a message in seconds, and seconds per byte.
+        hosts: For each host, its ranks, if messages between hosts cost more than others; empty if they don't.
 
     Attributes:
         ops, families: The core's numbers for reduce operations and for collectives, by name.
         default: Empty program, with which the core chooses the steps itself.
     """
 
-    def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
+    def __init__(
+        self,
+        module: NativeCore,
+        rank: int,
+        size: int,
+        latency_s: float,
+        second_per_byte: float,
+        hosts: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._module = module
+        self._hosts = hosts
         self.ops: dict[str, int] = module.REDUCE_OPS
         self.families: dict[str, int] = module.COLLECTIVES
         self._names = {number: name for name, number in self.families.items()}
@@ -82,11 +95,27 @@ class Programs:
             number, op, dtype, root: The core's numbers for the collective, operation and dtype, and the root or -1.
             nbytes: Size of the whole message in bytes.
         """
+        if self._hosts and (program := self._across_hosts(self._names[number], max(0, root), nbytes)) is not None:
+            return program
         inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
         needs = Needs(
             self._names[number], self._size, inexact and op in self._rounded, balanced=False, rotated=root > 0
         )
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
+
+    def _across_hosts(self, collective: str, root: int, nbytes: int) -> Program | None:
+        """Return the steps of an algorithm for several hosts, with ranks numbered host by host from the root on."""
+        hosts = sorted(self._hosts, key=lambda ranks: root not in ranks)
+        order = [rank for ranks in hosts for rank in sorted(ranks, key=lambda rank: rank != root)]
+        algorithm = across_hosts(collective, tuple(map(len, hosts)))
+        if algorithm is None:
+            return None
+        if collective == "all_reduce" and nbytes <= _SHORT_BYTES:
+            algorithm = find(collective, "recursive_doubling")
+        steps = algorithm.steps(order.index(self._rank), self._size)
+        chunks = order if collective in EVEN else ()
+        number = xxhash.xxh3_64_intdigest(algorithm.label.encode())
+        return self._module.Program(encoded(steps, order, chunks), algorithm.chunks(self._size), self._size, number)
 
     def named(self, number: int, op: int, root: int, label: str) -> Program | None:
         """Return the steps of the algorithm with this name, or None if the call must use the general path."""
@@ -345,6 +374,10 @@ class NativeCalls(ABC):
     def _cause(self) -> BaseException | None:
         """Return the error that ended the waits, or None."""
 
+    def _late(self, waited_s: float, missing: int) -> CommError:
+        """Return the error for a call whose wait for a rank timed out."""
+        return missing_ranks_error(waited_s, [missing])
+
     def abort(self) -> None:
         """End every current and later wait. May be called from any thread."""
         self.core.abort()
@@ -358,7 +391,7 @@ class NativeCalls(ABC):
         if status in (Status.UNSUPPORTED, Status.MISMATCH):
             return Status(status)
         if status == Status.TIMEOUT:
-            raise missing_ranks_error(failure.waited_s, [missing])
+            raise self._late(failure.waited_s, missing)
         if status == Status.PEER_LEFT:
             raise left_error(missing)
         if status == Status.PEER_LOST:

@@ -9,7 +9,7 @@ import select
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from unisono import serialization
@@ -76,13 +76,23 @@ class Mesh:
         topic: Prefix of the keys in the control plane.
         ranks: The ranks to connect, including this one; the first one creates the secret.
         address: This host's address, for the other ranks.
+        apart: Ranks to which this rank does not connect, nor they to it.
     """
 
-    def __init__(self, group: Group, control: ControlPlane, topic: str, ranks: Sequence[int], address: str) -> None:
+    def __init__(
+        self,
+        group: Group,
+        control: ControlPlane,
+        topic: str,
+        ranks: Sequence[int],
+        address: str,
+        apart: Collection[int] = (),
+    ) -> None:
         self._group = group
         self._control = control
         self._topic = topic
         self._ranks = ranks
+        self._others = [rank for rank in ranks if rank != group.rank and rank not in apart]
         self._address = address
         self._links: dict[int, Link] = {}
 
@@ -105,16 +115,16 @@ class Mesh:
             undo.callback(self._close)
             try:
                 listener = undo.enter_context(listen(self._address, 0))
-                _reserve(listener, len(self._ranks) - 1)
+                _reserve(listener, len(self._others))
             except CommError as error:
                 self._publish(f"at {rank}", ("", 0))
                 conclude([CommError(f"rank {rank} {error.message}", peer=rank)])
                 raise
             self._publish(f"at {rank}", (host_in(listener.getsockname()), listener.getsockname()[1]))
             secret = self._learn("secret", timeout)
-            accepting = _Accepting(listener, secret, {other for other in self._ranks if other > rank}, self._links)
+            accepting = _Accepting(listener, secret, {other for other in self._others if other > rank}, self._links)
             undo.callback(accepting.end)
-            addresses = {other: self._learn(f"at {other}", timeout) for other in self._ranks if other < rank}
+            addresses = {other: self._learn(f"at {other}", timeout) for other in self._others if other < rank}
             deadline = clock.now() + within_s
             found = [self._reach(other, address, secret, deadline) for other, address in addresses.items()]
             conclude([problem for problem in found if problem is not None])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from unisono._native import Core, Program, Ring, SharedWords, TcpCore
+    from unisono._native import Core, Hosts, Program, Ring, SharedWords, TcpCore
 
 __all__ = ["NO_EXTENSIONS", "NativeCore", "core_build", "native"]
 
@@ -30,8 +30,8 @@ class NativeCore(Protocol):
     COLLECTIVES: dict[str, int]
     REDUCE_OPS: dict[str, int]
     MESSAGE_HEADER: str
-    FAREWELL: bytes
     Core: type[Core]
+    Hosts: type[Hosts]
     Program: type[Program]
     SharedWords: type[SharedWords]
     TcpCore: type[TcpCore]

@@ -41,7 +41,7 @@ from unisono.launcher.job import Job, check_chunk_bytes, check_job, conclude
 from unisono.launcher.supervisor import Outcome, Supervisor
 from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical import transport_named
-from unisono.transports.hierarchical.host_links import check_reachability
+from unisono.transports.hierarchical.reachability import check_reachability
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -549,10 +549,9 @@ class Topology:
             # NCCL_SOCKET_IFNAME is the only way to choose NCCL's network interface; without the variable, NCCL picks an
             # interface itself.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-        if backend == outer:
-            check_reachability(
-                Group.world(place.rank, place.size, place.name), place.control, self.hosts, self.address, timeout
-            )
+        check_reachability(
+            Group.world(place.rank, place.size, place.name), place.control, self.hosts, self.address, timeout
+        )
 
 
 def discover(place: Rendezvous, interface: str | None, timeout: float, backend: str = "auto") -> Topology:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 import struct
@@ -17,7 +18,7 @@ from unisono.errors import MismatchError, UnavailableError
 from unisono.host.native import core_build
 from unisono.host.network import host_identity, why_no_shm
 
-__all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_handle"]
+__all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_handle", "open_pipes"]
 
 T = TypeVar("T")
 _Failure = tuple[str, str] | None
@@ -62,6 +63,42 @@ def map_shared(
         _check(group, control.exchange(group, f"memory: {name} mapped", failure, timeout))
     assert memory is not None
     return memory
+
+
+def open_pipes(group: Group, control: ControlPlane, name: str, timeout: float) -> list[io.FileIO]:
+    """Open the same pipes on every rank of a group, one per rank: non-blocking, for reading and writing. Collective.
+
+    Args:
+        group, control, timeout: As for `map_shared`, which must have shown that these ranks share a host.
+        name: Name of the pipes; the same on every rank.
+
+    Raises:
+        CommError: A rank cannot open the pipes. Raised on every rank.
+    """
+    made: list[int] = []
+    opened: list[io.FileIO] = []
+    try:
+        _, failure = _attempt(
+            group, lambda: made.extend(end for _ in group.members if group.rank == 0 for end in os.pipe())
+        )
+        replies = control.exchange(group, f"pipes: {name}", (os.getpid(), made, failure), timeout)
+        _check(group, [other for *_, other in replies])
+        pid, ends, _ = replies[0]
+        _, failure = _attempt(group, lambda: opened.extend(_open_pipe(pid, end) for end in ends[::2]))
+        # Rank 0 must keep the pipes open until all ranks have opened them.
+        _check(group, control.exchange(group, f"pipes: {name} opened", failure, timeout))
+    except BaseException:
+        for pipe in opened:
+            pipe.close()
+        raise
+    finally:
+        for end in made:
+            os.close(end)
+    return opened
+
+
+def _open_pipe(pid: int, end: int) -> io.FileIO:
+    return io.FileIO(f"/proc/{pid}/fd/{end}", "r+", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 def _attempt(group: Group, action: Callable[[], T]) -> tuple[T | None, _Failure]:

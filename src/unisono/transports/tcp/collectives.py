@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import mmap
 import socket
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NoReturn, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, check_builds, known_dtypes
 from unisono.control.mesh import say_farewell
@@ -15,8 +17,10 @@ from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.transport import Options
+from unisono.errors import CommError, CommTimeoutError
 from unisono.host.native import core_build, native
 from unisono.host.processors import cores
+from unisono.transports.shm.segment import PAGE_BYTES, map_shared, open_pipes
 from unisono.transports.tcp.mailbox import meet
 from unisono.transports.tcp.messages import TcpMessages
 
@@ -30,17 +34,23 @@ _SLICE_BYTES = 1 << 20
 _FAR_SLICE_BYTES = 64 << 20
 """Slice length for slow links, on which the latency of each additional slice outweighs any cache miss."""
 
+_MISSING_RANK_S = 0.5, 5.0
+"""Shortest and longest wait for the other ranks, after a timeout, to find out which of them are missing."""
+
 
 class TcpCollectives(NativeCalls):
     """Native collectives of one group. Every rank must make the same calls in the same order.
 
     Each frame contains the call's number, and a hash of its operation, dtype, root, algorithm and lengths. The receiver
-    compares both with those of its own call.
+    compares both with those of its own call. Between ranks that share a host, frames may travel through shared memory.
 
     Args:
         group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
         connections: Non-blocking connections by rank. `close` closes them.
         messages: Point-to-point messages, which use other connections; None if not needed.
+        hosts: For each host, its ranks; empty if all ranks are connected. Then the core moves no messages, because
+            those inside a host take another transport.
+        shared: What the ranks on this host share; None if this rank is alone there.
         slice_bytes: Length of the slices, in bytes, into which long calls are divided; the same on all ranks.
     """
 
@@ -55,18 +65,26 @@ class TcpCollectives(NativeCalls):
         timeout_s: float,
         connections: Mapping[int, socket.socket],
         messages: TcpMessages | None,
+        hosts: Sequence[Sequence[int]],
+        shared: _Shared | None,
         slice_bytes: int = _SLICE_BYTES,
     ) -> None:
         module = native()
         rank = group.rank
         size = group.size
         assert module is not None
-        programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
-        sockets = [connections[peer].fileno() if peer != rank else -1 for peer in range(size)]
+        programs = Programs(module, rank, size, self.latency_s, self.second_per_byte, hosts)
+        sockets = [connections[peer].fileno() if peer in connections else -1 for peer in range(size)]
         moved = [] if messages is None else messages.sockets(size)
-        core = module.TcpCore(rank, sockets, moved, size > cores(), slice_bytes, known_dtypes(), programs.cheapest)
-        super().__init__(core, rank, size, programs, messages)
-        self._farewell: bytes = module.FAREWELL
+        self._bells = [] if shared is None else shared.bells
+        memory = bytearray() if shared is None else memoryview(shared.memory)[PAGE_BYTES:]
+        rings = module.Hosts(list(map(list, hosts)), memory, [bell.fileno() for bell in self._bells])
+        core = module.TcpCore(
+            rank, sockets, moved, size > cores(), slice_bytes, known_dtypes(), programs.cheapest, rings
+        )
+        super().__init__(core, rank, size, programs, None if hosts else messages)
+        self._part = None if shared is None else shared.part
+        self._hosts = hosts
         self._group = group
         self._control = control
         self._timeout_s = timeout_s
@@ -76,8 +94,21 @@ class TcpCollectives(NativeCalls):
         invalidate_after_fork(self)
 
     @classmethod
-    def connect(cls, group: Group, control: ControlPlane, options: Options, *, with_messages: bool = False) -> Self:
+    def connect(
+        cls,
+        group: Group,
+        control: ControlPlane,
+        options: Options,
+        *,
+        with_messages: bool = False,
+        hosts: Sequence[Sequence[int]] = (),
+    ) -> Self:
         """Connect all ranks of a group. All must have the same build of the native core. Collective.
+
+        Args:
+            group, control, options: See `Transport.connect`.
+            with_messages: Whether the core also moves point-to-point messages.
+            hosts: For each host, its ranks, which can map each other's memory. Empty to connect all ranks.
 
         Raises:
             UnavailableError: A rank has no native core.
@@ -87,23 +118,44 @@ class TcpCollectives(NativeCalls):
         messages = None
         if with_messages:
             messages = TcpMessages(group.rank, connected(group, control, options, "messages"))
-        connections = connected(group, control, options, "calls")
+        near = next((ranks for ranks in hosts if group.rank in ranks), ())
+        shared = _Shared.of(group.child(f"rings of {near[0]}", near), control, options.timeout_s) if near[1:] else None
+        connections = connected(group, control, options, "calls", near)
         farthest_s = max(map(round_trip_s, connections.values()), default=0.0)
         is_far = max(control.exchange(group, "round trips", farthest_s, options.timeout_s)) >= FAR_S
         slice_bytes = _FAR_SLICE_BYTES if is_far else _SLICE_BYTES
-        return cls(group, control, options.timeout_s, connections, messages, slice_bytes)
+        return cls(group, control, options.timeout_s, connections, messages, hosts, shared, slice_bytes)
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """Implement `FastPath`."""
         topic = f"mismatch in call {self.core.number}"
         raise_mismatch(self._control, self._group, topic, fingerprint, self._timeout_s)
 
+    def _late(self, waited_s: float, missing: int) -> CommError:
+        error = super()._late(waited_s, missing)
+        if not self._hosts:
+            return error
+        # The rank that this one waits for may itself wait for a rank on another host, so find out who is missing. The
+        # topic has no call's number, because some of the waiting ranks may have completed the others' call.
+        shortest, longest = _MISSING_RANK_S
+        topic = "the consistency check of a call"
+        try:
+            self._control.exchange(self._group, topic, None, min(max(waited_s, shortest), longest))
+        except CommTimeoutError as named:
+            # An error without a peer is about the control plane itself.
+            return error if named.peer is None else named
+        except CommError as first:
+            return first
+        return error
+
     def leave(self) -> None:
         """Send farewells to the other ranks. If a connection ends without a farewell, its rank counts as lost."""
-        for connection in self._connections if self.broken is None else ():
+        if self.broken is not None:
+            return
+        self.core.leave()
+        for connection in self._connections:
             # The other end may already be gone.
             with contextlib.suppress(OSError):
-                connection.send(self._farewell)
                 connection.shutdown(socket.SHUT_WR)
 
     def end(self, cause: BaseException) -> None:
@@ -115,21 +167,54 @@ class TcpCollectives(NativeCalls):
         """Close the connections. No call may be in progress."""
         say_farewell(self._connections, self.broken)
         self.invalidate_after_fork()
+        if self._part is not None:
+            self._control.leave(self._part)
 
     def invalidate_after_fork(self) -> None:
         """Close the connections in a forked child."""
         for connection in self._connections:
             connection.close()
+        for bell in self._bells:
+            bell.close()
 
     def _cause(self) -> BaseException | None:
         return self.broken
 
 
-def connected(group: Group, control: ControlPlane, options: Options, topic: str) -> dict[int, socket.socket]:
-    """Connect to every other rank. Joins the group. Collective.
+class _Shared(NamedTuple):
+    """What the ranks on one host share: memory for rings, and a doorbell per rank.
+
+    Attributes:
+        part: The ranks, as a group that this rank has joined.
+        memory, bells: The mapped memory, and the pipes that are the doorbells.
+    """
+
+    part: Group
+    memory: mmap.mmap
+    bells: list[io.FileIO]
+
+    @classmethod
+    def of(cls, part: Group, control: ControlPlane, timeout_s: float) -> Self:
+        """Join the group, and open what its ranks share. Collective."""
+        module = native()
+        assert module is not None
+        control.join(part)
+        try:
+            nbytes = PAGE_BYTES + module.Hosts.nbytes(part.size)
+            memory = map_shared(part, control, "rings", nbytes, timeout_s, mmap.mmap)
+            return cls(part, memory, open_pipes(part, control, "doorbells", timeout_s))
+        except BaseException:
+            control.leave(part)
+            raise
+
+
+def connected(
+    group: Group, control: ControlPlane, options: Options, topic: str, apart: Collection[int] = ()
+) -> dict[int, socket.socket]:
+    """Connect to every other rank, except the ranks `apart`. Joins the group. Collective.
 
     Raises:
         CommError: Ranks cannot reach each other. Raised on every rank.
     """
-    links = meet(group, control, options.address, options.timeout_s, topic)
+    links = meet(group, control, options.address, options.timeout_s, topic, apart)
     return {peer: connection for peer, (connection, _) in links.items()}

@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -210,8 +210,15 @@ class TcpMailbox(Mailbox):
         self._wakeup_receiver.close()
 
 
-def meet(group: Group, control: ControlPlane, address: str, timeout: float, topic: str = "mail") -> dict[int, Link]:
-    """Connect to every other rank. Joins the group. Collective.
+def meet(
+    group: Group,
+    control: ControlPlane,
+    address: str,
+    timeout: float,
+    topic: str = "mail",
+    apart: Collection[int] = (),
+) -> dict[int, Link]:
+    """Connect to every other rank, except the ranks `apart`. Joins the group. Collective.
 
     Raises:
         CommTimeoutError: Not all ranks have joined.
@@ -223,4 +230,5 @@ def meet(group: Group, control: ControlPlane, address: str, timeout: float, topi
             raise problems[0]
         control.exchange(group, topic, None, timeout)
 
-    return Mesh(group, control, f"{group.name}/{topic}", range(group.size), address).connect(timeout, timeout, conclude)
+    mesh = Mesh(group, control, f"{group.name}/{topic}", range(group.size), address, apart)
+    return mesh.connect(timeout, timeout, conclude)

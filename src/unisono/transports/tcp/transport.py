@@ -28,25 +28,42 @@ class TcpTransport(NativeTransport):
     which ranks also compare their calls: no output is written until all ranks agree. The core also moves blocking
     messages while no other message is in flight. Reductions for which the core has no kernel are run by algorithms that
     exchange messages. Cost: p - 1 connections of each kind on each rank; about 15 us for a short message on one host.
+
+    Args:
+        group, control, options: Arguments of `connect`.
+        background: Whether a background thread would not compete with ranks for processors.
+        hosts: For each host, its ranks. Collectives then use shared memory inside each host, and send little data
+            between hosts. Empty to use connections between all ranks.
     """
 
     calls: TcpCollectives
     latency_s: float = TcpCollectives.latency_s
     second_per_byte: float = TcpCollectives.second_per_byte
 
-    def __init__(self, group: Group, control: ControlPlane, options: Options, *, background: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        control: ControlPlane,
+        options: Options,
+        *,
+        background: bool,
+        hosts: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.group = group
+        self._hosts = hosts
         self._control = control
         self._options = options
         self.background = background
         self._closed = False
-        self.calls = TcpCollectives.connect(group, control, options, with_messages=True)
+        self.calls = TcpCollectives.connect(group, control, options, with_messages=True, hosts=hosts)
         self.fast_path: FastPath | None = self.calls
         assert self.calls.messages is not None
         self._messages = self.calls.messages
 
     @classmethod
-    def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
+    def connect(
+        cls, group: Group, control: ControlPlane, options: Options, hosts: Sequence[Sequence[int]] = ()
+    ) -> TcpTransport:
         # Join the group without a failure callback: at first, the membership serves only to exchange values. The
         # communicator joins again, with a callback.
         control.join(group)
@@ -54,12 +71,18 @@ class TcpTransport(NativeTransport):
         values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
         # Between hosts, a background thread mostly waits for the network. On a single host, a background thread would
         # compete with the ranks for processors, unless there are spare processors.
-        hosts = {host for host, _ in values}
-        return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in values))
+        several = len({host for host, _ in values}) > 1
+        return cls(group, control, options, background=several or all(spares for _, spares in values), hosts=hosts)
 
     def split(self, group: Group) -> TcpTransport:
         # Keep the parent's `background`: a subgroup cannot tell whether ranks outside it need the processors.
-        return TcpTransport(group, self._control, self._options, background=self.background)
+        ranks = {member: rank for rank, member in enumerate(group.members)}
+        members = self.group.members
+        parts = (tuple(ranks[members[r]] for r in host if members[r] in ranks) for host in self._hosts)
+        hosts = tuple(part for part in parts if part)
+        # If all ranks are on different hosts, only connections remain.
+        hosts = hosts if len(hosts) < group.size else ()
+        return TcpTransport(group, self._control, self._options, background=self.background, hosts=hosts)
 
     def reconfigure(self, group: Group) -> TcpTransport:
         # Connect anew, because new ranks may have fewer processors.

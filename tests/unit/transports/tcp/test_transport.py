@@ -254,7 +254,8 @@ def alone() -> Iterator[tuple[TcpCore, socket.socket]]:
     with ours, theirs:
         ours.setblocking(False)
         both = [-1, ours.fileno()]
-        yield module.TcpCore(0, both, both, False, 1 << 20, [("float32", 4)], print), theirs
+        no_hosts = module.Hosts([], bytearray(), [])
+        yield module.TcpCore(0, both, both, False, 1 << 20, [("float32", 4)], print, no_hosts), theirs
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, Hello
 from unisono.core.frames import FrameChannel
 from unisono.core.group import Group
 from unisono.errors import CommError
-from unisono.transports.hierarchical.host_links import HostLinks, meet
+from unisono.transports.hierarchical.reachability import check_reachability
 
 SOON_S = 20.0
 SECRET = b"the secret"
@@ -119,14 +119,14 @@ def test_silent_connections_do_not_delay_hosts(monkeypatch: pytest.MonkeyPatch) 
     def be(rank: int) -> None:
         group, control = Group.world(rank, 3), hub.control()
         try:
-            ends[rank] = meet(group, control, [[0], [1], [2]], "127.0.0.1", SOON_S)
+            ends[rank] = check_reachability(group, control, [[0], [1], [2]], "127.0.0.1", SOON_S)
         except CommError as error:
             ends[rank] = error
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(3)]
     threads[0].start()
     watcher = hub.control()
-    address = serialization.decode(watcher.get(f"{Group.world(0, 3).name}/lanes at 0", SOON_S))
+    address = serialization.decode(watcher.get(f"{Group.world(0, 3).name}/hosts at 0", SOON_S))
     hello = Hello(SECRET, client=True).hello
     with knocking(address, b"", hello[:-1], bytes(HELLO_BYTES), hello, b""), knocking(address, b"") as (wrong,):
         wrong.sendall(proof(wrong, SECRET, 1))
@@ -134,10 +134,7 @@ def test_silent_connections_do_not_delay_hosts(monkeypatch: pytest.MonkeyPatch) 
             thread.start()
         for thread in threads:
             thread.join(2 * SOON_S)
-    assert [type(ends.get(rank)) for rank in range(3)] == [HostLinks] * 3
-    assert [sorted(ends[rank].peers) for rank in range(3)] == [[1, 2], [0, 2], [0, 1]]
-    for lanes in ends.values():
-        lanes.close()
+    assert ends == dict.fromkeys(range(3))
 
 
 @pytest.mark.parametrize("length", [0, 8, HELLO_BYTES - 1, HELLO_BYTES])
@@ -171,7 +168,7 @@ def test_host_that_cannot_listen_is_named_on_every_host() -> None:
 
     def be(rank: int, address: str) -> None:
         try:
-            ends[rank] = meet(Group.world(rank, 3), hub.control(), [[0], [1], [2]], address, SOON_S)
+            check_reachability(Group.world(rank, 3), hub.control(), [[0], [1], [2]], address, SOON_S)
         except CommError as error:
             ends[rank] = error
 

@@ -1,0 +1,69 @@
+"""Pairs of shared memory with a transport other than tcp: calls are compared in the native core of tcp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+from unisono.core.call import Call
+from unisono.core.group import Group
+from unisono.core.transport import Transport
+from unisono.core.types import PointToPoint, Work
+from unisono.core.work import Deferred
+from unisono.transports.hierarchical.composed import Hierarchical
+from unisono.transports.tcp.collectives import TcpCollectives
+
+__all__ = ["ComparedHierarchical"]
+
+_SHORT_BYTES = 128 << 10
+"""Maximum size of an all_reduce for which the comparison's links are faster than the pair of transports."""
+
+
+class ComparedHierarchical(Hierarchical):
+    """Hierarchical transport whose ranks compare calls over rings inside hosts, and dedicated sockets between hosts.
+
+    Barriers and short reductions of CPU tensors travel over the same links.
+    """
+
+    def _connect(
+        self, inner: Callable[[Group], Transport], outer: Callable[[Group], Transport], undo: ExitStack
+    ) -> None:
+        part = self.group.child("calls", range(self.size))
+        self._control.join(part)
+        undo.callback(self._control.leave, part)
+        self._calls = TcpCollectives.connect(part, self._control, self._options, hosts=self._hosts)
+        undo.callback(self._calls.close)
+        super()._connect(inner, outer, undo)
+
+    def _declare(self) -> None:
+        super()._declare()
+        self.native |= {"barrier"}
+        self.checks = True
+
+    def compare(self, call: Call, deadline: float) -> None:
+        """Compare calls that are composed of messages; `run` compares the others."""
+        if call.steps is not None:
+            self._calls.compare(call.fingerprint, deadline)
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if call.steps is not None:
+            return super().run(call, over)
+        return Deferred(partial(self._run, call), call.timeout)
+
+    def _run(self, call: Call, deadline: float) -> None:
+        tensors = call.outputs
+        short = call.name == "all_reduce" and tensors[0].nbytes <= _SHORT_BYTES and tensors[0].device.type == "cpu"
+        if call.name == "barrier" or (short and self._calls.carries(call)):
+            self._calls.carry(call, deadline)
+        else:
+            self._calls.compare(call.fingerprint, deadline)
+            self.compose(call, deadline)
+
+    def leave(self) -> None:
+        self._calls.leave()
+        super().leave()
+
+    def abort(self, cause: BaseException) -> None:
+        self._calls.end(cause)
+        super().abort(cause)

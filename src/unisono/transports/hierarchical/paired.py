@@ -1,0 +1,222 @@
+"""Transports for several hosts, which combine a transport inside each host with a transport between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from threading import Event
+from typing import NoReturn
+
+import torch
+
+from unisono.core.call import Call
+from unisono.core.control import ControlPlane
+from unisono.core.group import Group
+from unisono.core.transport import MESSAGE_CAPABILITIES, FastPath, Mailbox, Options, Transport, share_capabilities
+from unisono.core.types import Message, PointToPoint, Work
+from unisono.errors import UnavailableError
+from unisono.transports.hierarchical.routing import RankMappedTransport, Routes
+
+__all__ = ["Hosts", "Paired", "in_order", "over"]
+
+Hosts = tuple[tuple[int, ...], ...]
+"""For each host, its ranks."""
+
+
+class Paired(Transport):
+    """Transport that reaches ranks on this host over the inner transport, and other ranks over the outer transport.
+
+    The outer transport runs all collectives. Use this only for several hosts of which at least one has several ranks.
+    In other cases, one of the two transports suffices, and `over` returns only that one.
+
+    Args:
+        group: All ranks.
+        control: This rank's handle to the control plane.
+        options: The `Options` that were passed to `connect`.
+        hosts: For each host, its ranks in the group.
+        inner: Function that makes the transport among this host's ranks. Called only if the host has several ranks.
+        outer: Function that makes the transport among all ranks.
+        reconnect: Function that makes a transport with the same inner and outer kinds for a different set of ranks,
+            without reusing this transport.
+    """
+
+    background = True
+
+    def __init__(
+        self,
+        group: Group,
+        control: ControlPlane,
+        options: Options,
+        hosts: Hosts,
+        inner: Callable[[Group], Transport],
+        outer: Callable[[Group], Transport],
+        reconnect: Callable[[Group], Transport],
+    ) -> None:
+        self._reconnect = reconnect
+        self.group = group
+        self._control = control
+        self._options = options
+        self._hosts = hosts
+        self._number = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
+        self._here = hosts[self._number]
+        with ExitStack() as undo:
+            self._connect(inner, outer, undo)
+            self._undo = undo.pop_all()
+        self._routes = Routes(self.inner, self.outer, self._here, options.timeout_s)
+
+    def _connect(
+        self, inner: Callable[[Group], Transport], outer: Callable[[Group], Transport], undo: ExitStack
+    ) -> None:
+        """Make the transports."""
+        alone = len(self._here) == 1
+        self.inner: Transport | None = (
+            None if alone else self._numbered(self._made(inner, f"host {self._number}", self._here, undo))
+        )
+        self.outer: Transport = self._made(outer, "between hosts", range(self.size), undo)
+        self._declare()
+
+    def _made(self, kind: Callable[[Group], Transport], name: str, ranks: Sequence[int], undo: ExitStack) -> Transport:
+        part = self.group.child(name, ranks)
+        self._control.join(part)
+        undo.callback(self._control.leave, part)
+        transport = kind(part)
+        undo.callback(transport.close)
+        return transport
+
+    def _numbered(self, inner: Transport) -> Transport:
+        same = self._here == tuple(range(len(self._here)))
+        return inner if same else RankMappedTransport(inner, self._here)
+
+    def _declare(self) -> None:
+        inner = self.inner
+        outer = self.outer
+        self.native: frozenset[str] = outer.native
+        self.checks: bool = outer.checks
+        self.fast_path: FastPath | None = outer.fast_path
+        share_capabilities(self, outer, *MESSAGE_CAPABILITIES)
+        if inner is not None:
+            self.tags = inner.tags and outer.tags
+            self.any_source = inner.any_source and outer.any_source
+            self.devices = _common(inner, outer)
+            self.host_staged = inner.host_staged & self.devices
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        return self._routes.post(batch)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return self._routes.iprobe(peer, tag)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)
+
+    # -- collectives ---------------------------------------------------------------------------
+    def supports(self, call: Call) -> bool:
+        return self.outer.supports(call)
+
+    def compare(self, call: Call, deadline: float) -> None:
+        self.outer.compare(call, deadline)
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        # If the outer transport composes the call of messages, those inside a host take the inner transport.
+        return self.outer.run(call, over or self)
+
+    # -- subgroups -----------------------------------------------------------------------------
+    def split(self, group: Group) -> Transport:
+        """Return a transport for a subgroup: a combination of inner and outer, or only one if that suffices."""
+        ranks = {member: rank for rank, member in enumerate(self.group.members)}
+        chosen = [ranks[member] for member in group.members]
+        hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
+        inner = self.inner
+        outer = self.outer
+        return over(
+            type(self),
+            group,
+            self._control,
+            self._options,
+            tuple(host for host in hosts if host),
+            inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
+            outer=outer.split,
+            reconnect=self._reconnect,
+        )
+
+    def mailbox(self, group: Group) -> Mailbox | None:
+        # A rank can wait on only one mailbox, and only the outer transport reaches all ranks.
+        return self.outer.mailbox(group)
+
+    def reconfigure(self, group: Group) -> Transport:
+        """Return a transport for the new group. Detects all ranks' hosts anew, because new ranks may have joined."""
+        return self._reconnect(group)
+
+    def leave(self) -> None:
+        for part in self._parts():
+            part.leave()
+
+    def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
+        self.outer.simulate_freeze(thawed, freeze_s)
+
+    def simulate_crash(self, error: BaseException) -> NoReturn:
+        self.outer.simulate_crash(error)
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def abort(self, cause: BaseException) -> None:
+        for part in self._parts():
+            part.abort(cause)
+
+    def _parts(self) -> list[Transport]:
+        return [part for part in (self.inner, self.outer) if part is not None]
+
+
+def over(
+    kind: type[Paired],
+    group: Group,
+    control: ControlPlane,
+    options: Options,
+    hosts: Hosts,
+    inner: Callable[[Group], Transport],
+    outer: Callable[[Group], Transport],
+    reconnect: Callable[[Group], Transport],
+) -> Transport:
+    """Return the transport for these hosts: inner and outer combined, or only one if that suffices. Collective.
+
+    Args:
+        kind: Class that combines the two.
+        group: All ranks.
+        control, options: This rank's handle to the control plane, and its options.
+        hosts: For each host, its ranks in the group.
+        inner: Function that makes the transport among one host's ranks.
+        outer: Function that makes the transport among ranks on several hosts.
+        reconnect: Function that makes a transport with the same inner and outer kinds for ranks whose hosts are
+            unknown.
+    """
+    if len(hosts) in (1, group.size):
+        single = inner(group) if len(hosts) == 1 else outer(group)
+        # If ranks join later, this transport may no longer suffice, so detect the hosts anew then.
+        single.reconnect = reconnect
+        return single
+    return kind(group, control, options, in_order(hosts), inner, outer, reconnect)
+
+
+def in_order(hosts: Hosts) -> Hosts:
+    """Sort each host's ranks, and sort hosts by their first ranks, so that the order is the same on all ranks."""
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts))
+
+
+def _bare(inner: Transport) -> Transport:
+    return inner.inner if isinstance(inner, RankMappedTransport) else inner
+
+
+def _common(inner: Transport, outer: Transport) -> frozenset[str]:
+    """Return the device types that both transports support in the same way: directly, or staged in CPU memory."""
+    both = {
+        kind for kind in inner.devices & outer.devices if (kind in inner.host_staged) == (kind in outer.host_staged)
+    }
+    if not both:
+        raise UnavailableError(
+            f"{type(inner).__name__} supports tensors on {', '.join(sorted(inner.devices))}, "
+            f"{type(outer).__name__} on {', '.join(sorted(outer.devices))}; use two backends for the same devices, "
+            "such as 'shm+tcp'"
+        )
+    return frozenset(both)

@@ -40,9 +40,10 @@ PACKED_BYTES = 64 << 10
 
 
 class Region(NamedTuple):
-    """Memory that one message fills: elements `start` to `stop` of the buffer with number `key`.
+    """Memory to send or receive: elements `start` to `stop` of the buffer with number `key`.
 
-    `tensor` is that memory. For a reduction, `own` is this rank's contribution if it is not in `tensor`.
+    `tensor` is the view of elements `start` to `stop`. For a reduction, `own` is this rank's contribution if it is not
+    in `tensor`.
     """
 
     key: int
@@ -53,7 +54,7 @@ class Region(NamedTuple):
 
 
 def even_edges(numel: int, parts: int) -> list[int]:
-    """Return the start of each of `parts` nearly equal chunks, and the end. Longer chunks come first.
+    """Return where each of `parts` nearly equal chunks starts, and where the last chunk ends. Longer chunks come first.
 
     Example:
         >>> even_edges(10, 4)
@@ -67,7 +68,10 @@ def even_edges(numel: int, parts: int) -> list[int]:
 
 
 class Layout(ABC):
-    """Memory layout of a buffer of chunks. Sender and receiver may use different layouts that give equal segments."""
+    """Memory layout of a buffer of chunks.
+
+    Sender and receiver may use different layouts, provided that both layouts cut the chunks into equal segments.
+    """
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
@@ -197,7 +201,8 @@ class Schedule:
 
     Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
     the next step starts as soon as this rank has received (and reduced) the segments that the batch sends on, while
-    later segments are still in flight. So a ring, for example, is pipelined without any pipelining code in its file.
+    later segments are still in flight. So a ring, for example, is pipelined although the ring algorithm itself contains
+    no pipelining code.
 
     Args:
         algorithm: The algorithm.
@@ -226,7 +231,9 @@ class Schedule:
         return encoded(self._steps, [(place + self._root) % self._size for place in range(self._size)])
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Run a call; return once this rank's part is done. An in-place reduction also overwrites its inputs.
+        """Run a call; return once this rank's part is done.
+
+        An in-place reduction may overwrite its inputs even on ranks that get no result.
 
         Raises:
             CommTimeoutError: The call did not finish in time; the message names the step and the missing ranks.
@@ -279,7 +286,7 @@ def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int
 
 
 def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
-    """Copy a rank's own part from its input to its output. Algorithms rely on this."""
+    """Copy a rank's own part from its input to its output, because no algorithm does so."""
     if not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]
@@ -313,7 +320,7 @@ class _InFlight:
 
 
 class ScratchPool:
-    """Pool of memory for received data. New memory would cost a page fault per page.
+    """Pool that reuses memory for received data, because newly allocated memory costs a page fault per page.
 
     Args:
         most_bytes: Maximum amount of memory to keep.
@@ -422,7 +429,7 @@ class _Execution:
         return False
 
     def settle(self) -> None:
-        """Wait for the oldest batch, and store its received data, if possible before its sends have completed."""
+        """Wait for the oldest batch; if possible, store its received data before its sends have completed."""
         batch = self.flight.popleft()
         try:
             early = batch.aside and not _overlap(batch.recvs, batch.sends)

@@ -134,7 +134,7 @@ class Programs:
         return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
 
     def of(self, schedule: Schedule, label: str) -> Program:
-        """Return the steps of a schedule. `label` names its algorithm."""
+        """Return the steps of a schedule, whose algorithm is named `label`."""
         if (schedule, label) not in self._made:
             number = xxhash.xxh3_64_intdigest(label.encode())
             self._made[schedule, label] = self._module.Program(schedule.numbers(), schedule.chunks, self._size, number)
@@ -325,7 +325,7 @@ class NativeCalls(ABC):
 
     # -- calls of the general path -------------------------------------------------------------------
     def _codes_of(self, call: Call) -> tuple[int, int]:
-        """Return the core's numbers for a call's operation and dtype, with 0 for none."""
+        """Return the core's numbers for a call's operation and dtype; each is 0 if the call has none."""
         tensors = call.inputs or call.outputs
         op = ReduceOp.AVG if call.average else call.op
         return 0 if op is None else self._ops[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0
@@ -337,7 +337,7 @@ class NativeCalls(ABC):
         return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Run a call that takes the general path: with its `steps` or, if it has none, with the core's own steps."""
+        """Run a call that takes the general path, with its `steps`, or with the core's own steps if `steps` is None."""
         number = self._families[call.name]
         codes = self._codes_of(call)
         root = -1 if call.root is None else call.root
@@ -416,7 +416,7 @@ class NativeTransport(Transport):
     def compare(self, call: Call, deadline: float) -> None:
         """Compare a call in a separate round if the core cannot run it, or if it belongs to a backward pass.
 
-        All other calls run in the core, which compares them in their first round.
+        The core itself compares the forward calls that it can run, in their first round.
         """
         if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
             self.calls.compare(call.fingerprint, deadline)

@@ -59,11 +59,11 @@ class Selection:
 
         Args:
             call: The call, whose `steps` are not set yet.
-            requested: The algorithm that the caller requested, if any. If that algorithm cannot serve the call, a
-                ValueError lists the names of those that can. "fewest_bytes" means the native collective if there is
-                one, or else the algorithm that sends the fewest bytes, regardless of its rounds. "auto" means the
-                algorithm with the lowest predicted time, which depends on the operation, size class, number of ranks,
-                hosts and cost table.
+            requested: The algorithm that the caller requested, if any. If the requested algorithm cannot serve the
+                call, a ValueError lists those that can. "fewest_bytes" means the native collective if there is one, or
+                else the algorithm that sends the fewest bytes, regardless of its rounds. "auto" means the algorithm
+                with the lowest predicted time, which depends on the operation, size class, number of ranks, hosts and
+                cost table.
         """
         native = bool(self._transport.native) and self._transport.supports(call)
         if native and requested is None and not self._deterministic:
@@ -177,9 +177,9 @@ class Needs(NamedTuple):
 
     Attributes:
         rounded: Whether results depend on the order of operations, as for sums and products of floating-point numbers.
-        balanced: Whether this order must be the balanced tree over the ranks.
-        rotated: Whether the root is not rank 0. Algorithms number the ranks from the root, so their rank numbers then
-            differ from the call's.
+        balanced: Whether results must be reduced in the balanced tree over the ranks.
+        rotated: Whether the root is not rank 0, so that an algorithm's rank numbers, which start at the root, differ
+            from the call's.
     """
 
     collective: str

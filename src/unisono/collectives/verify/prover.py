@@ -44,7 +44,7 @@ class Proof(NamedTuple):
 def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int) -> Proof:
     """Run an algorithm on `size` ranks, with sets of contributions instead of numbers.
 
-    Proves for this size that:
+    Proves for `size` ranks that:
 
     - each result contains every contribution exactly once (in a barrier, at least once);
     - all ranks of an all_reduce get the same bits, unless the algorithm's file declares otherwise;
@@ -54,7 +54,7 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
 
     Args:
         collective: Name of a collective, such as "all_reduce". A rooted collective has rank 0 as its root.
-        algorithm: Name of an algorithm, an `AlgorithmFile`, such as a module in `algorithms/<collective>/`, or an
+        algorithm: An algorithm's name; an `AlgorithmFile`, such as a module in `algorithms/<collective>/`; or an
             `Algorithm` with its options.
         size: Number of ranks, at least 1.
 
@@ -230,7 +230,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
-        """Return, by rank, all models whose current steps must run together with this model's step."""
+        """Return, by rank, `model` and all models whose steps exchange messages with its step, even indirectly."""
         group = {model.rank: model}
         queue = [model]
         for member in queue:

@@ -204,7 +204,7 @@ class Communicator(Place):
         Raises:
             TypeError, ValueError: `group` is not a group, or this process is not in it.
             CommError: The group's backend cannot be wrapped.
-            CommTimeoutError: Not all members called this in time.
+            CommTimeoutError: Not all members called `from_group` in time.
 
         Example:
             >>> import tempfile, torch.distributed as dist
@@ -255,7 +255,7 @@ class Communicator(Place):
 
         Raises:
             UnavailableError: mpi4py or an MPI library is missing.
-            CommTimeoutError: Not all members called this in time.
+            CommTimeoutError: Not all members called `from_mpi` in time.
         """
         from unisono.transports.mpi.transport import adopt
 
@@ -532,11 +532,11 @@ class Communicator(Place):
     def agree(self, value: Any, name: str) -> None:
         """Register a value that must be equal on all ranks; the next collective checks that it is.
 
-        All ranks call this in the same order. This method itself sends nothing, but records the value as it is now.
-        This thread's next collective on this communicator, or on another communicator of the same ranks, compares a
-        digest of the recorded value. `flush_agreements`, `barrier` and `close` compare all pending values. Values are
-        equal if they have the same types, shapes, dtypes and bits; dicts and sets may be in any order, and tensors on
-        any device. With `check="off"`, only `flush_agreements` and `close` compare the values.
+        All ranks call `agree` in the same order. `agree` itself sends nothing, but records the value as it is now. This
+        thread's next collective on this communicator, or on another communicator of the same ranks, compares a digest
+        of the recorded value. `flush_agreements`, `barrier` and `close` compare all pending values. Values are equal if
+        they have the same types, shapes, dtypes and bits; dicts and sets may be in any order, and tensors on any
+        device. With `check="off"`, only `flush_agreements` and `close` compare the values.
 
         Args:
             value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
@@ -950,7 +950,8 @@ class Communicator(Place):
             algorithm: Name of an all_gather algorithm; see `all_reduce`.
             async_op: Return a `ResultWork` immediately; its `result()` waits for the tensors, and returns them.
                 `tensor` belongs to the `ResultWork` until `result` has returned.
-            timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's timeout if None.
+            timeout: Seconds or a `timedelta`, for the exchange of shapes and again for the tensors; the communicator's
+                timeout if None.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
@@ -997,7 +998,7 @@ class Communicator(Place):
         Returns: On rank `dst`, new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
-            MismatchError, ValueError: See `all_gather_v`. `MismatchError` also if ranks differ in `dst`.
+            MismatchError, ValueError: See `all_gather_v`. `MismatchError` is also raised if ranks differ in `dst`.
 
         Example:
             >>> def program(comm):
@@ -1240,7 +1241,7 @@ class Communicator(Place):
 
         Args:
             tensor: See `send`.
-            src: The sender's rank. None accepts any rank; if several ranks have sent, they are served in turn.
+            src: The sender's rank; any rank if None. If several ranks have sent, they are served in turn.
             tag: See `send`.
             timeout: See `send`.
 
@@ -1369,7 +1370,7 @@ class Communicator(Place):
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Wait for a message other than those that posted receives will get, and return the rank that sent it.
 
-        The message is not received: the next receive from that rank with this tag gets it.
+        `probe` does not receive the message; the next receive from its sender with the same tag does.
 
         Args:
             src: The sender's rank; any rank if None.
@@ -1506,9 +1507,9 @@ class Communicator(Place):
         return part
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """Return a communicator of these ranks, in the order of the list; None on the other ranks.
+        """Return a communicator of the given ranks, in the order of the list; None on the other ranks.
 
-        Collective over this communicator: every rank calls it, with the same list.
+        Collective over this communicator: every rank passes the same list.
 
         Args:
             ranks: Distinct ranks of this communicator, at least one.
@@ -1565,10 +1566,10 @@ class Communicator(Place):
     def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Return a new communicator of the remaining ranks, renumbered in their old order, and any newcomers.
 
-        Collective over the live ranks: each rank calls this after a failed call, or all ranks call it at the same point
-        of the program to admit newcomers. The method does not wait for ranks that have left or that die meanwhile. This
-        communicator is unusable afterwards; its subgroups are unaffected. The new communicator takes over these
-        subgroups, and the actions registered with `before_close` and `after_close`.
+        Collective over the live ranks: each rank calls `rebuild` after a failed call, or all ranks call it at the same
+        point of the program to admit newcomers. The method does not wait for ranks that have left or that die
+        meanwhile. This communicator is unusable afterwards; its subgroups are unaffected. The new communicator takes
+        over this communicator's subgroups, and the actions registered with `before_close` and `after_close`.
 
         Args:
             grow: Number of newcomers (calling `unisono.join`) to wait for and admit; they get the highest ranks.
@@ -1576,7 +1577,7 @@ class Communicator(Place):
                 newcomers have joined to reach this number, even if ranks are lost meanwhile. Ranks that pass neither
                 `grow` nor `size` accept the other ranks' `size`.
             timeout: Time within which the other ranks must join; the communicator's timeout if None. A live rank that
-                has not joined by then (a stopped process, say) is excluded permanently, and its call raises
+                does not join in time (a stopped process, say) is excluded permanently, and its `rebuild` raises
                 `AbortedError`.
 
         Raises:
@@ -1676,7 +1677,7 @@ class Communicator(Place):
         programs with the same backend, processor and ranks per host.
 
         Args:
-            seconds: Approximate upper limit of the time taken.
+            seconds: Approximate maximum duration of the measurement.
 
         Returns:
             The table.
@@ -1704,8 +1705,7 @@ class Communicator(Place):
     ) -> Choice:
         """Return which algorithm `"auto"` chooses for a call, why, and the predicted times of the alternatives.
 
-        The first call is collective, because the ranks must agree on a cost table, unless they did so in an earlier
-        `tune` or call with "auto".
+        Collective if the ranks have not yet agreed on a cost table, in an earlier `plan`, `tune` or call with "auto".
 
         Args:
             collective: "all_reduce", "broadcast", ...; the root is rank 0.
@@ -1735,17 +1735,17 @@ class Communicator(Place):
 
         Call this method in a training loop, every 100 steps or so. A report covers the collectives since the previous
         report, but at least the last 100 and at most the last 2,048. For a reliable result, a report should cover at
-        least 20 training steps. A rank is named if its typical delay is at least 2 % of the time (8 % with two ranks),
-        and if it is late too consistently for chance to explain. Rank 0 logs a warning on the logger `unisono` when the
-        named rank, or what it is doing, changes. While a rank is named, ranks sample their stacks 200 times a second,
-        and later calls of this method report what the slow rank is doing. All times are measured on the host, so the
-        time that a kernel waits on a GPU is not included.
+        least 20 training steps. A rank is reported as slow if its typical delay is at least 2 % of the time (8 % with
+        two ranks), and if it is late more consistently than chance explains. Rank 0 logs a warning on the logger
+        `unisono` when the slow rank, or what it is doing, changes. While there is a slow rank, ranks sample their
+        stacks 200 times a second, and later calls of this method report what the slow rank is doing. All times are
+        measured on the host, so the time that a kernel waits on a GPU is not included.
 
         Returns: A dict, equal on all ranks: "calls" (number of collectives that all ranks have recorded), "seconds"
         (the time that these collectives span), "outside_s" (for each rank, the part of that time spent outside this
-        communicator's calls), and "straggler" (None, or a dict that describes the slow rank). The keys of that dict are
-        "rank"; "where", the call at which the rank arrives late; "late_s" and "share", its delay in seconds and as a
-        fraction of the time; "doing", which is "computing", "in a collective" (of another group) or "in the loader";
+        communicator's calls), and "straggler" (None, or a dict that describes the slow rank). The keys of "straggler"
+        are "rank"; "where", the call at which the rank arrives late; "late_s" and "share", its delay in seconds and as
+        a fraction of the time; "doing", which is "computing", "in a collective" (of another group) or "in the loader";
         and "line", its line in the program. "doing" and "line" are None until there are enough samples to distinguish
         the slow rank from the other ranks.
 
@@ -1805,17 +1805,18 @@ class Communicator(Place):
 
     # -- stopping at the same step -----------------------------------------------------------------
     def stop_requested(self) -> bool:
-        """Return whether all ranks stop at this step. Every rank calls this once in each step, at the same place.
+        """Return whether all ranks stop at this step.
 
-        Each call of this method is a boundary between two steps. After any rank has requested a stop, the method
-        returns True on all ranks, starting at the first boundary that no rank has passed yet. Until a stop is
-        requested, the method sends nothing and never waits. `un.stop.batches` calls this method for each batch of a
-        loader; `un.stop.enable` lets signals, deadlines and files request a stop.
+        Every rank calls `stop_requested` once in each step, at the same place. Each call of this method is a boundary
+        between two steps. After any rank has requested a stop, the method returns True on all ranks, starting at the
+        first boundary that no rank has passed yet. Until a stop is requested, the method sends nothing and never waits.
+        `un.stop.batches` calls this method for each batch of a loader; `un.stop.enable` lets signals, deadlines and
+        files request a stop.
 
         Raises:
             ClosedError: The communicator is closed.
             CommTimeoutError: After a request, a rank did not report its step in time. Raised on every rank; the error
-                names the silent rank.
+                names the rank that did not report.
             CommError: A stop was requested, and the communicator has failed.
 
         Cost: 0.2 us per call. After a request, one call also makes an exchange over the control plane.
@@ -1892,7 +1893,7 @@ class Communicator(Place):
             self._engine.failures.fail(self._control.report_failure(self._engine.group, cause))
 
     def close(self) -> None:
-        """Release all resources, including those of sub-communicators. Every rank calls this at the end. Idempotent.
+        """Release all resources, including those of sub-communicators. Every rank calls `close` at the end. Idempotent.
 
         The method first waits for background saves, then up to a second for the other ranks, so that nothing in flight
         is cut off. If the communicator is broken, the wait for saves and the wait for ranks both end immediately. If a
@@ -2013,11 +2014,13 @@ class Communicator(Place):
 
 
 def join_part(comm: Communicator, part: Group, check: Check, options: Options) -> Communicator:
-    """Return a communicator for some of another communicator's ranks. Only these ranks call it, with a new group name.
+    """Return a communicator for some of another communicator's ranks.
+
+    Only the new communicator's ranks call `join_part`, with a new group name.
 
     Args:
         comm: The communicator of all ranks.
-        part: Group of these ranks, created with `Group.child` from the group of `comm`.
+        part: Group of the new communicator's ranks, created with `Group.child` from the group of `comm`.
         check: See `init`.
         options: Options of the new communicator's transport.
 

@@ -32,11 +32,11 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 class Agreements:
-    """Values passed to `agree`, which the next collective will compare, and other comparisons of ranks' values.
+    """Compares values that must be equal on all ranks; the next collective compares those passed to `agree`.
 
-    Communicators over the same ranks share the values. A collective on any of these communicators compares the values
-    that its own thread has passed to `agree`, and no others, because ranks may run the collectives of several threads
-    in different orders.
+    Communicators over the same ranks share the values passed to `agree`. A collective compares only the values that its
+    own thread has passed to `agree` on any communicator over the same ranks, because ranks may run the collectives of
+    several threads in different orders.
 
     Args:
         failures: The communicator's `Failures`, through which mismatches are raised.
@@ -78,7 +78,10 @@ class Agreements:
         return Fingerprint(number, "agree", agreed=tuple(each[:2] for each in taken), parts=taken, site=taken[0].site)
 
     def compare(self, mine: Fingerprint, limit_s: float) -> None:
-        """Compare values from `take`. Collective. A mismatch doesn't break the communicator: every rank raises."""
+        """Compare values from `take`. Collective.
+
+        A mismatch raises on every rank, so it doesn't break the communicator.
+        """
         control = self._failures.control
         topic = f"agreements before call {self._failures.activity.calls}"
         try:
@@ -104,8 +107,8 @@ class Agreements:
     def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
         """Raise an error, and break the communicator, if a rank that called earlier passed a different value.
 
-        No rank waits for another, and not every rank has to call this. If two ranks differ, the second one to call
-        fails.
+        No rank waits for another, and not every rank has to call `require_same`. If two ranks differ, the second one to
+        call fails.
 
         Args:
             what: Description of the value. Values with equal descriptions are compared in the order of the calls.

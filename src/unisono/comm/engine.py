@@ -52,8 +52,8 @@ class Engine:
     """Progress engine of one communicator. Collectives run one at a time, in call order.
 
     A blocking collective runs in the caller's thread, on the transport's fast path if that path supports the call. An
-    asynchronous collective runs in one helper thread, created on first use; a blocking collective called while that
-    thread is busy is queued behind its work.
+    asynchronous collective runs in one helper thread, created on first use; a blocking collective called while the
+    helper thread is busy is queued there, too.
 
     Communicators and pending works hold references to the engine. When the last reference is dropped without
     `close`, `ending` stops the threads.
@@ -65,7 +65,7 @@ class Engine:
         check: The communicator's `check` option.
 
     Attributes:
-        transport, control: Taken from `failures`; replaced by `wrap`.
+        transport, control: The transport and control handle of `failures`, which `wrap` replaces.
         failures, options: As passed.
         group: The communicator's group.
         activity: This rank's activity.
@@ -374,7 +374,7 @@ class Engine:
             origin: In a backward pass, the number and source line of this collective's counterpart in the forward pass.
             scale: Factor for each contribution to a sum.
             then: Function that returns the call for the second half of a two-part collective, once the first half is
-                done. It is called with a function that makes a `Call` from arguments like those of `run`.
+                done. The argument of `then` is a function that makes a `Call` from arguments like those of `run`.
         """
         if self.owner != get_ident() or self.life.phase is not _OPEN:
             self.enter(what.name)
@@ -416,7 +416,10 @@ class Engine:
         return waits_of(self.transport.returned(done), what.name, self.group)
 
     def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
-        """Compare the pending values now. Collective. A mismatch doesn't break the communicator: every rank raises."""
+        """Compare the pending values now. Collective.
+
+        A mismatch raises on every rank, so it doesn't break the communicator.
+        """
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         mine = self.agreements.take(self.activity.calls) or Fingerprint(self.activity.calls, "agree")
         # The barrier detects ranks that call a different collective.
@@ -466,7 +469,7 @@ class Engine:
 
     @contextmanager
     def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
-        """Mark this rank as inside the collective, and report a failure in this block to every rank.
+        """Mark this rank as inside the collective, and report a failure inside the `with` block to every rank.
 
         Without `refusals`, an error about invalid arguments is not reported, because every rank raises it.
         """
@@ -554,7 +557,7 @@ class Engine:
 
 
 class _Queued(Completion):
-    """Work for a collective that runs in the helper thread. Time in its `wait` counts as time inside a collective."""
+    """Work for a collective that runs in the helper thread. Time in `wait` counts as time inside a collective."""
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         super().__init__(timeout_s)

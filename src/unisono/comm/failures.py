@@ -42,7 +42,7 @@ class Failures:
         backend: The communicator's backend.
 
     Attributes:
-        transport, control: The arguments, or the replacements that `Engine.wrap` has set.
+        transport, control: The communicator's transport and control handle; `Engine.wrap` replaces them.
         activity: The argument.
     """
 
@@ -94,8 +94,8 @@ class Failures:
 
         `fail` has no effect on a broken group, or on a closed group with no call in flight.
 
-        Callable from any thread: the control plane's thread calls it for a cause reported elsewhere, a caller's thread
-        for its own error or `abort`, and the helper thread for an error in an asynchronous collective.
+        Callable from any thread: the control plane's thread calls `fail` for a failure detected elsewhere, a caller's
+        thread for its own error or `abort`, and the helper thread for an error in an asynchronous collective.
         """
         if HOLD.holds(self.activity):
             # Release held ranks first, because ranks do not notice a failure while they are held.
@@ -106,7 +106,7 @@ class Failures:
     def invalidate_after_fork(self) -> None:
         """Mark the communicator as broken in a forked child: the parent still uses the connections and shared memory.
 
-        The transport is not aborted, for the same reason.
+        The transport is not aborted, because the parent still uses it.
         """
         whose = f"this communicator belongs to process {self._process}, of which this process is a fork"
         text = f"{whose}; create a new communicator here, or start processes with spawn or forkserver"

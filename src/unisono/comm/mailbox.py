@@ -69,12 +69,12 @@ class IncomingStream:
 class PointToPointMailbox(Mailbox):
     """Mailbox that uses one stream of tag-0 messages per ordered pair of ranks.
 
-    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. The mailbox communicates only
-    through the transport's `post`, so wrappers of the transport also see these messages. Cost per message: the
-    transport's messages and two thread switches.
+    Each message is an envelope of 2 KiB, followed by the bytes that do not fit into it. A mailbox's messages all pass
+    through the transport's `post`, so wrappers of the transport see them. Cost: two thread switches per message, in
+    addition to the transport's own cost.
 
     Args:
-        transport: Transport of a separate group, for this mailbox only. The mailbox closes it.
+        transport: Transport of a separate group, for this mailbox only; closed with the mailbox.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -37,8 +37,8 @@ _NAMED = 8
 class AnySource:
     """Queue of one communicator's any-source receives, which probes the transport for ranks that have sent.
 
-    Receives with the same tag are served in call order. If several ranks have sent, they are served round-robin,
-    beginning after the rank that last matched this tag, so that no rank starves the others.
+    Receives with the same tag are served in call order. If several ranks have sent, they are served round-robin, so
+    that no rank starves the others.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -75,7 +75,7 @@ class AnySource:
             return found
 
     def serve(self, tag: int) -> None:
-        """Start the receives that now have a sender; fail all receives with this tag if no more messages can arrive."""
+        """Start the receives with tag `tag` that have a sender now; fail the others if no more messages can arrive."""
         with self._lock:
             queue = self._queues.get(tag, deque())
             try:

@@ -47,7 +47,7 @@ def encode(obj: Any, rank: int, trusted: bool) -> bytes:
 
 
 def check_sent(data: bytes) -> None:
-    """Raise an error if these bytes, from `encode`, contain the reason why a value could not be sent."""
+    """Raise an error if the encoded `data` contains the reason why a value could not be sent."""
     if data[:1] in _REASONS:
         raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
 

@@ -21,7 +21,7 @@ _OPS = {**{op.value: op for op in ReduceOp}, ReduceOp.AVG.value: ReduceOp.SUM}
 
 
 class PlainCalls:
-    """Fast path that calls the other library on the caller's tensor itself: the general path without staging.
+    """Fast path that passes the caller's tensor directly to another library's collective, without staging.
 
     Reductions to a root, barriers and collectives on several tensors take the general path, which calls the same
     transport methods.
@@ -106,9 +106,9 @@ class PlainCalls:
         raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Return False: messages never take this path."""
+        """Return False, because `PlainCalls` does not support messages."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
-        """Return `UNSUPPORTED`: messages never take this path."""
+        """Return `UNSUPPORTED`, because `PlainCalls` does not support messages."""
         return Status.UNSUPPORTED

@@ -41,8 +41,8 @@ class ShapeExchange:
     Attributes:
         header: Collective that moves the headers.
         mine, table: Input and output of the header collective. A header is the dtype, number of dimensions and shape of
-            a tensor; `mine` has one for each tensor that this rank sends, `table` one for each tensor that it must know
-            about.
+            a tensor; `mine` contains a header for each tensor that this rank sends; `table` contains the headers that
+            this rank needs.
         input, output: Arguments of the collective itself; the output exists after `allocate`.
         device: Device of the output.
         lengths: See `Call`.
@@ -70,8 +70,8 @@ class ShapeExchange:
         The output will be on the device of this rank's tensors, or on `device` if this rank has none. Headers are in
         CPU memory if the transport supports CPU tensors.
 
-        A sending root that rejects its tensors does not raise here. Its headers report the rejection instead, because
-        the other ranks are waiting for them.
+        A sending root that rejects its tensors does not raise here: the other ranks are waiting for its headers, which
+        report the rejection instead.
         """
         what = self._what
         given = tuple[torch.Tensor, ...]()
@@ -157,7 +157,10 @@ def run_uneven(
     async_op: bool,
     timeout: Timeout | None,
 ) -> Any:
-    """Exchange shapes, allocate the output, and move the data. If blocking, both collectives may use the fast path."""
+    """Exchange shapes, allocate the output, and move the data.
+
+    In a blocking call, the exchange of shapes and the data transfer may both use the fast path.
+    """
     engine.enter(what.name)
     group = engine.group
     if what.root is not None:

@@ -79,8 +79,8 @@ class SlowRank:
     clocks are compared, and it does not matter whether calls block. `find_straggler` gets each rank's total time
     outside calls in each of 20 blocks of calls.
 
-    While a rank is named, each rank samples the stack of its calling thread 200 times a second. The activity that is
-    more frequent on the named rank than on the other ranks is reported as the cause.
+    While a slow rank is known, each rank samples the stack of its calling thread 200 times a second. The activity that
+    is more frequent on the slow rank than on the other ranks is reported as the cause.
 
     Args:
         activity: The communicator's activity.
@@ -192,7 +192,7 @@ def _name(operation: str, site: str | None) -> str:
 
 
 def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[str, Any]:
-    """Return the figures for the calls that are still recorded on all ranks."""
+    """Return statistics on the calls that are still recorded on all ranks, as in `Communicator.metrics`."""
     common = sorted(set(parts[0].numbers).intersection(*(part.numbers for part in parts)))
     places = [{number: place for place, number in enumerate(part.numbers)} for part in parts]
     outside = [[part.outside[place[n]] for n in common] for part, place in zip(parts, places, strict=True)]
@@ -242,7 +242,7 @@ def _straggler(
 
 
 def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None]:
-    """Return the activity and line seen more often on a rank than on other ranks; None if that may be chance."""
+    """Return the activity and line seen significantly more often on a rank than on the other ranks, or None."""
     if not all(counts):
         return None, None
     totals = [count.total() for count in counts]

@@ -23,7 +23,7 @@ _AT_EXIT_S = 5.0
 
 
 class Teardown:
-    """All resources that a communicator releases, without a reference to the communicator, which they may outlive.
+    """All resources of a communicator, without a reference to it, so that they can outlive the communicator.
 
     A top-level communicator without references is closed in the background, as if by `close`. A subgroup without
     references is kept for now, because its messages may still be in flight, and other ranks may still use it. The
@@ -117,7 +117,7 @@ class Teardown:
         return [part.group.name for part in self.left() if part.dropped]
 
     def release(self, dropped_by_rank: Sequence[Sequence[str]]) -> None:
-        """Close the subgroups that all their ranks have reported as dropped."""
+        """Close each subgroup that all of its ranks have reported as dropped."""
         members = self.group.members
         for part in self.left():
             ranks = [members.index(member) for member in part.group.members if member in members]
@@ -125,7 +125,7 @@ class Teardown:
                 part.close(0.0)
 
     def fail(self, error: BaseException) -> None:
-        """Report the error to the ranks of dropped subgroups, some of which may be waiting for this rank."""
+        """Report an error to the ranks of dropped subgroups, because some of them may be waiting for this rank."""
         for part in self.left():
             if part.dropped:
                 with contextlib.suppress(CommError):

@@ -114,10 +114,10 @@ class ClockReading:
     """This rank's clock relative to rank 0's. Collective.
 
     In each round, every rank reads its clock, and all ranks gather the readings. No rank can receive all readings
-    before the last rank has sent its own, so no rank's round ends before every rank has read its clock. Over several
-    rounds, this bounds the offset from both sides. If the bounds include zero, the offset counts as zero: ranks on one
-    host read the same clock, while clocks on different hosts start at different moments, so they are unlikely to be
-    that close.
+    before the last rank has sent its own, so no rank's round ends before every rank has read its clock. The readings of
+    several rounds bound the offset between two clocks from both sides. An offset whose bounds include zero counts as
+    zero: ranks on one host read the same clock, whereas clocks on different hosts start at different moments, and are
+    unlikely to agree by chance.
 
     Attributes:
         at_s: Time of the reading, on this rank's clock.

@@ -127,7 +127,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
         comm: The communicator.
         tuner: Its cost table.
         device: Device of the tensors.
-        seconds: Approximate upper limit of the time taken.
+        seconds: Approximate maximum duration of the measurement.
     """
     if comm.size == 1:
         return tuner.machine().table

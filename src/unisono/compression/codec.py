@@ -79,7 +79,7 @@ class Codec(ABC):
         Raises:
             MismatchError: Ranks have different codecs, or different buckets.
             TypeError, ValueError: The arguments are not as described; nothing was sent.
-            CommTimeoutError, PeerLostError: See `unisono.errors`; after either of them, the communicator is broken.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
         """
 
     def average_masked(
@@ -111,7 +111,7 @@ class Codec(ABC):
 
         Args:
             flat: This rank's contribution, as for `average`.
-            others: The other ranks' contributions, in any order. They matter if the codec also encodes the sum of all
+            others: The other ranks' contributions, in any order, for codecs that also encode the sum of all
                 contributions.
             shapes: As for `average`.
 

@@ -21,10 +21,10 @@ __all__ = ["CODEC", "ErrorFeedback"]
 class ErrorFeedback(Codec):
     """Wrapper that adds a codec's earlier compression errors to each contribution.
 
-    The sum of all averages then stays close to the sum of all true means, however lossy the codec is. Each rank needs
-    memory for one more bucket, its residual, in float32 (float64 for float64 buckets). Residuals that are not finite
-    are reset to zero, so that one bad training step does not affect all later ones. `kept` may include earlier
-    compression errors.
+    With error feedback, the sum of all averages stays close to the sum of all true means, however lossy the codec is.
+    Each rank needs memory for one more bucket, its residual, in float32 (float64 for float64 buckets). Residuals that
+    are not finite are reset to zero, so that one bad training step does not affect all later ones. `kept` may include
+    earlier compression errors.
 
     Args:
         codec: A codec, a class or function that returns a codec, or a name.

@@ -24,7 +24,7 @@ class Powersgd(SteppedCodec):
     """Codec that approximates each matrix M as P Qᵗ, where P and Q have `rank` columns, and sends P and Q.
 
     A parameter's first dimension becomes the matrix's rows, and all other dimensions its columns. Parameters with fewer
-    than two dimensions are sent uncompressed, and so are parameters whose two factors would be no smaller. Each step
+    than two dimensions are sent uncompressed, and so are parameters that are no larger than P and Q together. Each step
     starts from the previous step's Q, so that successive steps are a power iteration. Use `error_feedback(powersgd())`.
     A NaN or an infinity makes its whole parameter NaN, on every rank; the next step restarts that parameter from new
     random columns.
@@ -158,7 +158,7 @@ class Powersgd(SteppedCodec):
 
     @staticmethod
     def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-        """Return orthonormal columns with the same span; of full rank even if the given columns are dependent or 0."""
+        """Return orthonormal columns that span `columns`; of full rank even if `columns` is not."""
         orthonormal: torch.Tensor = torch.linalg.qr(columns).Q
         return orthonormal
 

@@ -26,7 +26,7 @@ class Topk(Codec):
     """Codec that sends the largest numbers of each block of up to 65536, each as a bfloat16 and a 16-bit index.
 
     All other numbers count as zero, so use `error_feedback(topk())`. Ties are broken arbitrarily. NaN and infinities
-    count as the largest numbers. They reach every rank's result, at the same index, unless a block has more of them
+    count as the largest numbers, and so reach every rank's result, at the same index, unless a block has more of them
     than the codec keeps.
 
     Cost: each rank sends (p-1) times 4 bytes per kept number, in one all_gather.

@@ -72,7 +72,7 @@ class CallControl(SocketControl):
 
 
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
-    """Start a process that compares the calls of all ranks that have this secret; return its address.
+    """Start a process that compares the calls of all ranks with the given secret; return its address.
 
     The process exits when the last rank has exited, or if no rank calls `attend` within a minute.
     """

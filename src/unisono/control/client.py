@@ -40,10 +40,10 @@ _NOTIFY_WITHIN_S = 1.0
 class SocketControl(ControlClient):
     """A handle to the control plane at `address`.
 
-    The handle has two connections. The first carries requests and answers. The thread that waits for an answer reads it
-    itself, because being woken by another thread would take longer than the answer itself. The second carries group
-    failures. A daemon thread reads these and runs the callbacks passed to `join` and as `on_orphan`, which must not
-    send requests on this handle.
+    The handle has one connection for requests and answers, and another for notifications, such as group failures. The
+    thread that waits for an answer reads it itself, because being woken by another thread would take longer than the
+    answer itself. A daemon thread reads the notifications, and runs the callbacks passed to `join` and as `on_orphan`,
+    which must not send requests on this handle.
 
     Args:
         address: Host and port of the server. The server may start later than this client.
@@ -103,7 +103,7 @@ class SocketControl(ControlClient):
     def address_for_all(self, group: Group, timeout: float) -> str:
         """Return this host's address for a group's other ranks; all ranks on this host get the same one. Collective.
 
-        If the server is on this host, this is the address at which ranks on other hosts have reached the server.
+        If the server is on this host, return the address at which ranks on other hosts have reached the server.
         Resolving the host's own name would often return a loopback address, or one of an IP version that the other
         hosts do not use.
         """
@@ -241,7 +241,7 @@ class SocketControl(ControlClient):
     def _stop(self) -> None:
         """Handle the end of the connection.
 
-        Only the thread that reads the second connection knows the reason, so that thread notifies all waiters.
+        Only the thread that reads notifications knows why the connection ended, so that thread notifies all waiters.
         """
         self._news.hang_up()
 
@@ -312,7 +312,7 @@ class ClientConnection:
         return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float, kind: Kind = Kind.REQUEST) -> None:
-        """Send a request. Raises `OSError` unless the server accepts it all by `deadline` (on the library's clock)."""
+        """Send a request. Raises `OSError` unless the whole request is sent by `deadline` (on the library's clock)."""
         with self._sending:
             rest = memoryview(self._channel.encode(kind, content))
             while rest:

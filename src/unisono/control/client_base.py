@@ -1,4 +1,4 @@
-"""Base class of control-plane clients: all requests, given methods that send a request and receive a reply."""
+"""Base class of control-plane clients: defines all requests; subclasses send requests and receive replies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SharedObjects:
         self._making = threading.RLock()
 
     def get(self, key: str, make: Callable[[], T]) -> T:
-        """Return this key's object, made by the first caller."""
+        """Return the object for `key`, which the first caller makes."""
         with self._making:
             if key not in self.objects:
                 self.objects[key] = make()
@@ -67,7 +67,7 @@ class SharedObjects:
             return shared
 
     def drop(self, group: str) -> None:
-        """Drop objects that a group's members share. (No lock: a thread that is making an object may call this.)"""
+        """Drop objects that a group's members share. (No lock: a thread that is making an object may call `drop`.)"""
         for key in [key for key in list(self.objects) if key.startswith(f"{group}/")]:
             self.objects.pop(key, None)
 
@@ -164,12 +164,13 @@ class ControlClient(ControlPlane, ABC):
 
         Args:
             timeout: Seconds to wait for the answer.
-            give_up: Function that, given this request's number, returns a second request, which ends the wait. Answers
-                arrive in order, so once the second request is answered, the first answer has arrived or never will.
+            give_up: Function that, given this request's number, returns a follow-up request, which ends the wait.
+                Answers arrive in order, so once the follow-up request is answered, the original answer has arrived or
+                never will.
             words: The request.
             group: Group whose rank numbers appear in error texts.
-            unanswered: Error text if the second request is answered and the first is not; None if the second request
-                always makes the server answer the first.
+            unanswered: Error text if the follow-up request is answered and the original is not; None if the follow-up
+                request always makes the server answer the original.
         """
         waiter = self._begin(*words)
         try:
@@ -412,7 +413,7 @@ def reply_of(content: bytes) -> Reply:
 
 
 def news_of(frame: Frame) -> Reply:
-    """Return the notification in a frame from the second connection. It is JSON, which is cheap to encode.
+    """Return the notification in a frame from the second connection. Notifications are JSON, which is cheap to encode.
 
     Raises:
         ValueError: The frame is invalid.
@@ -449,7 +450,7 @@ class PendingRequest:
         self.awake: AutoResetEvent = AutoResetEvent()
 
     def answer(self, reply: Reply) -> None:
-        """Set the answer. Later answers are ignored."""
+        """Set the answer, unless it is already set."""
         if self.reply is None:
             self.reply = reply
             self.awake.set()

@@ -93,7 +93,7 @@ class _HeldRank:
 
         Args:
             code: Source, evaluated with the names in one of the rank's frames.
-            up: Index of that frame, counted outward from the innermost frame, which is 0.
+            up: Index of the frame that supplies the names, counted outward from the innermost frame, which is 0.
         """
         frames = self._frames()
         if up >= len(frames):

@@ -133,8 +133,8 @@ class Groups:
     def vacate(self, client: int, name: str) -> bool:
         """Let another process replace a lost process; return False if it is too late for that.
 
-        A process can be replaced until the members have exchanged something; before that, they don't know about each
-        other.
+        A process can be replaced until the members have exchanged something, because members don't know each other
+        before their first exchange.
         """
         group = self._groups.get(name)
         rank = self._ranks.get(client, {}).get(name)
@@ -171,7 +171,7 @@ class Groups:
         return out
 
     def lose(self, client: int, outage: str = "") -> Outgoing:
-        """Fail every group of a client that disconnected without leaving, unless it has already failed."""
+        """Fail every group of a client that disconnected without leaving, except groups that have already failed."""
         out: Outgoing = []
         for name, rank in self._ranks.pop(client, {}).items():
             group = self._groups[name]

@@ -115,7 +115,7 @@ class Handshake:
             self._expected += RANK_BYTES
 
     def _refuse_encrypted(self, data: bytes) -> None:
-        """Raise `UntrustedError` if this is the beginning of TLS, which this side does not use."""
+        """Raise `UntrustedError` if `data` starts with a TLS record, but this side does not use TLS."""
         if self._met or data[:1] not in TLS_RECORDS or isinstance(self.peer, EncryptedSocket):
             return
         if not self._client:
@@ -245,7 +245,7 @@ class Acceptor:
     def advance(self, handshake: Handshake) -> FrameChannel | None:
         """Serve a client.
 
-        If this returns a channel, its connection belongs to the caller, and is no longer in the selector.
+        The connection of a returned channel belongs to the caller, and is no longer in the selector.
         """
         try:
             channel = handshake.advance()
@@ -270,7 +270,7 @@ class Acceptor:
                 self._forget(handshake).close()
 
     def close(self) -> None:
-        """Close unauthenticated connections. Leaves the selector unchanged, because a forked child may call this."""
+        """Close unauthenticated connections. Leaves the selector unchanged, because a forked child may call `close`."""
         for peer in self._pending:
             peer.close()
 

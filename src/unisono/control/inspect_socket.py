@@ -46,7 +46,7 @@ class InspectSocket:
         secret: Secret of the control plane.
 
     Attributes:
-        socket: Socket that becomes readable when a process connects; None if the platform has no such sockets.
+        socket: Socket that becomes readable when a process connects; None if no socket could be opened (see `opened`).
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
@@ -77,7 +77,10 @@ def path_of(kind: str, pid: int, number: int) -> str:
 
 
 def opened(kind: str) -> socket.socket | None:
-    """Return a new socket that listens on one of this process's names; None if no name is free, or not on Linux."""
+    """Return a new socket that listens on one of this process's names.
+
+    Returns None if no name is free, or if the platform is not Linux.
+    """
     if sys.platform != "linux":
         return None
     for number in range(_MOST):
@@ -151,7 +154,7 @@ def check_linux() -> None:
 
 
 def names(kind: str) -> list[tuple[int, int]]:
-    """Return the process ID and number in the name of every socket of this kind that the kernel lists on this host."""
+    """Return the `pid` and `number` (see `path_of`) of every socket of the given kind on this host."""
     listed = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
     matches = filter(None, map(re.compile(rf"@{kind}/(\d+)/(\d+)").fullmatch, listed))
     return sorted((int(match[1]), int(match[2])) for match in matches)
@@ -172,7 +175,7 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
-    """Return the answer from a process's socket; None if there is no such socket, or it refuses this user."""
+    """Return the answer from a process's socket; None if the socket does not exist or refuses this user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WITHIN_S)
         try:

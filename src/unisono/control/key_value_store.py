@@ -6,7 +6,7 @@ __all__ = ["KeyValueStore"]
 
 
 class KeyValueStore:
-    """In-memory store of bytes by name. Never blocks: a request that must wait is kept until its key is set."""
+    """In-memory map from keys to bytes. Never blocks: a request that must wait is kept until its key is set."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -28,7 +28,7 @@ class KeyValueStore:
         return value
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """Remove a waiting request, or, if none is given, all of this client's waiting requests."""
+        """Remove a client's waiting request; if `request` is None, remove all of the client's waiting requests."""
         for key, waiting in list(self._waiting.items()):
             waiting[:] = [
                 (holder, number) for holder, number in waiting if holder != client or request not in (None, number)
@@ -42,7 +42,7 @@ class KeyValueStore:
         return total, self.set(key, b"%d" % total)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
-        """Return the resulting value (`expected` if the key remains absent), and the requests that were waiting."""
+        """Return the key's value after the call (`expected` if still absent), and the requests that waited for it."""
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             return desired, self.set(key, desired)

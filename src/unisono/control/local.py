@@ -61,7 +61,7 @@ class LocalHub:
         self._deliver(lambda: self._state.handle(client, number, words))
 
     def hold(self, reason: str | None) -> None:
-        """Hold or release all ranks without a request, which would cost simulated ranks virtual time."""
+        """Hold or release all ranks directly; a request would cost simulated ranks virtual time."""
         from unisono.control.debug_socket import DEBUGGED
 
         ranks = [control.as_held() for control in list(self._controls.values())]
@@ -89,7 +89,7 @@ class LocalHub:
 class LocalControl(ControlClient):
     """One rank's handle to its `LocalHub`.
 
-    Callbacks of `join` run in the thread whose request made the group fail.
+    Callbacks passed to `join` run in the thread whose request made the group fail.
     """
 
     def __init__(self, hub: LocalHub, client: int) -> None:

@@ -41,8 +41,8 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
     """Shut down sending, and discard incoming data, because closing immediately may cut off the last messages.
 
     Args:
-        connections: Connections to close soon.
-        broken: Error that broke the group, or None. After an error, this function does not wait, because no rank waits
+        connections: Connections that the caller is about to close.
+        broken: Error that broke the group, or None. After an error, `say_farewell` does not wait, because no rank waits
             for a failed group's messages.
     """
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
@@ -71,7 +71,7 @@ class Mesh:
     """One rank's part in connecting a group's ranks. The ranks exchange addresses and a secret via the control plane.
 
     Args:
-        group: The group; its failure ends waits for addresses.
+        group: The ranks' group, whose failure ends the wait for their addresses.
         control: This rank's handle.
         topic: Prefix of the keys in the control plane.
         ranks: The ranks to connect, including this one; the first one creates the secret.
@@ -190,7 +190,10 @@ def _reserve(listener: socket.socket, connections: int) -> None:
 
 
 class _Accepting:
-    """Thread that accepts higher ranks, so that they need not wait while this rank tries to reach the lower ranks."""
+    """Thread that accepts connections from higher ranks.
+
+    The higher ranks need not wait while this rank tries to reach the lower ranks.
+    """
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
         self._missing = missing
@@ -218,7 +221,7 @@ class _Accepting:
             peer.close()
 
     def end(self, patience_s: float = 0.0) -> set[int]:
-        """Wait at most `patience_s` seconds for the last ranks; return the missing ranks."""
+        """Wait at most `patience_s` seconds for ranks that have not connected yet; return those still missing."""
         self._thread.join(patience_s)
         self._ended = True
         self._thread.join()

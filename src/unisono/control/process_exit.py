@@ -1,4 +1,4 @@
-"""Exit hooks for handles still open when a process ends by itself: leave cleanly, or report the error that ended it."""
+"""Exit hooks, which close a process's open handles, and report the error, if any, that ends the process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _take_leave() -> None:
 def end_at_once() -> None:
     """Let this process exit without delay after another process's failure.
 
-    Call this if the launcher learns from reports, not from the order of exits, which process failed first.
+    For launchers that learn from reports, not from the order of exits, which process failed first.
     """
     _end_at_once.add(os.getpid())
 

@@ -1,4 +1,4 @@
-"""New groups made up of an old group's survivors and newcomers."""
+"""New groups made up of newcomers and of an old group's survivors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RebuildRequest:
         grow: Number of newcomers.
         members: Job-wide numbers of the group's members.
         terms: The old communicator's settings, encoded, which newcomers receive.
-        size: Total number of ranks afterwards, survivors and newcomers; 0 to use `grow`.
+        size: Total number of ranks in the new group, survivors and newcomers; 0 to use `grow`.
     """
 
     grow: int
@@ -52,10 +52,11 @@ class Rebuilds:
         self._highest: Counter[str] = Counter()
 
     def call(self, client: int, request: int, name: str, attempt: int, wanted: RebuildRequest) -> Outgoing:
-        """Request an attempt, as a member.
+        """Request an attempt to rebuild a group, as one of its members.
 
         All members must pass the same `grow` and `size`; a member that passes neither accepts the other members'
-        `size`. If ranks are lost while newcomers join, the newcomers pass neither, because they do not know the size.
+        `size`. If ranks are lost while newcomers join, the newcomers pass neither `grow` nor `size`, because they do
+        not know the size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:

@@ -320,7 +320,7 @@ class Connection:
     def write(self, kind: Kind, content: bytes) -> None:
         """Send a frame, now or once the peer has read earlier frames.
 
-        Raises `OSError` if the connection has ended, or if too much stays unread.
+        Raises `OSError` if the connection has ended, or if the peer leaves too many bytes unread.
         """
         self._queue(self._channel.encode(kind, content))
 

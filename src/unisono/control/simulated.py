@@ -1,4 +1,4 @@
-"""Control plane for simulated ranks: as for threads, except that requests take time and ranks can die."""
+"""Control plane for simulated ranks: like the one for threads, except that requests take time and ranks can die."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S
 
     Args:
         peer: The connection.
-        silence_s: Seconds without an answer.
+        silence_s: Seconds that the host may be silent.
         probe_s: Seconds between probes, while nothing else is sent.
     """
     options = {
@@ -123,7 +123,7 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
         host: The host's address.
         error: The error that has ended the connection, if any.
 
-    Returns: The sentence; empty if the host responds, or the kernel does not report it.
+    Returns: The sentence, or an empty string if the host responds or the kernel does not report how long it is silent.
     """
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_KEEPIDLE"):
         return ""
@@ -159,7 +159,7 @@ def port_range() -> range | None:
     """Return the ports on which ranks may listen; None for any.
 
     Raises:
-        CommError: The variable's value is not a range of ports.
+        CommError: $UNISONO_PORT_RANGE is not a range of ports.
 
     Example:
         >>> port_range() is None
@@ -181,8 +181,8 @@ def listen(host: str, port: int) -> socket.socket:
     For port 0, the socket listens on any port allowed for ranks.
 
     Raises:
-        CommError: Listening on the address failed (the message gives the reason and the fix), or `port_range` raised
-            this error.
+        CommError: Listening on the address failed (the message gives the reason and the fix), or the allowed ports are
+            invalid (see `port_range`).
     """
     ports = port_range() if port == 0 else None
     if ports is None:
@@ -294,7 +294,7 @@ class Hello:
         return self._derive(b"client", self._rank_bytes()) + self._rank_bytes()
 
     def claim(self) -> bytes:
-        """Return the bytes with this client's rank, sent if the server has a different secret; they prove nothing."""
+        """Return this client's rank as bytes without a proof, to send if the server has a different secret."""
         return _NO_PROOF + self._rank_bytes()
 
     def accepts(self, proof: bytes) -> bool:
@@ -333,7 +333,8 @@ def find_secret(given: str | bytes | None = None) -> bytes:
 
     Raises:
         ValueError, TypeError: The given secret is empty, or neither text nor bytes.
-        CommError: Other users could read the file, or it belongs to another user.
+        CommError: The secret's file or folder belongs to another user or is open to other users, the file is empty, or
+            no folder can hold the file.
 
     Example:
         >>> find_secret("open sesame")

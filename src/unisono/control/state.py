@@ -97,7 +97,10 @@ class ControlState:
                 self._absent(rank, f"rank {rank} had joined, and {how} before all had joined")
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
-        """Record a refused process for error texts. Its claimed rank is unverified, so it does not count as failed."""
+        """Record a refused process for error texts.
+
+        The rank that the process claims is unverified, so that rank does not count as failed.
+        """
         if rank is None:
             self._absent(host, f"a process at {host} was refused: {why}")
         else:
@@ -211,7 +214,7 @@ class ControlState:
         return self._surveys.start_query(client, request, labels)
 
     def _on_answer(self, client: int, request: int, number: int, content: bytes) -> Outgoing:
-        """Record a client's answer to a survey. The client gets no reply."""
+        """Record a client's answer to a query. The client gets no reply."""
         return self._surveys.answer(client, number, content)
 
     def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
@@ -321,7 +324,7 @@ class ControlState:
         return self._surveys.forget(client)
 
     def _look(self, names: Sequence[str]) -> Outgoing:
-        """Conclude operations that wait for ranks that have left these groups."""
+        """Conclude the groups' rebuilds and stop rounds that waited only for ranks that have left."""
         return [reply for name in names for reply in (*self._rebuilds.look(name), *self._stops.look(name))]
 
     # -- relations between groups and keys ---------------------------------------------------------
@@ -355,7 +358,7 @@ class ControlState:
         return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
 
     def _release_leaving(self, name: str) -> Outgoing:
-        """Answer the ranks that left a group, and stayed connected so that nothing they had sent was lost."""
+        """Answer the ranks that have left a group, but stay connected so that nothing that they sent is lost."""
         return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 

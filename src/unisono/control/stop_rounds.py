@@ -18,7 +18,7 @@ class _StopRound:
     Attributes:
         reason: Reason given with the request.
         passed: Number of step boundaries that each rank had passed when the request arrived.
-        waiting: Pending requests for the verdict; each is from a client that has reached its next boundary.
+        waiting: Pending requests for `verdict`; each is from a client that has reached its next boundary.
         verdict: Number of the boundary at which all ranks stop; None until all ranks have reported.
     """
 
@@ -32,8 +32,8 @@ class StopRounds:
     """Requests to stop, one per group: only a group's first request counts.
 
     A request is pushed to all ranks of the group. Each rank reports how many step boundaries it has passed, and passes
-    no further boundary without the verdict. So the largest reported number plus 1 is a boundary that no rank has
-    passed. JAX's preemption sync manager works in the same way.
+    no further boundary until the stop boundary is known. As in JAX's preemption sync manager, all ranks stop at the
+    largest reported number plus 1, a boundary that no rank has passed.
 
     Args:
         groups: The groups of the job.
@@ -64,9 +64,9 @@ class StopRounds:
         return self.look(name)
 
     def ask(self, client: int, request: int, name: str) -> Outgoing:
-        """Accept a request for the verdict; it is answered once the verdict is known."""
-        # A rank requests the verdict only after receiving the stop request, so a missing round means that the group has
-        # failed or ended in the meantime.
+        """Accept a request for the stop boundary, which is answered once all ranks have reported."""
+        # A rank requests the stop boundary only after receiving the stop request, so a missing round means that the
+        # group has failed or ended in the meantime.
         current = self._rounds.get(name)
         if current is None:
             return [(client, (request, "ok", None))]
@@ -74,7 +74,7 @@ class StopRounds:
         return self.look(name)
 
     def look(self, name: str) -> Outgoing:
-        """Reach the verdict if all remaining ranks have reported, and answer the requests for it."""
+        """Choose the stop boundary if all remaining ranks have reported, and answer the requests for it."""
         current = self._rounds.get(name)
         if current is None:
             return []
@@ -97,11 +97,11 @@ class StopRounds:
         return Cause("CommTimeoutError", missing[0], text + report)
 
     def drop(self, name: str) -> list[tuple[int, int]]:
-        """End the round of a failed or ended group. Return the requests still waiting for the round's verdict."""
+        """End the round of a failed or ended group. Return the pending requests for the stop boundary."""
         current = self._rounds.pop(name, None)
         return [] if current is None else current.waiting
 
     def forget(self, client: int, request: int | None = None) -> None:
-        """Drop one request of a client, or, if none is given, all of its requests."""
+        """Drop a client's pending request; if `request` is None, drop all of the client's pending requests."""
         for current in self._rounds.values():
             current.waiting = [wait for wait in current.waiting if wait[0] != client or request not in (None, wait[1])]

@@ -18,7 +18,7 @@ class ControlStore(dist.Store):
     """A `torch.distributed.Store` that keeps its keys under a prefix in a control plane.
 
     Args:
-        control: The handle, which must outlive the store.
+        control: This rank's control-plane handle, which must outlive the store.
         prefix: Prefix of all keys. Stores with different prefixes are independent.
         timeout_s: Seconds that `get` and `wait` wait for a key, unless changed by `set_timeout`.
         group: Group whose failure also ends `get` and `wait`.

@@ -120,8 +120,8 @@ class _Client:
 class WatchedCalls(ControlState):
     """Control plane whose clients report their calls, and receive the first mismatch as the failure of the world group.
 
-    If a rank exits without a known failure, this is not an error until another rank needs that rank: once a program's
-    processes have no more calls in common, they may exit at any time.
+    A rank's exit without a known failure is not an error until another rank needs that rank: once a program's processes
+    have no more calls in common, they may exit at any time.
 
     Args:
         now: The clock.
@@ -235,7 +235,7 @@ class WatchedCalls(ControlState):
         return [(other, (waiting, "ok", None)) for other, waiting in call.asked]
 
     def _compared(self, where: _Group, number: int, call: _Call) -> Outgoing:
-        """If the ranks that have made a call differ, report the difference."""
+        """Report a mismatch if the fingerprints of the ranks that have made a call differ."""
         prints = {rank: call.made[rank].fingerprint for rank in sorted(call.made)}
         if any(each.op is None for each in prints.values()):
             # The reduce operation of a C++ caller is unknown, and comparing it would report a difference.

@@ -58,8 +58,9 @@ class Agreed(NamedTuple):
 class Fingerprint(NamedTuple):
     """Description of a collective, which all ranks compare before any data moves.
 
-    Ranks compare all fields up to and including `agreed`, and `sends` with `receives`. The remaining fields are only
-    for error messages: ranks may call the collective from different lines, with different shapes.
+    Ranks compare all fields up to and including `agreed`, and match each rank's `sends` with the other ranks'
+    `receives`. The remaining fields are only for error messages: ranks may call the collective from different lines,
+    with different shapes.
 
     Attributes:
         call: Sequence number of the call among the group's collectives.
@@ -144,8 +145,8 @@ class Call(NamedTuple):
             empty.
         fingerprint: Description for comparison between ranks and for reports.
         steps: The chosen algorithm, which exchanges messages; None if the transport implements the collective itself.
-        staging: Copies between the caller's tensors and this call's tensors; None if this collective is a phase of
-            another one.
+        staging: Copies between the caller's tensors and this call's tensors; None for a collective that is a phase of
+            another collective.
         timeout: Time limit for the whole collective in seconds.
         checked: Whether ranks compare their collectives before any of them writes to memory; False with `check="off"`.
         inference: Whether the collective was called in inference mode.

@@ -97,8 +97,8 @@ class Waitable(Protocol):
 def wait(event: Waitable, deadline: float) -> bool:
     """Wait until an event is set; return False once a deadline on this clock passes.
 
-    The event's own timeout follows the kernel's clock, which keeps running while a debugger holds the rank. When that
-    timeout expires, the library's clock decides whether the deadline has passed.
+    The event's own timeout follows the kernel's clock, which keeps running while a debugger holds the rank. When the
+    event's timeout expires, the library's clock decides whether the deadline has passed.
     """
     while not event.wait(max(0.0, deadline - now())):
         if now() >= deadline:

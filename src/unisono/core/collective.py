@@ -173,7 +173,7 @@ FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name
 
 
 def header_of(collective: Collective) -> Collective:
-    """Return the collective that exchanges shapes, under the same name, before `collective` allocates its output.
+    """Return a collective with the same name that exchanges shapes before `collective` allocates its output.
 
     Example:
         >>> header_of(COLLECTIVES["scatter_v"]).family
@@ -184,7 +184,7 @@ def header_of(collective: Collective) -> Collective:
 
 
 def family_of(name: str) -> Collective:
-    """Return the family with this name; for an unknown name, raise a `ValueError` that lists all families."""
+    """Return the entry of `FAMILIES` with this name; for an unknown name, raise a `ValueError` that lists all names."""
     found = FAMILIES.get(name)
     if found is None:
         raise ValueError(f"unknown collective {name!r}; known: {', '.join(FAMILIES)}")

@@ -33,11 +33,11 @@ _REFUSES = f"{_FOLDER}sharding/runtime.py"
 def leave_out_of_graphs() -> None:
     """Make Dynamo break the graph at each call into this package, now or once Dynamo is imported.
 
-    Code that the library calls in turn, such as the `step` of an optimizer that updates shards, isn't compiled either.
-    Without this, Dynamo would trace every Python frame below a compiled one into a graph. There, messages, locks,
-    backward hooks and inference mode would have no effect or run only once, or could not be traced.
-    `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and would add 0.6 us to
-    each call; a rule for whole files avoids both.
+    Except for the files of `_TRACED`, neither the package nor the code that it calls, such as the `step` of an
+    optimizer that updates shards, is compiled. By default, Dynamo traces every Python frame below a compiled one into a
+    graph, in which messages, locks, backward hooks and inference mode would have no effect or run only once, or could
+    not be traced. `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and would
+    add 0.6 us to each call; a rule for whole files avoids both costs.
     """
     if _MODULE in sys.modules:
         _add_rules(import_module(_MODULE))
@@ -50,7 +50,7 @@ class _AtImport(SourceFileLoader):
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec for that module, or None for any other."""
+        """Return the spec for Dynamo's module, or None for any other module."""
         file = f"{path[0]}/{name.rpartition('.')[2]}.py" if name == _MODULE else ""
         return spec_from_file_location(name, file, loader=cls(name, file)) if file else None
 

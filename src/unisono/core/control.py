@@ -63,7 +63,10 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set a key if its value is `expected` (or, if absent, `expected` is empty); return the value afterwards."""
+        """Set a key if its value is `expected`; return the resulting value.
+
+        An absent key is set if `expected` is empty; otherwise, the result is `expected`.
+        """
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
@@ -82,7 +85,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def leave(self, group: Group, patience: float = 0.0) -> None:
-        """Leave the group without an error. Members that wait for this rank afterwards get `PeerLostError`.
+        """Leave the group without an error. Members that wait for a rank that has left get `PeerLostError`.
 
         Returns when all members have left, or after `patience` seconds.
         """
@@ -94,9 +97,9 @@ class ControlPlane(ABC):
         `value` is anything that `unisono.serialization` supports.
 
         Raises:
-            CommTimeoutError: Some members did not call this in time. The error names these members, and becomes the
-                group's first failure.
-            CommError: The group has failed (the error is of the class that the first failure names), or a member left.
+            CommTimeoutError: Some members did not call this in time. The error names the missing members, and becomes
+                the group's first failure.
+            CommError: The group has failed (the first failure determines the error's class), or a member left.
         """
 
     @abstractmethod
@@ -160,7 +163,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next library call; debuggers show `reason`. With None, release them."""
+        """Hold the job's ranks at their next library call; debuggers show `reason`. With None, release the ranks."""
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
@@ -211,7 +214,10 @@ def compare_in_full(
 
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
-    """Raise an error that lists each rank's collective. All ranks call this once they know that these differ."""
+    """Raise an error that lists each rank's collective.
+
+    All ranks call `raise_mismatch` once they know of a mismatch.
+    """
     # Leave the call numbers out: the fast path has assigned none yet, and all ranks are known to be at the same call.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
     raise MismatchError(f"ranks differ in what they are about to do. {NOTHING_SENT}")

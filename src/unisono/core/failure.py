@@ -34,8 +34,8 @@ class Cause:
 
     Attributes:
         kind: Name of the error class in `unisono.errors` that the other ranks raise.
-        rank: The rank in that group that failed or is to blame.
-        message: A sentence that does not mention the reader's own rank.
+        rank: The rank that failed or is to blame, numbered as in the failed group.
+        message: The error text, the same on every rank: `error_of` adds the rank that raises the error.
     """
 
     kind: str

@@ -200,7 +200,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Return a context that marks a call as running, for calls of all ranks that have no collective number."""
+        """Return a context that marks a call as running: one that all ranks make, but that has no collective number."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield
@@ -301,8 +301,8 @@ def thread_frames() -> dict[int, FrameType]:
 
     CPython 3.11 creates frame objects on request. The innermost frame of each thread is created under a lock that
     starting a thread also acquires, but callers' frames are created from the running thread's memory. If a garbage
-    collection runs meanwhile and a finalizer releases the GIL, all threads deadlock, or a caller is read from memory
-    that has been reused. So collection is off until all frames have been created.
+    collection runs while frames are created and a finalizer releases the GIL, all threads deadlock, or a caller is read
+    from memory that has been reused. The garbage collector is off until all frames have been created.
     """
     with _frames_lock:
         collects = gc.isenabled()
@@ -346,7 +346,7 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def callers_place() -> Place:
-    """The nearest caller outside the library and torch, as a pair that is cheap to build and keeps no frame alive."""
+    """The nearest caller outside the library and torch, as code and instruction offset, which keep no frame alive."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
@@ -355,7 +355,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """The result of `callers_place`, and the nearest user code; they differ if an installed package makes the call."""
+    """The result of `callers_place`, and the nearest user code, which differs for calls by an installed package."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):

@@ -149,8 +149,8 @@ class FrameChannel:
             kinds: Accepted kinds.
 
         Raises:
-            InvalidFrameError: The frame is too long, of another kind, or not authentic. The stream is unusable
-                afterwards.
+            InvalidFrameError: The frame is too long, of another kind, or not authentic. The stream is unusable after
+                this error.
         """
         if len(self._arrived) < _HEAD.size:
             return None

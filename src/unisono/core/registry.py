@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         del self._registered[name]
 
     def names(self) -> list[str]:
-        """All known names, sorted. Listing them imports the package, but not its modules."""
+        """All known names, sorted. Listing the names imports the package, but not its modules."""
         return sorted({*self._modules, *self._aliases, *self._foreign, *self._registered})
 
     def __contains__(self, name: object) -> bool:

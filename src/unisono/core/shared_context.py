@@ -48,7 +48,10 @@ class SharedContext:
 
 @contextmanager
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Return a context in which attributes have the given values. Values that other code sets meanwhile are kept."""
+    """Return a context in which attributes have the given values.
+
+    An attribute that other code has set during the context is not restored on exit.
+    """
     before = [(owner, name, value, getattr(owner, name)) for owner, name, value in replacements]
     try:
         for owner, name, value, _ in before:

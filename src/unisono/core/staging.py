@@ -170,7 +170,7 @@ def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
 
 
 def wait_for(streams: Iterable[torch.Stream]) -> None:
-    """Make the current stream of each stream's device wait for the work queued so far on that stream."""
+    """Make each device's current stream wait for the work queued so far on the given streams of that device."""
     for stream in streams:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 

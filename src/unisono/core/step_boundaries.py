@@ -19,17 +19,17 @@ class StepBoundaries:
     | state | event | new state |
     |---|---|---|
     | running | a stop was requested: `hold`, in the control thread | held |
-    | held | the training thread reaches a boundary, and receives the verdict | decided |
+    | held | the training thread reaches a boundary, and receives the stop boundary | decided |
 
     In the state "running", nothing is sent. `hold` sets `requested` and only then reads `passed`; the training thread
-    counts a boundary and only then reads `requested`. So each boundary is either included in the number that `hold`
-    returns, or the training thread waits there for the verdict. If either order were reversed, a boundary could be
-    passed without the verdict taking it into account.
+    counts a boundary and only then reads `requested`, so each boundary is either included in the number that `hold`
+    returns, or is one at which the training thread waits until the stop boundary is known. If either thread reversed
+    its two steps, the training thread could pass a boundary that `hold` does not count.
 
     Attributes:
         passed: Number of boundaries that this rank has reached.
-        requested: Reason for the request; None while running.
-        stops_at: The verdict: the number of the boundary at which all ranks stop; None until it is known.
+        requested: Reason for the stop request; None while running.
+        stops_at: The stop boundary: the number of the boundary at which all ranks stop; None until it is known.
         saved_at: Number of boundaries passed at the latest complete save or load; None before the first.
         followers: Functions to call with each communicator that replaces this one.
     """
@@ -65,7 +65,7 @@ class StepBoundaries:
 
     @property
     def counts(self) -> tuple[int, int | None]:
-        """Number of boundaries passed, and the verdict, for use by `catch_up` on another rank."""
+        """Number of boundaries passed, and the stop boundary, for use by `catch_up` on another rank."""
         return self.passed, self.stops_at
 
     def catch_up(self, counts: Sequence[Sequence[int | None]]) -> None:
@@ -80,9 +80,9 @@ class StepBoundaries:
     def end(self, comm: Any, successor: StepBoundaries) -> None:
         """Hand over the stop request and the functions in `followers` to the communicator that replaces this one.
 
-        The replacement is already the current communicator, so a request that arrives too late for this one reaches the
-        replacement. The request is repeated, because the surviving ranks have not stopped yet, and newcomers don't know
-        about it.
+        The new communicator is already current, so it receives any stop request that arrives too late for the replaced
+        one. A stop request that has arrived is repeated, because the surviving ranks have not stopped yet, and
+        newcomers don't know about it.
         """
         successor.followers = self.followers
         for follow in self.followers:
@@ -91,6 +91,9 @@ class StepBoundaries:
             comm.request_stop(self.requested)
 
     def hold(self, reason: str) -> int:
-        """Make training wait for the verdict at its next boundary. Return the number of boundaries passed so far."""
+        """Make training wait at its next boundary until the stop boundary is known.
+
+        Returns the number of boundaries passed so far.
+        """
         self.requested = reason
         return self.passed

@@ -242,7 +242,7 @@ _NO_DTYPE = "{} has dtype {}, which torch does not have; convert it first, as by
 
 
 class _DLTensor(ctypes.Structure):
-    """DLPack's description of a tensor. Capsules of versions before 1.0 begin with this structure."""
+    """DLPack's description of a tensor, with which capsules of versions before 1.0 begin."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -426,12 +426,15 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out`, which may be one of them. Ranks get equal bits if `low` is the lower rank's."""
+    """Write `low` op `high` to `out`, which may be one of them.
+
+    Ranks get equal bits if `low` comes from the lower rank.
+    """
     COMBINE[op](low, high, out=out)
 
 
 def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Reduce the shares into `total`, in order; `total` may be one of the first two shares."""
+    """Reduce the tensors in `shares`, in order, into `total`, which may be one of the first two."""
     if len(shares) == 1:
         total.copy_(shares[0])
         return

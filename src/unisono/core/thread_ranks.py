@@ -1,11 +1,11 @@
 """Ranks that are threads: which rank a thread belongs to, and each rank's random generators.
 
-A process has one default generator each for torch, Python and numpy. While ranks are threads, each of these depends on
-the calling thread: it is replaced with a Python object that forwards to the calling rank's generator. The Python object
-suffices for code that calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but
-torch's operators look up the generator in C++. So the aten operators that accept a generator are intercepted in the
-dispatcher. On the CPU, an operator that is called without a generator, or with the default one, gets the calling rank's
-generator. All of this is undone when the last rank exits.
+A process has one default generator each for torch, Python and numpy. While ranks are threads, each default generator is
+replaced with a Python object that forwards to the calling rank's generator. The Python object suffices for code that
+calls a generator's methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but torch's operators look up
+the generator in C++. So the aten operators that accept a generator are intercepted in the dispatcher. On the CPU, an
+operator that is called without a generator, or with the default one, gets the calling rank's generator. When the last
+rank exits, the original generators and operators are restored.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ _held: list[Any] = []
 def _before_fork() -> None:
     """Until the fork is done, hold the locks that `torch.manual_seed` takes.
 
-    If another rank held such a lock during the fork, nobody would ever release it in the child, where a DataLoader's
-    worker begins with `torch.manual_seed`.
+    If another rank held a lock of `torch.manual_seed` during the fork, nobody would ever release the lock in the child,
+    where a DataLoader's worker begins by calling `torch.manual_seed`.
     """
     if here() is None:
         return

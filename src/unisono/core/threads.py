@@ -55,8 +55,8 @@ class AutoResetEvent:
 class DaemonThreadPool:
     """Pool that runs each task immediately, on an idle thread or a new one. Threads exit after being idle for 5 s.
 
-    A `ThreadPoolExecutor` would not do: it limits the number of threads, so queued waits could deadlock, and it joins
-    its threads at interpreter exit, which an endless wait would block.
+    A `ThreadPoolExecutor` would not be suitable: it limits the number of threads, so queued waits could deadlock, and
+    it joins its threads at interpreter exit, which an endless wait would block.
     """
 
     def __init__(self, name: str) -> None:

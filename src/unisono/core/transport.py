@@ -93,7 +93,7 @@ class Transport(ABC):
     """Abstract transport that moves bytes between the ranks of one group.
 
     A new transport implements `connect`, `post`, `split`, `close` and `abort`, declares its capabilities, and must pass
-    the checks of `unisono.testing`. Tensors passed to it are one-dimensional and contiguous.
+    the checks of `unisono.testing`. Tensors passed to a transport are one-dimensional and contiguous.
 
     Attributes:
         in_process: Whether ranks are threads of one process; read by `launch`.
@@ -104,15 +104,15 @@ class Transport(ABC):
             other tags.
         any_source: Whether `iprobe` reports messages that have arrived, so that a receive can accept any sender.
         checks: Whether `compare` or `run` compares the collectives of all ranks.
-        full: Whether this comparison includes shapes and contents, as needed for `check="full"`.
-        compares_later: Whether ranks may compare a native collective while it runs. This requires that `abort` ends the
-            collective if ranks differ.
+        full: Whether `compare` or `run` also compares shapes and contents, as needed for `check="full"`.
+        compares_later: Whether ranks may compare a native collective while it runs, which requires that `abort` ends
+            the collective on a mismatch.
         balanced: Whether message-based sums must be reduced along the balanced tree over the ranks, like native sums.
         devices: The supported device types of tensors.
         host_staged: Device types that are staged in CPU memory, so that `post` gets CPU tensors.
         overlaps: Whether a native collective progresses, once started, while the caller does other work.
         background: Whether completing collectives in a thread pays off, because the thread mostly waits for a network,
-            or because each rank has a spare core. Must be the same on every rank.
+            or because each rank has a spare core; must be the same on every rank.
         fast_path: Object that performs each blocking call on plain tensors with a single native call; None if the
             transport has no such object.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
@@ -170,7 +170,7 @@ class Transport(ABC):
     def shm_peers(cls, group: Group, control: ControlPlane, timeout_s: float) -> tuple[tuple[int, ...], ...]:
         """Return the subsets of a group within which `connect` is known to work: the whole group, or each host's ranks.
 
-        Collective, through the control plane, in which the ranks must already have joined the group.
+        Collective through the control plane, where the ranks must already have joined the group.
 
         Args:
             group, control: See `connect`.
@@ -203,15 +203,15 @@ class Transport(ABC):
     def iprobe(self, peer: int, tag: int) -> bool:
         """Return whether a message from `peer` with this tag has arrived and matches no posted receive. Never blocks.
 
-        Some transports make progress on messages in flight only during waits; on these, this call makes progress as
-        well. With `any_source`, only one thread at a time may call this.
+        On transports that make progress on messages in flight only during waits, `iprobe` makes progress as well. With
+        `any_source`, only one thread at a time may call `iprobe`.
 
         Args:
             peer: A rank of the group.
             tag: Tag of the message.
 
         Raises:
-            PeerLostError: No such message has arrived, and the peer has left.
+            PeerLostError: No matching message has arrived, and the peer has left.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no any_source")
 
@@ -219,10 +219,11 @@ class Transport(ABC):
     def split(self, group: Group) -> Transport:
         """Return the transport of a subgroup; only the members of the subgroup call this.
 
-        The two transports' messages are kept apart, and may be in flight at the same time.
+        The subgroup's messages are kept apart from this transport's, and both may be in flight at the same time.
 
         Args:
-            group: The subgroup; its `members` are ranks in the job's first group, and a subset of this transport's.
+            group: The subgroup; its `members` (ranks in the job's first group) are a subset of those of this
+                transport's group.
         """
 
     def mailbox(self, group: Group) -> Mailbox | None:
@@ -239,7 +240,7 @@ class Transport(ABC):
     def reconfigure(self, group: Group) -> Transport:
         """Return a transport of the same kind for the group that replaces this transport's group.
 
-        This also works if this transport is broken.
+        `reconfigure` also works if this transport is broken.
 
         Args:
             group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
@@ -302,9 +303,10 @@ class Transport(ABC):
         return call.name in self.native and not call.lengths
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Return once the collective may write to memory; by default, immediately. Every rank then calls `run`.
+        """Return once the collective may write to memory; by default, immediately.
 
-        A transport with `checks` set waits here, or in `run`, until all ranks are known to run the same collective.
+        Every rank calls `run` after `compare`. A transport with `checks` set waits here, or in `run`, until all ranks
+        are known to run the same collective.
 
         Args:
             call: This rank's collective.
@@ -396,8 +398,8 @@ def renewed(transport: Transport, group: Group) -> Transport:
 class FastPath(Protocol):
     """Blocking operations directly on the caller's tensors, each with one native call.
 
-    These operations interoperate with `Transport.run` on other ranks, so some ranks may use the fast path while others
-    use `run`. The fast path compares the ranks' collectives itself.
+    Fast-path operations interoperate with `Transport.run` on other ranks, so some ranks may use the fast path while
+    others use `run`. The fast path compares the ranks' collectives itself.
     """
 
     def try_collective(
@@ -487,7 +489,7 @@ class Mailbox(ABC):
 
         Raises:
             PeerLostError: The peer is gone.
-            CommTimeoutError: The peer isn't receiving. The peer now counts as lost.
+            CommTimeoutError: The peer isn't receiving, and is marked as lost.
         """
 
     @abstractmethod

@@ -155,7 +155,7 @@ class Work(ABC):
         """
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
-        """Wait until all receives have completed; sends may still be in flight. By default, this calls `wait`.
+        """Wait until all receives have completed; sends may still be in flight. By default, calls `wait`.
 
         Args:
             timeout: See `wait`.

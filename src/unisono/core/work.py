@@ -268,7 +268,7 @@ def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     """Wait until one of several pieces of work ends, and return its index.
 
     The function calls only `is_completed` and `get_future` of each piece of work. Raises `CommTimeoutError` after
-    `timeout`, and `ValueError` for an empty list, but not the error of the work: call the work's `wait` for that.
+    `timeout`, and `ValueError` for an empty list, but not the error of the work, which the work's `wait` raises.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")
@@ -303,7 +303,7 @@ class Deferred(Work):
         run: Function that does the work, with a deadline on the library's clock.
         timeout_s: Default timeout of `wait`.
         ready: Function that returns whether `run` would return, or raise, immediately; None if unknown. A `wait` with a
-            timeout starts `run` only when `ready` returns true, so that the wait can be repeated.
+            timeout starts `run` only when `ready` returns true, so that a wait that times out can be repeated.
     """
 
     def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:

@@ -22,9 +22,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     """Sampler for `DataLoader(batch_sampler=...)` that cuts an epoch into global batches, and divides each among ranks.
 
     All ranks take the same number of training steps, and step s uses the same samples on any number of ranks, even
-    after the job resumes with a different number of ranks. So training gives the same result up to rounding, provided
-    that the loss is a mean over the samples of the global batch: use `averager.weight(len(batch))`, or divide the loss
-    by the size of the global batch.
+    after the job resumes with a different number of ranks. Training gives the same result on any number of ranks, up to
+    rounding, provided that the loss is a mean over the samples of the global batch: use `averager.weight(len(batch))`,
+    or divide the loss by the size of the global batch.
 
     Args:
         dataset: Anything with a length.
@@ -110,21 +110,21 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return _BatchIterator(self, iter(self._sampler))
 
     def __len__(self) -> int:
-        """Return the number of steps in this epoch; after loading a state, only the steps left at that point."""
+        """Return the number of steps in this epoch, or the number left when a state was loaded."""
         count = len(self._sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def global_batch_size(self, step: int) -> int:
         """Return the number of samples in a step, summed over all ranks; the last step of an epoch may have fewer.
 
-        To get the mean gradient over the global batch, divide the loss by this number, and sum the gradients over
-        ranks.
+        To get the mean gradient over the global batch, divide the loss by `global_batch_size(step)`, and sum the
+        gradients over ranks.
 
         Args:
             step: Number of the step, counted from 0 at the start of the epoch or at the loaded state.
 
         Raises:
-            IndexError: The epoch has no such step.
+            IndexError: `step` is out of range.
 
         Example:
             >>> batches = un.data.GlobalBatchSampler(range(10), batch_size=4, num_replicas=2, rank=0)
@@ -136,7 +136,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return min(self.batch_size, len(self._sampler) - step * self.batch_size)
 
     def advance(self, steps: int = 1) -> None:
-        """Commit the next steps: mark their samples as trained on. Not needed with torchdata's StatefulDataLoader.
+        """Commit the next steps: mark their samples as trained on.
+
+        With torchdata's StatefulDataLoader, `advance` is not needed.
 
         Args:
             steps: Number of steps trained since the last call, at most the number of steps left.
@@ -166,7 +168,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
-        """Move to a communicator with different ranks. Collective over the new communicator: new ranks also call it.
+        """Move to a communicator with different ranks. Collective over the new communicator, including its new ranks.
 
         Args:
             comm: The new communicator; its `all_gather_object` exchanges the ranks' states.

@@ -15,7 +15,7 @@ __all__ = ["codes", "digest", "numbers", "of_dataset"]
 def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
     """Return the first of these attributes that a dataset has; for a subset, only the values of the subset's samples.
 
-    If the dataset has none of them, raises a `ValueError` that says how to pass the values explicitly.
+    If the dataset has none of the attributes, raises a `ValueError` that says how to pass the values explicitly.
     """
     for name in names:
         found = getattr(dataset, name, None)
@@ -50,7 +50,7 @@ def codes(values: Iterable[Any], name: str) -> torch.Tensor:
 
 
 def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
-    """Convert values to one float64 per sample. Raises `ValueError` unless they are finite and non-negative."""
+    """Convert values to one float64 per sample. Raises `ValueError` unless all values are finite and non-negative."""
     listed = values if isinstance(values, torch.Tensor) else list(values)
     given = torch.as_tensor(listed, dtype=torch.float64, device="cpu").detach()
     if given.dim() != 1:

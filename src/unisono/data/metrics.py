@@ -24,7 +24,7 @@ def gather_metrics(
 ) -> dict[str, float]:
     """Return the mean of each metric over the samples of all ranks. Every rank gets the same result.
 
-    Sums are computed exactly, and each mean is the float64 nearest to the true mean. So the result depends neither on
+    Sums are computed exactly, and each mean is the float64 nearest to the true mean, so the result depends neither on
     the number of ranks nor on the distribution of samples over ranks.
 
     Collective over `comm`; ranks may have different numbers of samples, including none.

@@ -84,12 +84,12 @@ class DataPartitioner(Generic[T_co]):
 
     Args:
         data: Any object that can be indexed and has a length. The data is not copied.
-        sizes: The fraction of each part; fractions must sum to 1. Every part's length is within one sample of its
-            fraction. Lengths are first rounded down; each sample left over goes to one of the parts that lost most by
-            rounding, and ties go to earlier parts.
+        sizes: The fraction of each part; fractions must sum to 1. Every part's length differs by less than 1 from its
+            fraction times the number of samples. Lengths are first rounded down; each sample left over goes to one of
+            the parts that lost most by rounding, and ties go to earlier parts.
         seed: An integer, 0 or more.
-        partition: A partitioner or its name (see `un.data.PARTITIONERS`); its balance guarantee then applies. If None,
-            a random permutation, which is kept in memory.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`); its balance guarantee replaces that of
+            `sizes`. If None, a random permutation, which is kept in memory.
         shuffle: Whether the order is shuffled; if None, the partitioner's default.
 
     Attributes:
@@ -152,7 +152,7 @@ class DataPartitioner(Generic[T_co]):
             rank: From 0 to the number of `sizes` - 1.
 
         Raises:
-            ValueError: There is no such part.
+            ValueError: `rank` is out of range.
         """
         if not 0 <= rank < len(self.partitions):
             raise ValueError(f"rank {rank} has no part: sizes name {len(self.partitions)}, for ranks from 0 on")

@@ -55,9 +55,8 @@ class Bound:
 class Partitioner(ABC):
     """Stateless assignment of an epoch's samples to parts: the same arguments give the same parts on every rank.
 
-    Every sample belongs to exactly one part. `unisono.testing.partitioners` checks this property and the stated bounds
-    for every named partitioner. A subclass implements `divide`, and overrides other methods if their defaults don't
-    fit.
+    Every sample belongs to exactly one part: `unisono.testing.partitioners` checks this, and the stated bounds, for
+    every named partitioner. A subclass implements `divide`, and overrides other methods if their defaults don't fit.
 
     Attributes:
         shuffles: Whether an epoch is shuffled by default.
@@ -65,8 +64,8 @@ class Partitioner(ABC):
             parts have used the same number of samples, these samples together are a prefix of the epoch's order, and
             this order does not depend on the number of parts.
         in_step: Whether ranks can be expected to progress through their parts at the same pace.
-        draws: Whether each rank itself draws the order from a random generator. `PartitionSampler` then compares the
-            order between ranks.
+        draws: Whether each rank itself draws the order from a random generator, so that `PartitionSampler` has to
+            compare the order between ranks.
 
     Example:
         >>> class Reversed(un.data.Partitioner):
@@ -236,7 +235,7 @@ def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
     """Return integers that sum to `count`; each differs by less than 1 from its fraction times `count`.
 
-    This is Hamilton's method (largest remainder): numbers are first rounded down, and the units left over go to the
+    The method is Hamilton's (largest remainder): numbers are first rounded down, and the units left over go to the
     fractions that lost most by rounding; ties go to earlier fractions. `apportion` can also choose batch sizes for
     ranks that run at different speeds.
 

@@ -28,10 +28,10 @@ class Balanced(AssignmentPartitioner):
               as much as the most expensive part of the best division, and no part costs more than share * (total + (p -
               1) * largest cost).
             - "same_count": also balances the number of samples (within one), so that ranks make the same number of
-              training steps. If the samples are sorted by cost and cut into groups of p, two parts' costs differ by at
-              most the largest cost difference within a group; a sample that the last group lacks counts as 0. Supports
-              equal shares only.
-            - "runs": each part is a run of adjacent samples. The part's cost differs from its share of the total by at
+              training steps. If the samples are sorted by cost and cut into groups of p, the last one padded with zero
+              costs, two parts' costs differ by at most the largest cost difference within a group. Supports equal
+              shares only.
+            - "runs": each part is a run of adjacent samples. A part's cost differs from its share of the total by at
               most the cost of the most expensive sample.
 
     Raises:
@@ -150,8 +150,8 @@ def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
     The numbers of costs in two parts differ by at most one.
 
     The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part;
-    the most expensive sample goes to the least loaded part. So two parts' loads never differ by more than the largest
-    difference between the first and last cost of a group; a sample that the last group lacks costs 0.
+    the most expensive sample goes to the least loaded part. Two parts' loads differ by at most the largest difference
+    between the first and last cost of a group, if the last group is padded with zero costs.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

@@ -27,7 +27,8 @@ class Dirichlet(AssignmentPartitioner):
             one label.
 
     Balance: each part's length differs from its share by less than one sample; only the labels are uneven. When a label
-    runs out, samples with other labels replace it in proportion to the part's mix, so the last parts get the leftovers.
+    runs out, a part gets samples with other labels instead, in proportion to its mix, so the last parts get the
+    leftovers.
 
     Raises:
         ValueError: `alpha` is not finite and positive, or `labels` is a tensor that is not one-dimensional.

@@ -18,7 +18,7 @@ __all__ = ["PARTITIONER", "Grouped"]
 class Grouped(AssignmentPartitioner):
     """Parts that never split a group, such as a patient or a video. If chosen by name, uses the dataset's `groups`.
 
-    When a job resumes mid-epoch with a different number of ranks, the remaining samples of a group also stay together.
+    When a job resumes mid-epoch with a different number of ranks, the remaining samples of a group stay together.
 
     Args:
         groups: One group per sample: an integer tensor, or any hashable values.

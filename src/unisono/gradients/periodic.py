@@ -85,13 +85,14 @@ def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None
     Don't use large mini-batches, use local SGD, 2020).
 
     Args:
-        n: Number of steps from one action to the next, 1 or more. Or a `timedelta`, which `PeriodicAverager` and
+        n: Number of steps from one action to the next, 1 or more; or a `timedelta`, which `PeriodicAverager` and
             `DiLoCo` accept for ranks that run at different speeds.
         warmup: Number of initial steps that all run the action, 0 or more. The first interval of `n` steps begins after
-            these steps.
-        max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. The
-            exchange then proceeds without the late rank's contribution, and that rank, after its next step, continues
-            from the ranks' common parameters (the anchor). Defaults to the time between exchanges.
+            the warm-up steps.
+        max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. An
+            exchange that has waited for `max_lag` proceeds without the late rank's contribution, and the late rank,
+            after its next step, continues from the ranks' common parameters (the anchor). Defaults to the time between
+            exchanges.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
@@ -127,7 +128,7 @@ def compare(comm: Communicator, state: Mapping[str, object], owner: str) -> None
 
 
 class PeriodicAction(ABC):
-    """Step counter that runs an action on the parameters on a schedule. Construction is collective.
+    """Action on a model's parameters, run after each step that a schedule selects. Construction is collective.
 
     Messages are sent over a dedicated communicator (`dup`), so that they never match the caller's messages.
 
@@ -186,7 +187,7 @@ class PeriodicAction(ABC):
         """Run the action. Collective; called under `no_grad` after each step that the schedule selects."""
 
     def step(self) -> bool:
-        """Count a step, and run the action if it is due. Call this after each `optimizer.step()`.
+        """Count a step, and run the action if it is due. Call `step` after each `optimizer.step()`.
 
         Collective when the action is due.
 
@@ -204,7 +205,7 @@ class PeriodicAction(ABC):
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Call `step` automatically after each step of an optimizer.
 
-        Don't use this if a single rank may skip a step, as with `GradScaler`: call `step` yourself instead.
+        Don't use `attach` if a single rank may skip a step, as with `GradScaler`: call `step` yourself instead.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
@@ -256,7 +257,7 @@ class PeriodicAction(ABC):
         self._comm.close()
 
     def close(self) -> None:
-        """Release the communicator, and detach the optimizer. Every rank must call this. Idempotent."""
+        """Release the communicator, and detach the optimizer. Every rank must call `close`. Idempotent."""
         self._detach()
         self._comm.close()
 

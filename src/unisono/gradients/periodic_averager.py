@@ -70,13 +70,14 @@ class PeriodicAverager(PeriodicAction):
     is each `step` in which a fragment is sent or applied.
 
     You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
-    submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become
-    the anchor; for these parameters, the outer momentum and the results in flight are dropped. Any other change to the
-    parameters' values counts as training. Names and shapes of parameters must not change. With `outer`, the parameter
-    objects must not change either.
+    submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. Loaded weights become the
+    anchor, and the outer momentum and results in flight of the loaded parameters are dropped. Changing the parameters'
+    values in any way but loading counts as training. Names and shapes of parameters must not change; with `outer`, the
+    parameter objects must not change either.
 
-    If Ctrl-C interrupts a call that only waits for a result, the next call waits again. If it interrupts an exchange or
-    a change to the parameters, every later exchange raises a `CommError` on all ranks, until `move_to` is called.
+    If Ctrl-C interrupts a call that only waits for a result, the next call waits again. If Ctrl-C interrupts an
+    exchange or a change to the parameters, every later exchange raises a `CommError` on all ranks, until `move_to` is
+    called.
 
     Args:
         model: A module, or its parameters. Integer parameters remain unchanged. If you pass a list or a ScriptModule,
@@ -105,7 +106,7 @@ class PeriodicAverager(PeriodicAction):
         bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments. An exchange raises this error on every rank if
+        MismatchError: Ranks have different parameters or arguments. An exchange raises `MismatchError` on every rank if
             ranks have taken different numbers of steps (unless `every` is a time), resumed from different steps, or
             loaded different weights.
         RuntimeError: An exchange has found that a parameter was added, removed, replaced or reshaped.
@@ -117,7 +118,7 @@ class PeriodicAverager(PeriodicAction):
             empty.
         outer: The outer optimizer; its learning rate may be scheduled like any other.
         missed: If `every` is a time, the number of exchanges that lacked this rank's contribution because it was late.
-            Each miss is logged as a warning on the logger "unisono".
+            Each missed exchange is logged as a warning on the logger "unisono".
 
     Cost: in each interval, one average of the parameters (with `outer`, in the anchor's dtype). If `every` is a time,
     ranks also gather about 24 bytes per rank. Memory: with `outer`, the anchor, the outer optimizer's state, and a copy
@@ -256,7 +257,7 @@ class PeriodicAverager(PeriodicAction):
         return self._fragments[-1].rounds
 
     def step(self, samples: int | None = None) -> bool:
-        """Count a step; send the fragments and apply the results that are due. Call this after each optimizer step.
+        """Count a step; send the fragments and apply the results that are due. Call `step` after each optimizer step.
 
         Collective when a fragment is sent or applied. If `every` is a time, no rank waits for another rank's step. On
         each rank, stop at the same number of `rounds` or when samples run out, and then call `finish`.
@@ -267,8 +268,8 @@ class PeriodicAverager(PeriodicAction):
         Returns: Whether a result was applied.
 
         Raises:
-            CommError: An exchange failed, perhaps in the background; the error's notes say which one. Every later step
-                raises the error again.
+            CommError: An exchange failed, perhaps in the background; the error's notes say which one, and every later
+                step raises the error again.
             TypeError: Samples were passed, but `every` is not a time.
         """
         if samples is not None and self._timed is None:
@@ -284,9 +285,10 @@ class PeriodicAverager(PeriodicAction):
         """Complete the exchanges in flight and apply their results, at the end of training. Collective.
 
         With `outer`, ranks have equal parameters afterwards: one more exchange averages the changes in each fragment
-        since it was last sent. The anchor moves by that mean without the outer optimizer, whose momentum is meant for a
-        whole interval. If `every` is a time, ranks instead take part in the usual exchanges until all ranks have called
-        `finish`. The next step begins a new interval.
+        since it was last sent, and moves the anchor by the mean change. The outer optimizer is not used, because its
+        momentum is meant for a whole interval. If `every` is a time, there is no additional exchange: ranks take part
+        in the usual exchanges until all ranks have called `finish`. The first step after `finish` begins a new
+        interval.
 
         Raises:
             CommError: An exchange failed.
@@ -321,8 +323,8 @@ class PeriodicAverager(PeriodicAction):
     def _on_load(self, name: str, module: torch.nn.Module) -> None:
         """Hook, called after a module has loaded weights: training and the anchor continue from the loaded values.
 
-        An exchange in flight was started with the old values, so it has no effect on the loaded parameters. All ranks
-        must load the same weights; with `outer`, the next exchange checks this by comparing the anchor.
+        An exchange in flight started with the values before loading, so it has no effect on the loaded parameters. All
+        ranks must load the same weights; with `outer`, the next exchange checks this by comparing the anchor.
         """
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
@@ -349,8 +351,8 @@ class PeriodicAverager(PeriodicAction):
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from, after waiting for exchanges in flight. Tensors are not copied.
 
-        If `every` is a time, call this only after `finish`, when no interval is in progress and ranks have equal
-        parameters.
+        If `every` is a time, call `state_dict` only after `finish`, when no interval is in progress and ranks have
+        equal parameters.
 
         The state is the same on all ranks, except with codecs, with `Gossip`, or with exchanges in flight and no
         `alpha`; in these three cases, wrap the state in `un.checkpoint.PerRank`.

@@ -26,13 +26,13 @@ class Reduction:
     """Reduction of all buckets in one step: a bucket's reduction starts once it and all earlier buckets are full.
 
     The last bucket's reduction starts at the end of the backward pass, when the requests in its header are known. If
-    the calling thread would have to run the reductions itself, all reductions start at the end of the pass. In this
-    case, each sum is divided after the reduction, which is more accurate and accesses less memory than dividing the
-    contributions. If the backend makes progress in the background, contributions are divided while they are copied into
-    the bucket.
+    the backend makes no progress in the background, all reductions start at the end of the backward pass, because the
+    calling thread has to run them; each sum is then divided after the reduction, which is more accurate and accesses
+    less memory than dividing the contributions. If the backend makes progress in the background, contributions are
+    divided while they are copied into the bucket.
 
-    This object is dropped when the step has ended, or when the pass after a failed pass begins. Passes in `no_sync`
-    belong to the step of the next pass outside `no_sync`.
+    A `Reduction` is dropped when its step has ended, or when the backward pass after a failed pass begins. Backward
+    passes in `no_sync` belong to the step of the next pass outside `no_sync`.
 
     Args:
         buckets: The buckets.
@@ -42,7 +42,7 @@ class Reduction:
 
     Attributes:
         contents: Contents of each bucket.
-        sent: Number of buckets whose reduction has started. Buckets start in the order of `contents`.
+        sent: Number of buckets whose reduction has started. Reductions start in the order of `contents`.
         asked: For each kind of request (unfrozen parameters, used gradients), whether any rank made such a request in
             this step.
         uneven: Whether any rank lacked a gradient in this step.

@@ -85,9 +85,9 @@ class ClippedMean:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Non-finite contributions count as zeros. Rank 0 logs a warning on the logger "unisono" for each rank whose norm is
-    not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from history for Byzantine
-    robust optimization (2021), with the median norm as the radius.
+    Non-finite contributions count as zeros. Rank 0 logs a warning on the logger "unisono" for each rank whose
+    contribution's norm is not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from
+    history for Byzantine robust optimization (2021), with the median norm as the radius.
 
     Cost: communicates as much as an all_reduce of the tensor, plus an all_reduce of 8 bytes per rank. Memory: one more
     copy of the tensor.
@@ -146,7 +146,10 @@ def _norms(rows: torch.Tensor, comm: Communicator) -> torch.Tensor:
 
 
 def _outliers(norms: torch.Tensor, comm: Communicator) -> list[tuple[int, float]]:
-    """Return, on rank 0, each rank whose norm is far above the median, with the ratio; NaN counts as infinite."""
+    """Return, on rank 0, each rank with a norm far above the median norm, and the ratio of the two norms.
+
+    A NaN norm counts as infinite. Other ranks get an empty list.
+    """
     sizes = norms.nan_to_num(math.inf, math.inf)
     median = sizes.sort().values[(len(sizes) - 1) // 2]
     ratios = torch.where(sizes > 0, sizes / median, 0.0).tolist()

@@ -22,7 +22,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features: Number of channels C. The input has shape (N, C) or (N, C, ...) and any floating-point dtype.
-        comm: Communicator of the ranks that share statistics. The layer duplicates it for its own use.
+        comm: Communicator of the ranks that share statistics; duplicated for the layer, unless `dup` is False.
         eps, momentum, affine, track_running_stats, device, dtype: As in `torch.nn.BatchNorm1d`.
         dup: Whether to duplicate `comm`. If False, several layers may share `comm`, but it must not be used for
             anything else.
@@ -100,7 +100,10 @@ class SyncBatchNorm(_BatchNorm):
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
-        """Release the communicator that converted layers share. Closing the original communicator also releases it."""
+        """Release this layer's communicator, which converted layers share.
+
+        Closing the communicator that the program passed also closes its duplicates.
+        """
         if self._shared.comm is not None:
             self._shared.comm.close()
 
@@ -124,8 +127,8 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     """Replace every BatchNorm layer of a module with a `SyncBatchNorm`, in place. Collective.
 
     The new layers keep the old layers' parameters and buffers (the same tensors, so optimizers remain valid), hooks,
-    mode and names; the state dict remains the same. All layers share one duplicate of `comm`. If `module` was
-    unpickled, a `SyncBatchNorm` in it also gets this communicator.
+    mode and names; the state dict remains the same. All converted layers share one duplicate of `comm`, and so does
+    each `SyncBatchNorm` that has no communicator because it was unpickled.
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.
@@ -221,8 +224,8 @@ def _dims(input: torch.Tensor) -> list[int]:
 def batch_statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return the number of values per channel on all ranks, and each channel's mean and biased variance in float64.
 
-    Ranks combine means and sums of squared deviations. If they combined sums and sums of squares instead, subtracting
-    these would lose digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so
+    Ranks combine means and sums of squared deviations. A variance computed from sums and sums of squares would lose
+    digits to cancellation (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so
     their results are bitwise identical.
     """
     channels = input.shape[1]

@@ -27,10 +27,11 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 
 
 def exponential(size: int, round: int = 0) -> list[list[int]]:
-    """One peer per round, at distance 1, 2, 4, ... before the receiving rank; then the distances repeat.
+    """Exponential topology: in round k, each rank r receives from rank r - 2^k, modulo the number of ranks.
 
-    If the number of ranks is a power of two, one cycle through the distances gives every rank the exact mean (Assran,
-    Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).
+    The distances 1, 2, 4, ... begin again before they reach the number of ranks. If the number of ranks is a power of
+    two, one cycle through the distances gives every rank the exact mean (Assran, Loizou, Ballas, Rabbat: Stochastic
+    gradient push, 2019).
 
     Example:
         >>> exponential(4, 0), exponential(4, 1), exponential(4, 2)
@@ -98,8 +99,9 @@ def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
     """Return the weights with which each rank mixes its own and its neighbours' values: a doubly stochastic matrix.
 
     If all neighbours receive from each other, the weights are those of Metropolis-Hastings: a link has weight 1 / (1 +
-    the larger of its two ranks' numbers of neighbours). Otherwise, each rank must send to as many ranks as it receives
-    from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight is the remainder.
+    the larger of its two ranks' numbers of neighbours). If some links are one-way, each rank must send to as many ranks
+    as it receives from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight is
+    the remainder.
 
     Raises:
         ValueError: The number of lists is not the number of ranks; a list contains an invalid rank, its own rank or a
@@ -144,7 +146,7 @@ def _check(neighbours: Neighbours, size: int) -> None:
 
 
 def _reached(neighbours: Neighbours) -> set[int]:
-    """Return the ranks that rank 0 reaches. In- and out-degrees are equal, so these ranks also reach rank 0."""
+    """Return the ranks that rank 0 reaches, which also reach rank 0, because in- and out-degrees are equal."""
     reached: set[int] = {0}
     while True:
         more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached

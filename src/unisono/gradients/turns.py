@@ -29,7 +29,7 @@ class _Interval:
     """State of the turns from the first step (or the first step after `finish`) until all ranks have called `finish`.
 
     Only the worker writes `due_s`, `left` and `is_over`, and it does so before it completes the exchange `last`. So
-    once a thread has seen that `last` is complete, these attributes do not change until the next exchange.
+    once a thread has seen that `last` is complete, `due_s`, `left` and `is_over` do not change until the next exchange.
 
     Attributes:
         due_s: Time at which the current turn begins.
@@ -62,20 +62,21 @@ class Turns(Exchanges):
 
     - Only the worker advances from one turn to the next. In each turn, the worker waits for the training thread's
       contribution until the turn must proceed, runs the exchange, and then schedules the next turn.
-    - The fragments, the anchor and its optimizer belong to the thread that holds the lock. The training thread
-      acquires the lock when it enters a method, and releases the lock on return. The worker acquires the lock only
-      if the training thread is late, to step the anchor in its place. The worker never waits for the lock: if the
-      training thread holds it, that thread is about to contribute. While the worker holds the lock, it waits for no
-      other rank. So the training thread waits for at most one step of the anchor, and only if it was late.
+    - The fragments, the anchor and its optimizer belong to the thread that holds the lock. The training thread acquires
+      the lock when it enters a method, and releases the lock on return. The worker acquires the lock only if the
+      training thread is late, to step the anchor in the training thread's place. The worker never waits for the lock:
+      if the training thread holds it, that thread is about to contribute. While the worker holds the lock, it waits for
+      no other rank. So the training thread waits for at most one step of the anchor, and only if it was late.
 
     If a rank leaves or stalls during an exchange:
 
     - A rank that has called `finish` contributes its remaining samples, and then takes part in each turn until all
-      ranks have called `finish` (each exchange reports which ranks have). The other ranks are not affected.
-    - If a rank dies or aborts, the communicator becomes unusable. The exchange raises in the worker of every other
-      rank, and that worker exits. On those ranks, the next `step` or `finish`, and every later call, raises the error,
-      which names the lost rank. The anchor keeps the result of the previous exchange. After `move_to`, the lost
-      contribution is sent again on the new communicator.
+      ranks have called `finish` (each exchange reports which ranks have). Ranks that are still training are not
+      affected.
+    - If a rank dies or aborts, the communicator becomes unusable: the exchange in flight raises in the worker of every
+      other rank, and the worker exits. On a rank whose worker has exited, the next `step` or `finish`, and every later
+      call, raises the worker's error, which names the lost rank. The anchor keeps the result of the previous exchange.
+      After `move_to`, the lost contribution is sent again on the new communicator.
     - A rank that is alive but stuck in a step has not left: its worker thread takes part instead of its training
       thread.
 

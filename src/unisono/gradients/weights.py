@@ -49,7 +49,7 @@ class Weights:
         self.forget()
 
     def attach(self, comm: Communicator) -> None:
-        """Use this communicator for exchanging weights from now on."""
+        """Exchange weights over `comm` from now on."""
         self.comm = comm
         self._size = comm.size
 
@@ -135,7 +135,7 @@ def check_average(average: str) -> bool:
 
 
 def used_gradients(names: Sequence[str]) -> str:
-    """Return the error text for hooks that used these parameters' gradients before they were averaged."""
+    """Return the error text for hooks that used the gradients of the parameters `names` before averaging."""
     more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"the gradient of {names[0]!r}{more} was used in this backward pass before it was averaged: a hook has removed "
@@ -151,7 +151,7 @@ def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active
         names: Names of the parameters, in order.
         lacking: For each rank, the names of the parameters without a gradient on that rank.
         active: Number of ranks that take part.
-        comm: The communicator of these ranks.
+        comm: Communicator of all ranks in `lacking`.
     """
     partly = [name for name in names if 0 < sum(name in lacks for lacks in lacking) < active]
     if not partly:

@@ -46,8 +46,9 @@ def source(*extras: str) -> str | None:
 def install_command(*extras: str) -> str:
     """Return the command that adds optional dependencies, such as the extra "mpi", to this installation.
 
-    The command contains the folder, wheel or URL from which unisono was installed. If none is known, the command lists
-    the dependencies themselves, because a package index may contain a different package named unisono.
+    The command contains the folder, wheel or URL from which unisono was installed. If unisono's source is unknown or
+    gone, the command lists the dependencies themselves, because a package index may contain a different package named
+    unisono.
 
     Args:
         extras: Names of extras in unisono's metadata.

@@ -88,8 +88,8 @@ def address_towards(host: str, port: int = 9) -> str:
 def address_for_others(host: str, port: int = 9) -> str:
     """Return the address at which peers reach this host, given a rendezvous host, which may be this host itself.
 
-    If an environment variable names an interface, the result is that interface's address. Otherwise, the result is
-    `host` itself if `host` is a name of this host, or else this host's address on the route to `host`.
+    If an environment variable names an interface, the result is that interface's address. If no interface is requested,
+    the result is `host` itself if `host` is a name of this host, or else this host's address on the route to `host`.
     """
     requested = requested_interface()
     if requested is not None:
@@ -160,7 +160,7 @@ def in_zone_of(address: str, mine: str) -> str:
 
 
 def is_link_local(address: str) -> bool:
-    """Return whether this is an IPv6 address that is valid only in combination with an interface.
+    """Return whether `address` is an IPv6 address that is valid only in combination with an interface.
 
     Example:
         >>> is_link_local("fe80::1"), is_link_local("fe80::1%eth0"), is_link_local("169.254.0.1")
@@ -185,9 +185,10 @@ def requested_interface(
     """Return the requested network interface and the setting that requests it; None if no interface is requested.
 
     Args:
-        named: Interface passed by the program. This argument takes precedence over UNISONO_INTERFACE,
-            GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. If a variable lists several interfaces, the first interface that
-            exists is used. NCCL's variable may also contain prefixes and the signs for "exactly" (=) and "not" (^).
+        named: Interface passed by the program, which takes precedence over the environment variables UNISONO_INTERFACE,
+            GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. If the environment variable lists several interfaces, the first
+            interface that exists is used. NCCL_SOCKET_IFNAME may also contain prefixes and the signs for "exactly" (=)
+            and "not" (^).
 
     Example:
         >>> requested_interface("lo", {})
@@ -208,7 +209,7 @@ def requested_interface(
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether NCCL would select this interface for the pattern in its variable."""
+    """Return whether NCCL would select the interface `name` if NCCL_SOCKET_IFNAME were `pattern`."""
     words = pattern.lstrip("^=").split(",")
     if pattern.startswith("^"):
         excluded = name == "lo" or any(name.startswith(word) for word in words)
@@ -245,7 +246,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether this is a loopback address, which no other host can reach.
+    """Return whether `address` is a loopback address, which no other host can reach.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1"), is_loopback("a.name")

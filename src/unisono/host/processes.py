@@ -21,7 +21,7 @@ def interpreter_flags() -> list[str]:
 def process_space() -> bytes:
     """Return an identifier of the scope in which process IDs are unique: this host's current boot and PID namespace.
 
-    If the scope is unknown, the identifier is all zeros.
+    The identifier is all zeros if the boot or the PID namespace is unknown.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -39,8 +39,8 @@ def started(pid: int) -> int:
 def exit_status(pid: int) -> int | None:
     """Return a process's exit status, or the negated number of the signal that killed it.
 
-    None while the process runs. 0 if the status is unknown, because the parent has collected it or the platform is not
-    Linux.
+    Returns None while the process runs, and 0 if the exit status is unknown, because the parent has collected it or the
+    platform is not Linux.
     """
     stat = process_stat(pid)
     # An exiting process has an exit status even before its state shows that it is exiting.
@@ -51,7 +51,7 @@ def exit_status(pid: int) -> int | None:
 def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat, beginning with the process's state.
 
-    If the file cannot be read, the fields are those of a process that has ended.
+    If /proc/<pid>/stat cannot be read, the fields are those of a process that has ended.
     """
     try:
         # Split after the last parenthesis: the process name is in parentheses and may contain any character.

@@ -66,8 +66,8 @@ def model() -> str:
 def visible() -> int:
     """Return the number of processors in this process's affinity mask.
 
-    If a launcher binds ranks, the mask lacks the processors of the other ranks, so this function returns the number of
-    processors in the machine; likewise on a platform without affinity masks.
+    If a launcher binds ranks, or the platform has no affinity masks, `visible` returns the number of processors in the
+    machine: a bound rank's mask lacks the processors of the other ranks.
     """
     of_the_machine = os.cpu_count() or 1
     # The script that sbatch runs is not a Slurm step, so it is not bound: it may use all of the job's processors on
@@ -145,8 +145,8 @@ def placement(ranks: int, binding: Binding) -> list[tuple[int, ...]]:
 
     Args:
         ranks: Number of ranks on this host.
-        binding: "numa" gives a rank all processors of its NUMA node. "core" gives it an equal share of its node's
-            processors, or one shared processor if the node has more ranks than processors. "none" gives it all
+        binding: "numa" gives a rank all processors of its NUMA node. "core" gives a rank an equal share of its node's
+            processors, or one shared processor if the node has more ranks than processors. "none" gives a rank all
             processors of all nodes.
 
     Example:

@@ -7,8 +7,8 @@ program that also uses GPUs passes "cpu:unisono,cuda:nccl". Torch loads the back
 autoloading is disabled (TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
 
 Two features of gloo are missing. `dist.monitored_barrier` works only for a backend called gloo; call the group's method
-`monitored_barrier` instead. The DDP communication hooks that are built into torch's C++ code do not work either; use
-those in `torch.distributed.algorithms.ddp_comm_hooks`.
+`monitored_barrier` instead. The DDP communication hooks that are built into torch's C++ code do not work; use those in
+`torch.distributed.algorithms.ddp_comm_hooks`.
 """
 
 from typing import TYPE_CHECKING

@@ -162,5 +162,8 @@ def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int
 
 
 def unseen() -> list[str]:
-    """Return the known operators that this torch lacks. If it has renamed an operator, those calls are not watched."""
+    """Return the known operators that the installed torch lacks.
+
+    If torch has renamed an operator, calls of the renamed operator are not watched.
+    """
     return [name for name in _NAMES if not hasattr(torch.ops.c10d, name)]

@@ -339,7 +339,7 @@ class Watch:
         return found
 
     def _compare(self, content: bytes, limit_s: float | None, place: dict[str, Any]) -> None:
-        """Wait until all ranks have made this call, but for at most `limit_s` seconds, if there is a limit.
+        """Wait until all ranks have made the call in `content`, but for at most `limit_s` seconds, if there is a limit.
 
         Asynchronous calls need a limit, because ranks may legitimately make them in different orders.
         """
@@ -433,8 +433,8 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        group: Group whose ranks take part; the default group if None. All groups that contain only ranks of this group
-            are watched, including groups created later.
+        group: Group whose ranks take part; the default group if None. Every group whose ranks all take part is watched,
+            including groups created later.
         check: "after": a separate process compares the calls while they run, so no call waits. If calls differ, each
             rank prints an error and raises it in its next call; a rank that makes no further call exits with status 70.
             "before": a call waits until all ranks have made the same call, and only then runs; an asynchronous call

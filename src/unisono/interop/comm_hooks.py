@@ -91,7 +91,7 @@ def _average(codec: Codec, flat: torch.Tensor, comm: Communicator, sizes: Sequen
 def _in_thread(thread: ThreadPoolExecutor, action: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
     """Return a future for the action's result.
 
-    Torch converts an error to a class that its C++ code can handle, but keeps our text.
+    Torch converts an error to a class that its C++ code can handle, but keeps the error's text.
     """
     ended: torch.futures.Future[None] = torch.futures.Future()
     try:

@@ -44,8 +44,8 @@ _OLDER = {
 class DeviceBackends:
     """Torch process groups of a unisono group's ranks, one for each device type except the CPU, created on first use.
 
-    If one backend of a group is a Python process group, torch drops the group's other backends, so this object creates
-    and keeps them.
+    If one backend of a group is a Python process group, torch drops the group's other backends, so `DeviceBackends`
+    creates and keeps those backends.
 
     Args:
         group: The unisono group, which is also the key under which torch stores the backend configuration.
@@ -78,7 +78,7 @@ class DeviceBackends:
     def names(self) -> dict[str, str]:
         """Return the backend of each device type except the CPU.
 
-        Until torch has set the group's configuration, these are torch's default backends.
+        Until torch has set the group's configuration, torch's default backends are returned.
         """
         if not self.known:
             return {kind: name for kind, name in dist.Backend.default_device_backend_map.items() if kind != "cpu"}
@@ -107,7 +107,7 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A C++ group of the same ranks. Calls on it run torch's operators, which in turn call the unisono group."""
+        """A C++ group of the same ranks; calls on the C++ group run torch's operators, which call the unisono group."""
         group = self._group
         made = self._named(dist.ProcessGroup(self._store, group.rank(), group.size()))
         take_calls(made, group)

@@ -2,11 +2,11 @@
 
 All callers of a C++ group, such as `dist.all_reduce`, DDP's reducer or a functional collective, call an operator such
 as `c10d::allreduce_`. Our kernel is registered for the dispatch key `BackendSelect`, which comes after autograd, modes
-and FakeTensor but before the kernels of all devices. The kernel receives each call with all its arguments, and forwards
+and FakeTensor but before the kernels of all devices. Our kernel receives each call with all its arguments, and forwards
 the call.
 
-A Python group is called directly, which is faster, but torch's tools do not see the call. If the tools must see a call,
-it is instead made on a C++ group that has no backend. That group calls the operator, and our kernel then calls the
+A Python group is called directly, which is faster, but torch's tools do not see the call. A call that torch's tools
+must see is made on a C++ group without a backend; the C++ group calls the operator, and our kernel then calls the
 Python group. Programs may also call operators themselves, as graphs traced by torch do.
 """
 
@@ -63,7 +63,10 @@ class _Calls(threading.local):
 
     @contextmanager
     def kept(self) -> Iterator[list[Any]]:
-        """Yield the `Work`s created in the block. C++ returns the same object only while Python refers to it."""
+        """Yield a list of the `Work`s created in the block.
+
+        C++ returns a `Work` as the same Python object only while Python refers to that object.
+        """
         works: list[Any] = []
         self._works.append(works)
         try:
@@ -187,7 +190,7 @@ def pass_on(called: dist.ProcessGroup) -> None:
 def _install() -> None:
     """Put our kernels in front of torch's for the rest of the process. Idempotent.
 
-    Call this only when the kernels are needed: they add a few microseconds to each call on a C++ group.
+    Call `_install` only when our kernels are needed: they add a few microseconds to each call on a C++ group.
     """
     with _lock:
         if _libraries:

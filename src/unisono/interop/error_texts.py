@@ -38,7 +38,7 @@ def add_torch_words(error: CommError) -> None:
 
 @contextmanager
 def torch_words() -> Iterator[None]:
-    """Apply `add_torch_words` to errors raised in the block. Tensor calls do so without a context, for speed."""
+    """Apply `add_torch_words` to errors raised in the block. For speed, tensor calls use `add_torch_words` itself."""
     try:
         yield
     except CommError as error:

@@ -52,7 +52,7 @@ class JoinedGroup:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> JoinedGroup:
-    """Join the other ranks of a new torch group. Every rank calls this, with a store that only this group uses.
+    """Join the other ranks of a new torch group. Every rank calls `meet`, with a store that only the new group uses.
 
     Rank 0 hosts a control plane and publishes its address and a fresh secret in the store, so any process that can read
     the store can join.
@@ -60,7 +60,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
     Raises:
         CommTimeoutError: Ranks are missing.
         MismatchError: Ranks request different options.
-        UnavailableError: The requested transport is not available between these ranks.
+        UnavailableError: The requested transport is not available between the group's ranks.
     """
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, group_options, lambda: None)
@@ -145,7 +145,7 @@ def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
 
 
 def _chosen(hosts: set[str], obstacle: str | None, builds: tuple[str, ...], requested: tuple[str, ...]) -> str:
-    """Return the transport for these ranks."""
+    """Return the transport that all ranks of the group will use."""
     name = requested[0]
     if len(set(requested)) > 1:
         quoted = "; ".join(f"rank {r}: {other!r}" for r, other in enumerate(requested))

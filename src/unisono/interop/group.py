@@ -182,7 +182,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self.others.hooked().unregister_post_hook(hook_id)
 
     def register_abort_hook(self, hook_id: int, hook: object) -> None:
-        """Raise `UnavailableError`: gloo doesn't support this either."""
+        """Raise `UnavailableError`: neither unisono nor gloo supports abort hooks."""
         raise UnavailableError("backend 'unisono' has no abort hooks; a call that times out or fails raises an error")
 
     def reconfigure(self, opts: object = None) -> None:
@@ -192,7 +192,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     get_reconfigure_handle: Callable[[UnisonoGroup], None] = reconfigure
 
     def new_window(self, tensor: torch.Tensor | None = None) -> None:
-        """Raise `UnavailableError`: gloo doesn't support this either."""
+        """Raise `UnavailableError`: neither unisono nor gloo supports windows."""
         raise UnavailableError("backend 'unisono' has no windows of torch's; send messages, or use un.rpc")
 
     def _set_sequence_number_for_group(self) -> None:
@@ -311,7 +311,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
-        """Gather the same number of elements from each rank into one tensor. Torch has called this since 2.15."""
+        """Gather the same number of elements from each rank into one tensor. Called by torch 2.15 and later."""
         comm = self._comm
         tensor = plain(input)
         targets = None
@@ -360,7 +360,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, [], self._comm.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks through the control plane. The error names every missing rank. Blocking.
+        """Wait for all ranks through the control plane; the error after a timeout names every missing rank. Blocking.
 
         A timeout of zero fails immediately.
         """
@@ -476,7 +476,7 @@ MAKERS.update({UnisonoGroup: UnisonoGroup.make_communicator})
 
 
 class Leaving:
-    """Teardown of a group's communicator. This object does not refer to the group, so it can outlive the group.
+    """Teardown of a group's communicator; it does not refer to the group, so that it can outlive the group.
 
     If ranks are threads of one process, no connection closes when a rank ends, so the other ranks would not notice.
     Therefore, when the program drops a group, a background thread leaves it.
@@ -500,7 +500,7 @@ class Leaving:
             self._over.set()
 
     def drop(self) -> None:
-        """Leave the group in a background thread. Takes no lock, because a finalizer calls this."""
+        """Leave the group in a background thread. Takes no lock, because a finalizer calls `drop`."""
         self._dropped = True
         spawn_thread(self.leave, "unisono end of a torch group")
 
@@ -534,7 +534,10 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
 
 
 def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) -> None:
-    """Replace integers with their mean, truncated as in NCCL. Lightning requires this of all backends but gloo."""
+    """Replace integers with their mean, truncated as in NCCL.
+
+    Lightning requires integer means of all backends but gloo.
+    """
     comm.all_reduce(tensor, "sum", timeout=timeout)
     tensor.div_(comm.size, rounding_mode="trunc")
 

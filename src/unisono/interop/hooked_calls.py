@@ -1,8 +1,8 @@
 """Routes calls through torch's own kernels, which have run a group's hooks since torch 2.14.
 
 The kernel of an operator, such as `c10d::allreduce_`, runs a C++ group's hooks before and after the backend's method. A
-Python group is called directly, so its own hooks would never run. The hooks are therefore registered with the C++ group
-that represents the Python group in the dispatcher. From then on, calls are made on the C++ group, whose backend
+Python group is called directly, so its own hooks would never run; hooks are registered with the C++ group that
+represents the Python group in the dispatcher. Once a hook is registered, calls are made on the C++ group, whose backend
 forwards them to the Python group.
 """
 
@@ -36,7 +36,7 @@ class Carrier(Backend):
 
     @classmethod
     def take(cls, name: str) -> None:
-        """Add a method with this name that forwards to the group."""
+        """Add a method called `name`, which forwards to our group's method of the same name."""
 
         def make(self: Carrier, *args: Any) -> Any:
             return CALLS.make(self._group_ref(), name, args)

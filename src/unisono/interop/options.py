@@ -95,7 +95,7 @@ def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the tensor without gradient history. Torch's own backends also ignore gradient history.
 
-    The view is needed even if the tensor has no history now: torch may add a history while the call is in flight, as
+    A tensor without gradient history also needs a view, because torch may add a history while the call is in flight, as
     differentiable functions do with their outputs. A sparse tensor is returned unchanged, because a detached copy would
     not see later changes to it.
     """
@@ -105,7 +105,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def unversioned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view as `plain` does, but with a separate version counter, so that autograd does not notice writes.
 
-    When torch's backends write into the caller's tensor, autograd does not notice. Programs rely on this when they
+    When torch's backends write into the caller's tensor, autograd does not notice, and programs rely on that when they
     reduce an activation that autograd has saved. When torch's gloo copies results from its own buffer, as for the
     outputs of `all_gather`, autograd does notice; for such calls, outputs are passed through `plain` instead.
     """
@@ -124,8 +124,8 @@ class UnisonoWork(dist.Work):
 
     A torch `Work` consists of a C++ object and a Python object. When Python passes it to torch's C++ code, as
     `DDP.join` does, C++ refers only to the C++ object, but looks up methods on the Python object. The last 1,024 Python
-    objects per process are therefore kept alive, because there is no way to know how long C++ needs them. The kept
-    objects drop large tensors: `DDP.join`, which reduces a single number, does not need these.
+    objects per process are therefore kept alive, because there is no way to know how long C++ needs them. `Work`
+    objects kept alive drop large tensors, which `DDP.join` does not need, because it reduces a single number.
 
     Args:
         work: The operation in flight, or None if the operation is done.

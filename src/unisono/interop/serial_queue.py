@@ -24,7 +24,10 @@ _queues: weakref.WeakValueDictionary[int, SerialQueue] = weakref.WeakValueDictio
 
 
 class _QueuedJob(Completion):
-    """Queued job. A thread that waits for the job runs all jobs up to it, unless another thread is running jobs."""
+    """Queued job.
+
+    A thread that waits for a job runs all jobs up to and including that job, unless another thread is running jobs.
+    """
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
         # The wait itself has no timeout, because every job has its own timeout.
@@ -104,7 +107,7 @@ class SerialQueue:
         return True
 
     def hurry(self, task: Completion) -> None:
-        """Run the queued jobs, up to this task, unless another thread is running them."""
+        """Run the queued jobs up to and including `task`, unless another thread is running jobs."""
         if self._turn.acquire(blocking=False):
             self._drive(lambda: not task.is_completed())
 
@@ -140,8 +143,8 @@ class SerialQueue:
 def _finish_all() -> None:
     """While the control plane is still running, complete the jobs that the program started but did not wait for.
 
-    No job may run later: once Python has finalized, it kills daemon threads that return from C++ code, which aborts the
-    process.
+    No job may run once Python has finalized: Python then kills daemon threads that return from C++ code, which aborts
+    the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
         # Use `valuerefs`, which copies in one step: iterating over the dictionary would raise if a daemon thread
@@ -157,7 +160,7 @@ _GRACE_S = 0.005
 class Progress:
     """Background progress of messages, which torch users rely on, but not every transport provides.
 
-    The background thread first gives waiting threads up to 5 ms to complete messages. It then requests the future of
+    The background thread first gives waiting threads up to 5 ms to complete messages, and then requests the future of
     each message that is still incomplete, which starts a thread that completes the message.
     """
 

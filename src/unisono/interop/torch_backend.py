@@ -22,8 +22,8 @@ NAME = "unisono"
 def register() -> None:
     """Make `dist.init_process_group("unisono")` and `dist.new_group(backend="unisono")` work.
 
-    Torch calls this function through `autoload`. With TORCH_DEVICE_BACKEND_AUTOLOAD=0, importing `unisono.interop`
-    calls `register` instead. Idempotent.
+    Torch calls this function through `autoload`. If autoloading is disabled (TORCH_DEVICE_BACKEND_AUTOLOAD=0),
+    importing `unisono.interop` calls `register`. Idempotent.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.

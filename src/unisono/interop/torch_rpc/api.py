@@ -45,7 +45,7 @@ __all__ = [
 
 
 class BackendType(enum.Enum):
-    """Torch's RPC backends. `init_rpc` accepts any of them, but always uses unisono's own backend."""
+    """Torch's RPC backends; `init_rpc` accepts any of them, but always uses unisono's own backend."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -132,11 +132,12 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Start RPC on this rank, so that ranks can call each other's functions. Every rank calls this, with a unique name.
+    """Start RPC on this rank, so that ranks can call each other's functions.
 
-    The options' `init_method` defines the rendezvous. The default, "env://", reads MASTER_ADDR and MASTER_PORT from the
-    environment, and also RANK and WORLD_SIZE unless they are passed as arguments. Because this is torch's own
-    rendezvous, the program may also create a process group at the same address.
+    Every rank calls `init_rpc`, with a unique name. The options' `init_method` defines the rendezvous. The default,
+    "env://", reads MASTER_ADDR and MASTER_PORT from the environment, and also RANK and WORLD_SIZE unless they are
+    passed as arguments. Because `init_rpc` uses torch's own rendezvous, the program may also create a process group at
+    the same address.
 
     Raises:
         RuntimeError: `init_rpc` was called before, some ranks did not join, or the arguments are invalid (in this case,
@@ -215,7 +216,7 @@ def rpc_async(
 def remote(
     to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> rpc.RRef[Any]:
-    """Call a function as `rpc_sync` does, but keep the result on that rank and return a reference immediately."""
+    """Call a function as `rpc_sync` does, but keep the result on rank `to`, and return a reference immediately."""
     with as_in_torch():
         return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
 

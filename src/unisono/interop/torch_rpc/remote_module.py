@@ -26,7 +26,7 @@ class RemoteModule(nn.Module):
 
     Attributes:
         on: Name of the rank.
-        device: The module's device on that rank.
+        device: Device of the module on its rank.
         module_rref: Reference to the module.
     """
 

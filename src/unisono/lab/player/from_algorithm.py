@@ -89,7 +89,7 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
         times: Simulated times of all messages; if None, time is counted in rounds.
 
     Raises:
-        ValueError: The algorithm is incorrect or does not support this number of ranks, or there is too much to show.
+        ValueError: The algorithm is incorrect or does not support `size` ranks, or there is too much to show.
     """
     chunks = algorithm.chunks(size)
     collective = algorithm.collective

@@ -23,8 +23,8 @@ class Message(NamedTuple):
         runs: Runs of consecutive chunks, as (start, stop) pairs in the sender's numbering. Empty if the chunks are
             unknown, as in a recorded run.
         nbytes: Message size in bytes.
-        start_s, end_s: Times at which the message begins to leave the sender and at which it is delivered. In a
-            `Replay`, these times are in the unit `Replay.unit`.
+        start_s, end_s: Times at which the message begins to leave the sender and at which it is delivered; in a
+            `Replay`, in the unit `Replay.unit`.
         reduce: Whether the receiver reduces the message into its data rather than overwriting the data.
         step: Number of the sender's step that sends the message, from 1.
         call: Description of the recorded call that the message belongs to; may be empty.

@@ -34,12 +34,12 @@ def goal(
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes, as in `simulate`.
-        gamma: Time to reduce one received byte, in seconds. Unless it is 0, the schedule has a `calc` operation, in
-            nanoseconds, for each message that is reduced.
+        gamma: Time to reduce one received byte, in seconds. Unless `gamma` is 0, the schedule has a `calc` operation,
+            in nanoseconds, for each message that is reduced.
         itemsize: Element size in bytes; chunks contain whole elements.
 
     Raises:
-        ValueError: The collective or algorithm does not exist, or the algorithm does not support this number of ranks.
+        ValueError: The collective or algorithm does not exist, or the algorithm does not support `size` ranks.
 
     Example:
         >>> print(un.algorithms.goal("broadcast", "binomial", size=2, nbytes=8))

@@ -48,7 +48,7 @@ class Path(NamedTuple):
         alpha: Latency, in seconds.
         beta: Seconds per byte at each of the two ranks' ports.
         out: Shared uplinks that the message passes on the sender's side, as (link number, seconds per byte).
-        into: Shared uplinks that the message passes on the receiver's side, in the same form.
+        into: Shared uplinks that the message passes on the receiver's side, as (link number, seconds per byte).
     """
 
     alpha: float
@@ -63,7 +63,7 @@ class Network:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
+    **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. A step's messages leave the
     rank's port one after another, each taking n / bandwidth seconds for n bytes, and arrive alpha later; latencies
     overlap. The receiver's port accepts messages in order of arrival, once the receiver has begun the step. So if both
     ranks are waiting, a message takes alpha + n / bandwidth, and both ports are busy for n / bandwidth. Reducing each
@@ -76,9 +76,9 @@ class Network:
     for the delivery.
 
     **Levels**: a message between ranks of the same unit uses the alpha and bandwidth of the innermost level at which
-    they share a unit. All other messages use the network's alpha and bandwidth. A message also passes the uplink of
-    every unit that it leaves or enters. Links are full duplex, serve messages in time order, and forward a message
-    before it is complete (cut-through).
+    they share a unit. Messages between ranks that share no unit use the network's alpha and bandwidth. A message also
+    passes the uplink of every unit that it leaves or enters. Links are full duplex, serve messages in time order, and
+    forward a message before it is complete (cut-through).
 
     Args:
         alpha: Latency in seconds.

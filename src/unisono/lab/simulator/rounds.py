@@ -1,7 +1,8 @@
 """Engine for algorithms whose ranks behave identically up to rotation: numpy simulates a round on all ranks at once.
 
 The algorithm's steps are evaluated once, with a symbolic rank. For each distance a, one array has the times of the
-messages from every rank to rank + a. Rotating it by a takes two slices, because rank + a wraps around.
+messages from every rank to rank + a. Rotating an array by its distance a takes two slices, because rank + a wraps
+around.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class _ShiftedSend(NamedTuple):
 class Rounds:
     """Simulation of all ranks at once, on a network without overhead.
 
-    Shared links are modelled exactly only if one rank at a time uses each link, as in a ring. With shared links, other
-    algorithms are rejected.
+    Shared links are modelled exactly only if one rank at a time uses each link, as in a ring; with shared links, any
+    other algorithm is rejected.
 
     Args:
         offsets: For each chunk, the number of bytes in all chunks before it, followed by the total.
@@ -193,12 +194,12 @@ class Rotation:
     """Symbolic rank r of a group, or a number computed from r: ((r + shift) mod size) * scale + offset.
 
     You can add integers to a `Rotation`, multiply it by a positive integer, and take its remainder modulo size * scale;
-    the result is another `Rotation`. Any other operation, such as a comparison, raises TypeError, because its result is
-    not a rotation of the rank.
+    the result is another `Rotation`, and any other operation, such as a comparison, raises TypeError, because its
+    result is not a rotation of the rank.
 
     Args:
         size: Number of ranks.
-        shift, scale, offset: Integers in the formula above.
+        shift, scale, offset: Integers in ((r + shift) mod size) * scale + offset.
 
     Example:
         >>> (Rotation(8) - 3) % 8

@@ -93,7 +93,7 @@ def simulate(
         itemsize: Element size in bytes; chunks contain whole elements.
         record: Whether to keep all messages, with their times.
         engine: "rounds" simulates a round on all ranks at once; the ranks' steps must be rotations of each other.
-            "events" supports everything. These two engines give the same results. The default is "rounds" if it
+            "events" supports everything. "rounds" and "events" give the same results. The default is "rounds" if it
             supports the algorithm and the network.
 
     Returns:

@@ -24,7 +24,7 @@ class ScalingPoint(NamedTuple):
         algorithm: The algorithm's name.
         size: Number of ranks.
         nbytes: Message size in bytes.
-        seconds: Time until the last rank finishes; None if the algorithm does not support that number of ranks.
+        seconds: Time until the last rank finishes; None if the algorithm does not support `size` ranks.
 
     Example:
         >>> un.algorithms.scaling("barrier", ["dissemination"], sizes=[2], nbytes=[0])
@@ -162,7 +162,7 @@ def simulate_backward(
         The end time, and how much communication is exposed.
 
     Raises:
-        ValueError: There are no buckets, the algorithm does not exist, or it does not support this number of ranks.
+        ValueError: There are no buckets, the algorithm does not exist, or the algorithm does not support `size` ranks.
 
     Example:
         >>> un.algorithms.simulate_backward("ring", size=4, buckets=[(0.01, 10**6), (0.02, 10**6)]).exposed < 0.0016

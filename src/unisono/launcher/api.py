@@ -118,8 +118,8 @@ def init(
     """Join the other ranks of a job, and return the communicator of all ranks.
 
     The rank, the number of ranks and the rendezvous address come from `init_method` or, if it is None, from the
-    environment of torchrun, MPI or Slurm. If there is no such environment, this process is the only rank. The source of
-    these settings is logged (logger "unisono", level info).
+    environment of torchrun, MPI or Slurm. If `init_method` is None and the environment defines no ranks, this process
+    is the only rank. `init` logs how it found the rank and the rendezvous (logger "unisono", level info).
 
     Args:
         backend: A transport's name, a pair such as "shm+tcp" (the first within a host, the second between hosts), or
@@ -131,25 +131,26 @@ def init(
             torch; the last two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; if None, they are read from the environment.
         timeout: Timeout for joining, and default timeout for every operation, in seconds or as a `datetime.timedelta`.
-        heartbeat: Time after which an unresponsive host and its ranks are considered lost, at least 2 s. A waiting call
-            may time out earlier, and the end of a process is detected immediately. If None, the variable
-            UNISONO_HEARTBEAT (in seconds; set by `unisono run --heartbeat`), or else the timeout.
+        heartbeat: Time after which an unresponsive host and its ranks are considered lost, at least 2 s. A waiting
+            call's own timeout may be shorter than the heartbeat, and the end of a process is detected immediately.
+            Defaults to the variable UNISONO_HEARTBEAT (in seconds; set by `unisono run --heartbeat`), or else to the
+            timeout.
         device: Device of this rank's tensors; if None, "cuda:<i>" with nccl, where i is the local rank modulo the
             number of visible GPUs, and "cpu" with other backends.
-        secret: Key with which ranks authenticate each other. If None, the variable UNISONO_SECRET, or else this user's
-            key file, which the first rank on a host creates (mode 0600).
+        secret: Key with which ranks authenticate each other. Defaults to the variable UNISONO_SECRET, or else to this
+            user's key file, which the first rank on a host creates (mode 0600).
         check: "auto" compares the ranks' calls before each collective (with nccl, while the collective runs); "off"
             disables this check.
         deterministic: Whether floating-point sums and products are reduced in one fixed order: along a balanced binary
-            tree, whose nodes split their ranks into halves, with the first half larger if the sizes differ. Each
-            node's result is rounded to the tensor's dtype. Algorithms that follow this order give bitwise identical
-            results for every chunk size and on every transport; other algorithms are refused. Fixed-order reduction
-            disables the native core and other native collectives.
+            tree, whose nodes split their ranks into halves, with the first half larger if the sizes differ. The result
+            at each node of the tree is rounded to the tensor's dtype. Algorithms that reduce in the fixed order give
+            bitwise identical results for every chunk size and on every transport; all other algorithms are refused.
+            Fixed-order reduction disables the native core and other native collectives.
         chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
         wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
-        interface: Network interface, such as "eth0", through which ranks on other hosts reach this rank. If None, the
-            variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or else the interface of the route to
-            the first rank. The chosen interface is logged.
+        interface: Network interface, such as "eth0", through which ranks on other hosts reach this rank. Defaults to
+            the variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or else to the interface of the
+            route to the first rank. The chosen interface is logged.
 
     Returns: The communicator of all ranks, which the caller must close, for example with a `with` statement.
 
@@ -297,15 +298,15 @@ def launch(
         on_failure: With "end", after a rank raises an exception, all other ranks have 3 s to fail with their own error,
             and are then killed; `launch` raises the first error with that rank's traceback. With "continue", `launch`
             returns the survivors' results, and a failed rank's entry is its error. "replace" is like "end", except that
-            a rank whose process or host is lost is started again. The new process calls `fn` with a communicator of
-            only this rank. The new rank joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while
-            those wait in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a
-            rank are lost before they have joined. "replace" works with processes on this host, Ray and Dask.
+            a rank whose process or host is lost is started again. A rank that was started again calls `fn` with a
+            communicator of only itself, and joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`,
+            while those wait in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements
+            of a rank are lost before they have joined. "replace" works with processes on this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Number of torch threads per rank; if None, OMP_NUM_THREADS, or else an equal share of the cores.
         hosts: Groups of ranks to treat as if each were on a separate host, such as `[[0, 1], [2, 3]]`, to test
             multi-host programs on one host.
-        seed: Seed for the scheduling order, for backend "sim" only. If None, UNISONO_SEED, or else 0.
+        seed: Seed for the scheduling order, for backend "sim" only. Defaults to UNISONO_SEED, or else to 0.
         on: An engine's name ("ray", "dask", "submitit" or "mpi"), an engine with options, such as
             `un.engines.Ray(num_cpus=2)`, or an executor with the interface of `concurrent.futures` whose workers are
             processes, such as a `ProcessPoolExecutor`. `nprocs` single-threaded workers must become free within
@@ -397,7 +398,7 @@ def job_of(
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> Job:
-    """Return the job that `launch` would run with these arguments on this host."""
+    """Return the job that `launch`, given the same arguments, would run on this host."""
     timeout_s = positive_timeout(timeout)
     given = validate_hosts(hosts, nprocs)
     sharing = given or (tuple(range(nprocs)),)
@@ -538,7 +539,7 @@ class Topology:
         """Prepare a backend for several hosts: check that hosts can reach each other, and set NCCL's network interface.
 
         Raises:
-            CommError: Hosts cannot connect to each other. Raised on every rank; the error names these hosts, the
+            CommError: Hosts cannot connect to each other; the error is raised on every rank, and names the hosts, the
                 address, and the setting to change.
         """
         _, _, outer = backend.rpartition("+")
@@ -565,7 +566,7 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
         backend: This rank's backend, or "auto".
 
     Raises:
-        ValueError: There is no such interface here, or it has no address.
+        ValueError: The requested interface does not exist on this host, or has no address.
     """
     wanted = requested_interface(interface)
     address = place.address if wanted is None else address_of(*wanted)

@@ -42,8 +42,8 @@ class Program:
 
     Attributes:
         connect: Function that creates the communicator of all ranks after the rendezvous.
-        options, wrap: Options of a replacement rank's communicator, and the wrapper around its transport. The options
-            also determine every rank's heartbeat.
+        options, wrap: Options of a replacement rank's communicator, and the wrapper around its transport. `options`
+            also determines every rank's heartbeat.
         timeout_s: Seconds within which all ranks must arrive.
         threads: Number of torch threads per rank; if None, `share_of_cores` uses OMP_NUM_THREADS, or divides a host's
             cores among its ranks.

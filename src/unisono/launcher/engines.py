@@ -39,8 +39,8 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
             host.
 
     Raises:
-        TypeError: `on` is of another type.
-        ValueError: There is no engine with this name.
+        TypeError: `on` is not an executor, an engine, a string or None.
+        ValueError: `on` is a string, but not the name of an engine.
 
     Example:
         >>> resolve("local") is None, type(resolve("ray")).__name__
@@ -96,10 +96,10 @@ class _LentRanks(Closing):
     """Ranks on an executor, as seen by the process that started them.
 
     A rank's future completes when the rank has ended. The control plane also notices immediately when the rank's
-    process disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, and
-    the future then never completes. Therefore, the future gets a deadline when the process disconnects. An event
-    contains the rank, the index of its attempt, and either its future or a flag that shows whether the rank had
-    finished when its process disconnected.
+    process disconnects, even if the executor does not. A rank's future gets a deadline when the rank's process
+    disconnects, because an executor may lose the result of a rank that has ended, and the future then never completes.
+    An event contains the rank, the index of its attempt, and either its future or a flag that shows whether the rank
+    had finished when its process disconnected.
     """
 
     def __init__(

@@ -29,7 +29,9 @@ _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
 class ForkedRank:
-    """A rank that the template process has forked or will fork. Before the fork, signals for it go to the template.
+    """A rank that the template process has forked or will fork.
+
+    Before the fork, signals for the rank go to the template.
 
     Attributes:
         pid: Process ID of the rank or, before the fork, of the template; both are session leaders.
@@ -71,7 +73,7 @@ def fork_obstacle(command: Sequence[str], ranks: int, *, binding: str, stdin: in
         ranks: Number of ranks on this host.
         binding: As in `ScriptJob`.
         stdin: The rank that reads standard input; None if no rank does.
-        asked: Whether to fork even if that gains little or the script seems unsuitable.
+        asked: Whether to fork even if forking gains little or the script seems unsuitable.
     """
     flags = sys.flags
     options = any((sys.warnoptions, sys._xoptions, flags.verbose, flags.inspect, flags.dev_mode))
@@ -112,7 +114,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _text(command: Sequence[str]) -> bytes:
-    """Return the source of a command's module or file. Raises `ValueError` if there is none."""
+    """Return the source of a command's module or file. Raises `ValueError` if no source is found."""
     if command[0] == "-m":
         places = [Path(folder, command[1].replace(".", "/")) for folder in (str(Path.cwd()), *sys.path[1:])]
         files = [file for place in places for file in (place.with_suffix(".py"), place / "__main__.py")]

@@ -20,7 +20,7 @@ LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
 def own_link() -> Connection[Any, Any]:
     """Return this rank's connection, for a program that receives commands from the process that started it.
 
-    Programs call this function instead of using `LINK`: when a program is pickled by value, so are all objects that the
+    Programs call `own_link` instead of using `LINK`: when a program is pickled by value, so are all objects that the
     program refers to, and a `ContextVar` cannot be pickled.
     """
     return LINK.get()
@@ -35,7 +35,7 @@ def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
 
 
 class LinkedRanks(Closing):
-    """A job's ranks on this host, as seen by the process that starts them. `close` ends these ranks.
+    """A job's ranks on this host, as seen by the process that starts them; `close` ends the ranks.
 
     Args:
         size: Number of ranks.

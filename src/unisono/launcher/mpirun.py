@@ -47,8 +47,8 @@ _LOOK_EVERY_S = 0.1
 class MpirunRanks(LinkedRanks):
     """Ranks started together by mpirun.
 
-    With `on_failure="continue"`, Open MPI is configured to continue without a dead rank. By default, Open MPI kills all
-    ranks.
+    With `on_failure="continue"`, Open MPI 5 or later is configured to continue without a dead rank. By default, Open
+    MPI kills all ranks when one dies.
 
     Raises:
         UnavailableError: mpirun is missing; the error says how to install it.

@@ -308,7 +308,7 @@ def _main_as_ranks_see_it() -> Iterator[None]:
 
 
 def _found(module: ModuleType) -> bool:
-    """Return whether a new process with the same `sys.path` would import this module under its name."""
+    """Return whether a new process with the same `sys.path` would import `module` under its name."""
     if module.__spec__ is not None and module.__spec__.origin in ("built-in", "frozen"):
         return True
     parent, _, _ = module.__name__.rpartition(".")
@@ -370,7 +370,7 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
 def reseed_generators() -> None:
     """Seed a forked process's default random generators from the system's entropy, as in a new interpreter.
 
-    Without this, dropout would use the same masks on all ranks. After a fork, Python itself reseeds its `random`
+    Without new seeds, dropout would use the same masks on all ranks. After a fork, Python itself reseeds its `random`
     module.
     """
     torch.default_generator.seed()

@@ -56,9 +56,9 @@ class ShardedOptimizer(Optimizer):
     `clip_grad_norm_`, `GradScaler` and SAM, raises. Instead, use this class's `clip_grad_norm_`, and bfloat16, which
     needs no loss scaling.
 
-    As with `GradientAverager`, ranks match their backward passes and steps by count: a rank that skips a batch, for
-    example after an exception in forward, must also skip that batch's `step()`. The rank's next backward pass then
-    belongs to the other ranks' current step.
+    As with `GradientAverager`, ranks match their backward passes and steps by count: if a rank skips a batch, for
+    example after an exception in forward, its next backward pass belongs to the other ranks' current step. A rank that
+    skips a batch must also skip that batch's `step()`.
 
     Args:
         optimizer_class: An elementwise optimizer class, such as SGD, Adam, AdamW and most other torch optimizers.
@@ -72,7 +72,7 @@ class ShardedOptimizer(Optimizer):
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
             default the parameters' own dtype. Optimizer states also have this dtype.
         bucket_cap_mb: With `shard_gradients`, maximum message size in MiB.
-        elementwise: Whether the class is known to be elementwise. If False, trial steps on small matrices check this.
+        elementwise: Whether the class is known to be elementwise; if False, trial steps on small matrices check it.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         defaults: Options for `optimizer_class`.
 
@@ -92,9 +92,9 @@ class ShardedOptimizer(Optimizer):
     `shard_gradients` adds one reduce_scatter per bucket. Memory: N elements for parameters, N/p for each state and for
     the master copy, and N for gradients. With `shard_gradients`, gradients need only N/p, plus at most a few buckets.
 
-    On a mesh with r ranks in `replicate` and s in `shard`, p = s, and each step includes a barrier of all ranks. With
-    `shard_gradients`, each part of the gradients is also all-reduced over `replicate`, for which each rank sends 2
-    (r-1)/r N/s elements.
+    On a mesh, p is the number of ranks in `shard`, and each step includes a barrier of all ranks. With
+    `shard_gradients`, each part of the gradients is also all-reduced over the r ranks of `replicate`, for which each
+    rank sends 2 (r-1)/r N/p elements.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; meshes:
     Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
@@ -203,10 +203,10 @@ class ShardedOptimizer(Optimizer):
         Returns: The closure's result.
 
         Raises:
-            MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed.
+            MismatchError, AbortedError, RuntimeError: See the class; no parameter has changed.
             Exception: The closure or the optimizer class raised. The other ranks raise an `AbortedError` that names the
-                error. If the update had already begun, parameters may differ between ranks, so all later steps raise as
-                well.
+                error. An error during the update may leave different parameters on different ranks, so all later steps
+                raise as well.
         """
         loss = None
         present: list[bool] = []
@@ -332,7 +332,7 @@ class ShardedOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Return a context in which `backward()` only accumulates this rank's gradients; needs `shard_gradients`.
 
-        The next pass outside the context averages the accumulated sum. Until then gradients are unsharded.
+        Accumulated gradients are unsharded until the next pass outside the context averages their sum.
 
         Raises:
             RuntimeError: Gradients are not sharded; use the averager's `no_sync`.

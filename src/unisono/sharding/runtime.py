@@ -188,7 +188,7 @@ class _GatherOrder:
         return self._next.get((backward, unit))
 
     def forget(self) -> None:
-        """Forget the recorded order, on which ranks may no longer agree after a failure; prefetching is collective."""
+        """Forget the recorded order: prefetching is collective, and after a failure ranks' orders may differ."""
         self._next.clear()
         self._previous = None
         self._latest = None
@@ -251,7 +251,7 @@ class Runtime(PassOwner):
     begin: A backward pass begins. In STEPPING, the optimizer's closure runs the pass. agree: All ranks have compared
     their gradients and options before an optimizer's step. step: The step has ended, or the caller has dropped the
     gradients. fail: An optimizer's step has raised. In STEPPING, other ranks may have finished their step, so
-    everything is aborted.
+    the step and all later steps are aborted on all ranks.
 
     Args:
         units: All units.
@@ -433,8 +433,8 @@ class Runtime(PassOwner):
         """After a failed pass, create new communicators and drop the step's gradients. Collective if a pass has failed.
 
         Raises:
-            CommError: Another rank's pass has failed, and this rank has lost gradients. The next call of this method
-                creates the new communicators.
+            CommError: Another rank's pass has failed, and this rank has lost gradients. The next call of `_recover`
+                creates new communicators.
         """
         error = self._comms.live.data.exception()
         if error is None:
@@ -515,7 +515,7 @@ class Runtime(PassOwner):
         self.free()
 
     def fail(self) -> None:
-        """Drop all uncommitted gradients, and abort the step on all ranks."""
+        """Drop all gradients not yet added to the pieces' `.grad`, and abort the step on all ranks."""
         # `running` is None if this rank's pass has reached only other models. On other ranks, the pass may have reached
         # this model.
         running = self._running
@@ -528,7 +528,7 @@ class Runtime(PassOwner):
         self.free()
 
     def _drop(self) -> bool:
-        """Drop uncommitted gradients; return whether any of them had not been reduced."""
+        """Drop all gradients not yet added to the pieces' `.grad`; return whether any of them was unreduced."""
         had = any(gradient.taken for _, gradient in self._trained)
         for _, gradient in self._trained:
             gradient.drop()
@@ -555,7 +555,7 @@ class Runtime(PassOwner):
 
     # -- from step to step ----------------------------------------------------------------------
     def check_reduced(self, action: str, places: Iterable[Place]) -> None:
-        """Raise `RuntimeError` if a forward or backward is running, or these parameters' gradients are not averaged."""
+        """Raise `RuntimeError` if a forward or backward is running, or a given parameter's gradient is not averaged."""
         self.check_idle(action)
         for flat, index in places:
             if flat.gradient is not None and index in flat.gradient.taken:
@@ -565,7 +565,7 @@ class Runtime(PassOwner):
                 )
 
     def forget(self, places: Iterable[Place]) -> None:
-        """Drop the gradients of these parameters, except gradients that are already averaged."""
+        """Drop the gradients of the given parameters, except gradients that are already averaged."""
         for flat, index in places:
             if flat.gradient is not None:
                 flat.gradient.taken.discard(index)

@@ -47,7 +47,7 @@ SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class ShardOptimizer(Optimizer):
-    """Base of the classes that `shard_optimizer` derives from a user's class; their parameters are pieces."""
+    """Base of the classes that `shard_optimizer` derives from users' classes, for optimizers of `ParameterPiece`s."""
 
     pieces: Sequence[ParameterPiece]
     """The pieces, in group order: the n-th one belongs to the unsharded optimizer's parameter n."""
@@ -204,7 +204,9 @@ def _ranges(pieces: Sequence[ParameterPiece]) -> list[tuple[int, int]]:
 def check_elementwise(
     optimizer_class: type[Optimizer], groups: Sequence[_Options], defaults: _Options
 ) -> frozenset[str]:
-    """Check by trial that slices of parameters are updated like whole parameters; see `_Trial`. Takes about 50 ms.
+    """Check by trial that slices of parameters are updated like whole parameters; see `_Trial`.
+
+    The check takes about 50 ms.
 
     A failed trial is repeated with no gradient missing, and then with a single group, for classes that support only
     these cases. The trial has no side effects: it draws no random numbers from torch, compiles nothing, and copies the
@@ -212,8 +214,8 @@ def check_elementwise(
 
     Args:
         optimizer_class: The class to try.
-        groups: Parameter groups with `ParameterPiece`s as "params". The trial uses their options, dtypes, devices and
-            numbers of dimensions.
+        groups: Parameter groups with `ParameterPiece`s as "params". The trial uses the groups' options, and the
+            pieces' dtypes, devices and numbers of dimensions.
         defaults: Options for `optimizer_class`.
 
     Returns: Names of states that do not belong to single elements of a parameter, and are equal on all ranks.
@@ -273,11 +275,11 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 class _Trial:
     """A trial: the same steps by one optimizer on whole parameters, and by three ranks' optimizers on slices.
 
-    Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. The trial has a
-    parameter group for each distinct group of the user. For each dtype and device in the user's group, this group has
-    one parameter of 160 x 160 elements, which is above optimizers' size thresholds, and several small parameters: one
-    with 2 dimensions, and one for each other number of dimensions in the user's group. Gradient norms range from 1e-3
-    to 1e3. After 12 steps, all states are loaded into new optimizers, which take 3 more steps.
+    Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. Each distinct
+    group in `groups` has a counterpart in the trial. For each dtype and device in the original group, the counterpart
+    has one parameter of 160 x 160 elements, which is above optimizers' size thresholds, and several small parameters:
+    one with 2 dimensions, and one for each other number of dimensions in the original group. Gradient norms range from
+    1e-3 to 1e3. After 12 steps, all states are loaded into new optimizers, which take 3 more steps.
 
     Args:
         optimizer_class, groups, defaults: As for `check_elementwise`.
@@ -492,7 +494,7 @@ def named_groups(model: torch.nn.Module | Iterable[Any]) -> list[dict[str, Any]]
         model: A module, parameters, pairs of name and parameter, or groups of parameters or pairs.
 
     Raises:
-        TypeError: `model` is none of these.
+        TypeError: `model`, or an element of it, has an unsupported type.
         ValueError: `model` is empty, or contains a parameter twice.
 
     Example:
@@ -552,8 +554,8 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
     """Copy a state into the shards and buffers of a model.
 
     Args:
-        model: The module. Extra state of its submodules is loaded as well.
-        own: The module's state with shards. Values are copied into its memory.
+        model: The module, whose submodules' extra state is loaded as well.
+        own: The module's state with shards; values are copied into its tensors.
         state: The state to load: shards of this rank, or whole tensors.
 
     Raises:
@@ -619,7 +621,7 @@ def check_same_step(
         gradients: Gradients, in order, that should be identical on all ranks; empty if they differ by design.
         step: Number of the step.
         comm: Communicator of the ranks that take the step.
-        problem: Error that this rank is to raise, or None. The other ranks then raise an `AbortedError` that names this
+        problem: Error that this rank is to raise, or None; the other ranks raise an `AbortedError` that names the
             error.
     """
     try:

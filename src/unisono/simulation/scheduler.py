@@ -190,8 +190,8 @@ class TaskScheduler:
     Virtual time stands still while any task can run; when none can, time jumps to the next event. A run therefore takes
     only the time of its computations, and depends only on the seed.
 
-    If every task waits with a timeout of at least 0.9 times the default and no other event is scheduled, the program is
-    in a deadlock: all ranks get `DeadlockError` immediately. Waits with a shorter timeout, and waits marked as `hasty`,
+    If every task waits with at least 0.9 times the default timeout and no other event is scheduled, the program is in a
+    deadlock: all ranks get `DeadlockError` immediately. Waits with a shorter timeout, and waits marked as `hasty`,
     end at their deadline.
 
     Args:
@@ -252,7 +252,7 @@ class TaskScheduler:
         self._left += task.main
 
     def run(self) -> None:
-        """Run until all ranks' programs have ended. When this returns or raises, no simulated threads are left.
+        """Run until all ranks' programs have ended; on return or error, no simulated threads are left.
 
         Raises:
             CommTimeoutError: A task is stuck: it computes forever or waits in real time.

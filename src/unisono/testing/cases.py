@@ -79,7 +79,7 @@ class Case:
         return tuple(shares[i] for i in torch.randint(len(shares), (self.size,), generator=generator).tolist())
 
     def given(self) -> list[Tensors]:
-        """Return all ranks' inputs as one-dimensional tensors. Every rank that calls this gets the same values."""
+        """Return all ranks' inputs as one-dimensional tensors, with the same values on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 

@@ -195,7 +195,7 @@ def check(
     """Run a program under each seed's faults, judge its outcomes, and check that a replay gives the same trace.
 
     Args:
-        program: The program of each rank. Its result is compared with the result of a run without faults.
+        program: The program of each rank; its result is compared with the result of a run without faults.
         nprocs: Number of ranks.
         args: Passed to the program.
         seeds: Seeds, one per run.

@@ -68,7 +68,9 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
 
 
 def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that all ranks get the same average: that of the `kept` tensors, each within `error_bound` of its input.
+    """Check that all ranks get the same average, and that it is the mean of the `kept` tensors.
+
+    Each `kept` tensor must be within `error_bound` of its rank's input.
 
     Args:
         make, bucket: As in `check_codec`.
@@ -248,7 +250,7 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
 
 
 def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
-    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts its own ranks, like `bytes_sent`.
+    """Check that `wire_bytes` is within 2 % of the bytes sent. The check starts its own ranks, like `bytes_sent`.
 
     Args:
         make, size, bucket: As in `check_codec`.
@@ -288,8 +290,8 @@ Make = Callable[[], Codec]
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
     """Return the number of bytes that a rank sends to compute one average, counted at the senders; the mean over ranks.
 
-    Starts ranks as threads, which choose algorithms as if latency were zero, as `wire_bytes` assumes. The first average
-    is not counted, because during it ranks also exchange messages that compare their calls.
+    The function starts ranks as threads, which choose algorithms as if latency were zero, as `wire_bytes` assumes. The
+    first average is not counted, because during it ranks also exchange messages that compare their calls.
 
     Args:
         make: Function that makes the codec.

@@ -61,7 +61,7 @@ class MarkedRanks:
         """Return each rank's `test(*args, **kwargs)`; with `comm`, the rank's communicator is also passed.
 
         Raises:
-            Exception: The error of the first failing rank. Notes name the rank and the errors of other ranks.
+            Exception: The error of the first failing rank, with notes that name the rank and the errors of other ranks.
         """
         from unisono.core.work import resolve_timeout
         from unisono.errors import CommTimeoutError
@@ -116,8 +116,8 @@ class MarkedRanks:
         """Decorate a test: return a function that runs `test` on the ranks.
 
         The returned function returns one rank's result. If `test` is a coroutine function, so is the returned function,
-        so that the test runner handles coroutines in its own way. If an argument is this object, it is replaced by the
-        argument `comm`, the rank's communicator.
+        so that the test runner handles coroutines in its own way. A keyword argument whose value is this
+        `MarkedRanks` is replaced by the argument `comm`, the rank's communicator.
         """
 
         @functools.wraps(test)
@@ -152,7 +152,7 @@ def _processes() -> str:
 def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> MarkedRanks:
     """Return a decorator that runs a test on ranks, each with torch's default process group.
 
-    Use it with unittest, or below Hypothesis' `given`. With pytest, the marker `ranks(3, torch=True)` does the same.
+    Use the decorator with unittest, or below Hypothesis' `given`. With pytest, use the marker `ranks(3, torch=True)`.
 
     Args:
         size: Number of ranks, or the name of a test argument that gives the number: an int, or a collection with one
@@ -162,8 +162,8 @@ def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> Mar
         options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".
 
     Raises:
-        Exception: Raised by the decorated test: the error of the first failing rank. Notes name the rank and the errors
-            of other ranks.
+        Exception: Raised by the decorated test: the error of the first failing rank, with notes that name the rank and
+            the errors of other ranks.
 
     Cost: a few milliseconds per run on threads or on processes that are already running.
 

@@ -56,7 +56,7 @@ class LaidOutTensor:
 
 
 def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
-    """Return a view that holds these values in this layout.
+    """Return a view that holds the given values in the given layout.
 
     Args:
         values: One-dimensional.

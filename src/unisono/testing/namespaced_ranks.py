@@ -96,7 +96,7 @@ class HostRanks(Closing):
             self._links.append(link)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
-        """Return the result or error of each of these ranks (all ranks if None), with None for each killed rank."""
+        """Return the result or error of each rank in `ranks` (default: all ranks), with None for each killed rank."""
         found: list[Any] = []
         for rank in range(len(self._links)) if ranks is None else ranks:
             assert self._links[rank].poll(within_s), f"rank {rank} has not ended within {within_s} s"
@@ -111,7 +111,7 @@ class HostRanks(Closing):
             assert link.recv_bytes() == b"word", f"rank {rank} has ended early"
 
     def kill(self, *ranks: int) -> None:
-        """Kill these ranks with SIGKILL."""
+        """Kill the given ranks with SIGKILL."""
         for rank in ranks:
             pid = self.processes[rank].pid
             assert pid is not None
@@ -211,9 +211,9 @@ class Network(Closing):
 
     Raises:
         ValueError: The delay or the loss is invalid.
-        subprocess.CalledProcessError: On entry: the machine does not support such hosts, or `tc` rejects the rate.
-            `unisono.testing.namespaced_ranks.obstacle()` returns the reason in advance: such hosts need Linux, root and
-            iproute2.
+        subprocess.CalledProcessError: On entry: the machine does not support a `Network`, or `tc` rejects the rate.
+            `unisono.testing.namespaced_ranks.obstacle()` returns in advance why the machine does not support a
+            `Network`, which needs Linux, root and iproute2.
 
     Example:
         >>> from unisono.testing.namespaced_ranks import obstacle
@@ -413,8 +413,8 @@ class Network(Closing):
             seconds: Duration of the rate measurement, and of the warm-up before it, which uses up the burst.
 
         Returns:
-            Rate, round trip, and the fraction of a core that the relay used since the previous report, excluding these
-            measurements.
+            Rate, round trip, and the fraction of a core that the relay used from the end of the previous report to the
+            start of this report.
 
         Raises:
             TimeoutError: No reply arrives, because a host is disconnected or all packets are lost.

@@ -120,8 +120,8 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Run a marked test on its ranks, inside the wrappers of pytest and other plugins.
 
-    The test function is replaced temporarily, before pytest and other plugins wrap it. Their wrappers handle
-    coroutines, return values and expected failures, so this plugin need not.
+    The test function is replaced temporarily, before pytest and other plugins wrap it, so that their wrappers
+    handle coroutines, return values and expected failures.
     """
     marker = item.get_closest_marker("ranks")
     if marker is None or not isinstance(item, pytest.Function):

@@ -76,8 +76,8 @@ def run_limited(
 def _end(running: dict[int, int], stopped: set[int]) -> bool:
     """Stop the abandoned ranks, except ranks that are importing a module; return whether such ranks remain.
 
-    An exception in a thread that waits for another thread's import would leave the module's import lock held. Later
-    programs in this process would then wait for the lock forever.
+    An exception in a thread that waits for another thread's import would leave the module's import lock held, and
+    later programs in this process would wait for the lock forever.
 
     Args:
         running: Thread of each rank; a thread that exits removes itself.

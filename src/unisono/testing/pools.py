@@ -41,9 +41,9 @@ class RankPool(Closing):
     """Ranks reused for many small programs: a program takes about a millisecond, but starting ranks takes a second.
 
     Each program starts with torch's random generator freshly seeded. After an error raised by a program itself, the
-    next program gets a new communicator. Ranks are replaced if they failed in another way or took too long, or if the
-    driver has since changed its environment, working directory or standard output. With a backend that runs ranks as
-    threads, each program gets new ranks, which costs little.
+    next program gets a new communicator; after any other failure or a timeout, it gets new ranks. Ranks are also
+    replaced if the driver has changed its environment, working directory or standard output since they started. With a
+    backend that runs ranks as threads, each program gets new ranks, which costs little.
 
     Args:
         size: Number of ranks; a program may use fewer.
@@ -77,7 +77,7 @@ class RankPool(Closing):
         size: int | None = None,
         on_failure: Literal["end", "continue"] = "end",
     ) -> list[Any]:
-        """Return the results of `fn(comm, *args)` on the first `size` ranks (all if None). Other ranks stay idle.
+        """Return the results of `fn(comm, *args)` on the first `size` ranks (default: all). Other ranks stay idle.
 
         Args:
             fn: The program; pickled by value, like `args`, so it need not be importable.
@@ -109,7 +109,7 @@ class RankPool(Closing):
         return conclude(ended, size, on_failure)
 
     def _ready(self) -> PoolProcesses:
-        """Return running ranks. Starts new ranks if none are running or if the driver's environment has changed."""
+        """Return running ranks; start new ranks if none are running or if the driver's environment has changed."""
         here = _surroundings()
         if self._staff is not None and here == self._started_in:
             return self._staff
@@ -132,7 +132,7 @@ _pools: OrderedDict[str, RankPool] = OrderedDict()
 
 
 def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
-    """Return this process's pool for these arguments; its ranks exit with the process.
+    """Return this process's pool for the given arguments; its ranks exit with the process.
 
     Ranks of the 8 most recently used pools are kept.
 
@@ -190,7 +190,7 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _TestPickler(FunctionPickler):
-    """Pickler for tests. Omits Hypothesis' wrapper and unittest's outcome, because they refer to open files."""
+    """Pickler for tests that omits Hypothesis' wrapper and unittest's outcome, because they refer to open files."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TestCase):
@@ -228,8 +228,7 @@ class PoolProcesses:
     def run(self, program: bytes, size: int, limit_s: float, on_failure: str) -> tuple[list[Outcome], bool]:
         """Return the first `size` ranks' outcomes, in order of completion, and whether the ranks are still usable.
 
-        If they are not usable, they have already been stopped. Ranks remain usable after an error raised by the program
-        itself.
+        Unusable ranks have already been stopped. Ranks remain usable after an error raised by the program itself.
         """
         key = size, self._failures
         # The communicator of the first `size` ranks is created once, and again after a failure; all ranks take part in

@@ -51,7 +51,7 @@ def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
     """Return a strategy for the number of ranks.
 
     Args:
-        max_size: The largest number; the smallest is 1.
+        max_size: The largest number of ranks; the smallest is 1.
 
     Example:
         >>> from hypothesis import find
@@ -238,7 +238,9 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 def inputs(
     draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
 ) -> list[torch.Tensor]:
-    """Return a strategy for lists of equally long tensors, one per rank. Hypothesis shrinks both number and length.
+    """Return a strategy for lists of equally long tensors, one per rank.
+
+    Hypothesis shrinks both the number of tensors and their length.
 
     With `@pytest.mark.ranks("inputs")`, a test runs on one rank per tensor in its argument `inputs`, which this
     strategy draws.

@@ -51,7 +51,7 @@ def abort_ends_every_wait(world: World) -> None:
 
 
 def closed_communicator_rejects_calls(world: World) -> None:
-    """Every call raises `ClosedError`; `close` is idempotent."""
+    """Every call on a closed communicator raises `ClosedError`; `close` is idempotent."""
 
     def program(comm: Communicator) -> list[str]:
         part = comm.dup()
@@ -96,7 +96,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
 
 
 def failed_rank_is_reported_in_subgroups(world: World) -> None:
-    """Waits for the failed rank in a sub-group also raise the error, and the work and its future report it."""
+    """In a sub-group, waits for a failed rank raise a `PeerLostError`, which the work and its future report."""
 
     def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
         part = comm.dup()

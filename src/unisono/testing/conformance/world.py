@@ -81,7 +81,7 @@ Check = Callable[[World], None]
 
 
 def numbers(comm: Communicator, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return these numbers as a tensor on the communicator's device."""
+    """Return the given numbers as a tensor on the communicator's device."""
     return torch.tensor(values, dtype=dtype, device=comm.device)
 
 
@@ -112,7 +112,7 @@ def until(done: Callable[[], bool], within_s: float) -> None:
 
 
 def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the message of a call's error, which must be of this class; a `CommError` must also have `rank` set."""
+    """Return the message of a call's error, which must be of class `kind`; a `CommError` must also have `rank` set."""
     try:
         call()
     except kind as error:

@@ -198,7 +198,7 @@ def interleave(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Return the order of candidates in a round. It rotates: each candidate is sometimes first and sometimes last."""
+    """Return the order of candidates in a round, rotated so that each candidate is sometimes first, sometimes last."""
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned

@@ -37,7 +37,7 @@ class UsageError(Exception):
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these classes to a `UsageError` with the same text."""
+    """Convert errors of the given classes to a `UsageError` with the same text."""
     try:
         yield
     except kinds as error:

@@ -40,8 +40,8 @@ class StepShare(NamedTuple):
     """One rank's share of one step.
 
     Attributes:
-        indices: Indices of the images in this share.
-        divisor: Number by which to divide the sum of these images' losses. The average of the ranks' results is then
+        indices: Indices of the images in the share.
+        divisor: Number by which to divide the sum of the images' losses, so that the average of the ranks' results is
             the mean loss of the step's global batch.
     """
 
@@ -89,7 +89,7 @@ class Batches:
 
 
 def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build a network for these images' channels and classes, on the CPU, with weights that depend only on the seed.
+    """Build a network for the images' channels and classes, on the CPU, with weights that depend only on the seed.
 
     The global random generator is neither read nor changed, because ranks that are threads share it.
     """
@@ -144,7 +144,7 @@ class TrainResult:
 
 
 def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int, shown: bool = True) -> TrainResult:
-    """Train on this rank's partition, together with all other ranks. Runs on each rank."""
+    """Train on this rank's partition, together with all other ranks. Collective."""
     batches = Batches(pictures, comm.size, seed)
     # Each rank draws different weights; `broadcast_parameters` replaces them with rank 0's weights.
     model = build(pictures, seed + comm.rank).to(comm.device)

@@ -41,10 +41,10 @@ class Peer(ABC):
 
     @abstractmethod
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
-        """Return a function that runs the collective on this memory, with everything reusable already prepared."""
+        """Return a function that runs the collective on the slot's tensors; prepare all that calls can reuse."""
 
     def close(self) -> None:
-        """Release all resources. Called when no collective is running."""
+        """Release all resources. The benchmark calls this method when no collective is running."""
 
 
 PEERS: Registry[type[Peer]] = Registry("peer", "unisono.tools.bench.peers", "PEER")

@@ -33,7 +33,7 @@ class UnisonoPeer(Peer):
         return call if self._algorithm is None else partial(call, algorithm=self._algorithm)
 
     def chosen(self, call: Callable[[], object]) -> str:
-        """Run a collective, and return the name of its algorithm. All ranks must call this."""
+        """Run a collective, and return the name of its algorithm. All ranks must call this method."""
         with trace(self._folder / f"trace of rank {self._comm.rank}.json") as events:
             call()
         return next(str(event.detail["algorithm"]) for event in events if event.kind == "collective")

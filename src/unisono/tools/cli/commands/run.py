@@ -3,7 +3,7 @@
 Each line of output begins with the number of the rank that printed it. If a rank fails, the other ranks are terminated,
 and the first error is printed. The script gets its rank from unisono.init(), or from the variables that torchrun also
 sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. SIGTERM, SIGHUP, SIGINT, SIGUSR1 and SIGUSR2 are
-forwarded to the ranks. After the first three of these, ranks have --grace seconds to save a checkpoint and exit.
+forwarded to the ranks. After SIGTERM, SIGHUP or SIGINT, ranks have --grace seconds to save a checkpoint and exit.
 
   unisono run -n 4 train.py --epochs 3
   unisono run -n 4 -m package.train --epochs 3

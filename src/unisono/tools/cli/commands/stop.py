@@ -1,6 +1,6 @@
 """Ask all ranks of a running job to stop at the same training step, if the program calls `comm.stop_requested`.
 
-If the program never calls this method, its ranks continue.
+If the program never calls `comm.stop_requested`, its ranks continue.
 
   unisono stop 12345                               (the job of process 12345: a rank, or the ranks' launcher)
   unisono stop 12345 --reason 'the node is needed'

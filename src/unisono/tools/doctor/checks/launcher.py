@@ -31,7 +31,7 @@ def check(target: Target) -> Iterator[Finding]:
 
 
 def launched() -> Launched:
-    """Return this process's rank and launcher, as `init` would read them; if there is no launcher, `by` is empty."""
+    """Return this process's rank and launcher, as `init` would; without a launcher, `Launched.by` is empty."""
     return bootstrap.launched() or Launched("", None, None)
 
 

@@ -14,7 +14,7 @@ ORDER = 21
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Ask torch whether NCCL is available. Without a GPU, that is a problem only if NCCL was requested."""
+    """Ask torch whether NCCL is available. A missing GPU is a problem only if NCCL was requested."""
     if not target.wants("nccl"):
         return
     torch = load_torch()

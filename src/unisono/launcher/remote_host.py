@@ -42,7 +42,7 @@ class Shell:
     Attributes:
         name: The host's name.
         words: The words of the prefix, such as `ssh` and the host's name.
-        python: Path of the Python interpreter on that host.
+        python: Path of the Python interpreter on the other host.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Shell:
 
 
 class RemoteHost:
-    """Ranks of a script on another host. If this process ends, the agent's input closes, and the ranks are killed.
+    """Ranks of a script on another host, run by an agent, which kills the ranks if this process ends.
 
     Args:
-        job: The script, and its ranks on that host.
+        job: The script, and its ranks on the other host.
         ports: Ports for this library's rendezvous and for torch's.
         attempt: Number of times the ranks have been started before.
         events: Callbacks for the ranks' output and exits.
-        shell: Command prefix that starts the agent on that host.
+        shell: Command prefix that starts the agent on the other host.
     """
 
     def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events, shell: Shell) -> None:

@@ -36,8 +36,8 @@ def replacement(
     Args:
         control: This rank's handle to the job's control plane; closing the communicator also closes this handle.
         rank, attempt: The lost rank, and the number of times it has been started before.
-        options: Options for the one-rank communicator. For the job's communicator, only the device is used; the job's
-            ranks send all other options.
+        options: Options for the one-rank communicator. After joining the job, this rank keeps only the device, and
+            receives all other options from the job's ranks.
         wrap: Function applied to the job's transport.
         on_joined: Called with the job's communicator when this rank has joined.
     """

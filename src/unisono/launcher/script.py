@@ -134,7 +134,7 @@ class _Attempt:
         return 128 + self.signal
 
     def _stopped(self) -> int:
-        """Return the exit status of ranks that stopped on request; 0 if no rank did so, or a rank failed."""
+        """Return the exit status of ranks that stopped on request; 0 if there are none, or if any rank failed."""
         ends = set(self.statuses.values()) - {0}
         if not ends or not ends <= {STOPPED_SAVED, STOPPED_UNSAVED}:
             return 0
@@ -142,7 +142,7 @@ class _Attempt:
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
-        """Write a rank's output, prefixing lines with the rank. First end any line that another stream left open."""
+        """Write a rank's output, prefixing lines with the rank; end any unfinished line of another stream first."""
         target = sys.stderr if stream == 2 or self._job.to_stderr else sys.stdout
         front = f"[{rank}] " if self._job.prefix and rank is not None else ""
         if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
@@ -192,7 +192,7 @@ class _Attempt:
         return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
-        """Forward a signal. A signal that ends the job starts the grace period; a second one ends that period."""
+        """Forward a signal. SIGUSR1 and SIGUSR2 aside, the first signal starts the grace period; a second ends it."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)

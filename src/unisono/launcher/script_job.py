@@ -84,8 +84,8 @@ class ScriptJob:
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
         """Return a rank's environment: the variables that torchrun also sets, and this library's own.
 
-        UNISONO_PORT contains this library's port and also torch's, to be compared with MASTER_PORT: if a rank starts
-        another launcher, which sets a different MASTER_PORT, the new job ignores UNISONO_PORT.
+        UNISONO_PORT contains this library's port and torch's. A rank ignores UNISONO_PORT if torch's port differs from
+        MASTER_PORT, as in a job that another launcher starts inside a rank of this job.
         """
         places = {
             "RANK": self.before + local_rank,

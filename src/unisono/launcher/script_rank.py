@@ -43,7 +43,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
 
 
 def arrange(command: list[str]) -> None:
-    """Set `sys.argv` and `sys.path` as Python does for a script. Call this before the script's imports."""
+    """Set `sys.argv` and `sys.path` as Python does for a script, before any of the script's imports."""
     if command[0] == "-m":
         sys.argv = command[1:]
         _search_first(str(Path.cwd()))

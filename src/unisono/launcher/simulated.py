@@ -96,8 +96,8 @@ def simulate(
         network: Model of the network, which determines how long messages take; see `unisono.transports.sim.SimNetwork`.
         faults: Arguments for `unisono.testing.Faulty`; if given, each rank's transport is wrapped in `Faulty`, and then
             `wrap` is applied to the wrapped transport.
-        preempt: Probability of switching to another rank when a rank acquires a free lock. Such switches expose races
-            in which a rank checks something before it acquires the lock.
+        preempt: Probability of switching to another rank when a rank acquires a free lock, to expose races in which a
+            rank checks something before it acquires the lock.
         timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is in virtual time.
         backend: "sim", or another transport whose ranks are threads.
 

@@ -152,7 +152,7 @@ class Supervisor:
     def _settled(self, outcome: Outcome) -> list[Outcome]:
         """Return a rank's outcome, and also outcomes for replacements that no remaining rank can admit.
 
-        The list is empty if the rank was lost and is being replaced.
+        Return an empty list if the rank was lost and is being replaced.
         """
         rank = outcome.rank
         if rank not in self.open:

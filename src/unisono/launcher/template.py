@@ -1,6 +1,6 @@
 """Template process, from which a script's ranks are forked: it only imports torch.
 
-The process does not start threads, draw random numbers or initialize CUDA: threads and CUDA contexts do not survive a
+The template does not start threads, draw random numbers or initialize CUDA: threads and CUDA contexts do not survive a
 fork, and all ranks would inherit the same random state.
 """
 
@@ -35,7 +35,7 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
         alive: File descriptor of a pipe that closes when the launcher ends.
         command: A file, or "-m" and a module, followed by the script's arguments.
 
-    Returns: In a rank, the descriptor of the file for the rank's uncaught error. In the template process, None, once
+    Returns: In a rank, the descriptor of the file for the rank's uncaught error. The template process returns None once
     all ranks have ended.
     """
     channel = FrameChannel()

@@ -28,11 +28,10 @@ class TaskBatch:
         name: Name of the function, for error messages.
         size: Number of calls.
         pack: Function that encodes a range of calls as bytes.
-        deliver: Function called with an index, the results of the calls from that index on, and the error of the next
+        deliver: Function called with a start index, the results from that index on, and the error of the first failed
             call, or None if no call failed.
-        begin: Function called before the first call is sent. If it returns False, no call is sent.
-        chunksize: Calls per chunk. If None, the size adapts to the number of remaining calls and the time that each
-            call takes.
+        begin: Function called before the first call is sent; if `begin` returns False, no call is sent.
+        chunksize: Calls per chunk; if None, adapted to the number of remaining calls and the time that each call takes.
     """
 
     def __init__(

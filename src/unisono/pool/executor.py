@@ -43,13 +43,13 @@ _Initialize = Callable[[], object] | None
 class Pool(Executor):
     """`concurrent.futures` executor whose workers are new processes or the ranks of a communicator.
 
-    `Pool(4)` starts 4 processes, on this host or through the engine or executor `on`. The processes exit when the pool
+    `Pool(4)` starts 4 processes, on this host or through `on`, an engine or executor. The processes exit when the pool
     shuts down. Tasks and results are pickled, and functions are sent as in `launch`.
 
     `Pool(comm)` is collective: rank 0 submits tasks, and the other ranks run them. If rank 0 is the only rank, it runs
     the tasks in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down; their
-    `with` block then gets None as the pool. Without `with`, the other ranks must call `shutdown`, in which they run
-    tasks in the same way.
+    `with` block then gets None as the pool. Without `with`, the other ranks must call `shutdown`, which runs tasks
+    until rank 0 shuts the pool down.
 
     An idle worker gets the next tasks, and runs them one at a time in its main thread. If a worker dies, other workers
     run its unfinished tasks. Each task's result arrives once, but if a task runs again, its side effects occur again.
@@ -67,9 +67,9 @@ class Pool(Executor):
             `PeerLostError`, because the task itself may have killed its workers.
         trusted: Whether the ranks of a communicator exchange pickles, which allow a sender to run any code on the
             receiver. If False, functions must be exposed (`unisono.rpc.expose`), and arguments and results must be
-            plain values, as in `unisono.rpc`. Must be equal on all ranks.
-        on: Engine or executor, as for `launch`, that starts the processes; only if `workers` is a number. Backend
-            "auto" then chooses "tcp", or "gloo" without a native core.
+            plain values, as in `unisono.rpc`. All ranks must pass the same value.
+        on: Engine or executor, as for `launch`, that starts the processes; only if `workers` is a number. With `on`,
+            backend "auto" chooses "tcp", or "gloo" without a native core.
 
     Raises:
         ValueError: The number of workers or retries is invalid, or a pool cannot start ranks on this backend.
@@ -173,7 +173,7 @@ class Pool(Executor):
             unordered: Whether to yield results as they arrive, instead of in the order of the items.
 
         Returns: The iterator. If a call fails, the iterator yields the results of the calls before it and then raises
-        its error. Calls that have not been sent when this error is raised never run.
+        its error; calls that have not been sent by then never run.
 
         Raises:
             RuntimeError, BrokenPoolError: As for `submit`.
@@ -238,8 +238,8 @@ class Pool(Executor):
 
         Raises:
             PeerLostError: Rank 0 was lost. Raised on all ranks except rank 0.
-            RuntimeError: A future's callback called `shutdown(wait=True)`, which would deadlock. The pool still shuts
-                down.
+            RuntimeError: A future's callback called `shutdown(wait=True)`, which would deadlock. The pool nevertheless
+                shuts down.
         """
         if self._scheduler is None:
             first = not self._served
@@ -384,9 +384,9 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the worker processes, and wait until they exit.
+        """Start the worker processes, wait until they exit, and raise an error.
 
-        Then raise an error, which is reported only if the constructor is still waiting for the workers.
+        If the constructor is still waiting for the workers, it raises the error; otherwise, the error is ignored.
         """
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]

@@ -207,7 +207,7 @@ class CallScheduler:
             self._quiet.notify_all()
 
     def _answered(self, worker: int, batch: TaskBatch, chunk: Range, future: Any) -> None:
-        """Handle a worker's results. First send the worker its next chunk, so that it need not wait."""
+        """Handle a worker's results. Before decoding them, send the worker its next chunk, so that it need not wait."""
         start, stop = chunk
         try:
             content, left, seconds, failed = future.value()

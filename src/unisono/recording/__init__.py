@@ -21,16 +21,16 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Call this right after `init`, before loading a checkpoint: a replay runs the program from its beginning and loads
-    the same checkpoint. Not all ranks need to record. The recording contains the results of collectives, received
+    Call `record` right after `init`, before loading a checkpoint: a replay runs the program from its beginning and
+    loads the same checkpoint. Not all ranks need to record. The recording contains the results of collectives, received
     messages, the sender of each any-source receive, the return values of `is_completed`, the order in which futures
     complete, replies from the control plane, errors, the initial states of the global random generators, and a digest
     of everything that this rank sends.
 
     Args:
-        folder: Folder in which each rank creates its own file. The file must not exist yet. Ranks need not share the
+        folder: Folder in which each rank creates its own file, which must not exist yet. Ranks need not share the
             folder.
-        comm: The communicator to record. Communicators that are later derived from it are also recorded.
+        comm: The communicator to record. Communicators that are later derived from `comm` are also recorded.
         steps: Number of optimizer steps in this thread after which the recording ends. If None, the recording ends when
             it or the communicator is closed, or when the process exits.
 
@@ -43,8 +43,8 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
         TypeError: `comm` is not a communicator.
         FileExistsError: The folder already contains a recording of this rank.
 
-    Cost: all bytes that this rank receives are written to the file, and all bytes that it sends are hashed. Collectives
-    don't use the fast path.
+    Cost: all bytes that this rank receives are written to the file, and all bytes that it sends are hashed. During the
+    recording, collectives don't use the native fast path.
 
     Example:
         >>> import tempfile
@@ -79,8 +79,8 @@ def replay(
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    The program must call `record` at the same point as in the recorded run. The replay begins with that call: from then
-    on, the program receives the recorded data. To replay a script, use `unisono replay`.
+    The program must call `record` at the same point as in the recorded run; from then on, the program receives the
+    recorded data. To replay a script, use `unisono replay`.
 
     Args:
         folder: Folder that was passed to `record`.

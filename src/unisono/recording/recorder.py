@@ -59,7 +59,7 @@ _FORWARDED = ("set", "join", "leave", "boundaries", "request_stop", "watch", "ho
 
 
 class Recording(Closing):
-    """A recording in progress, as returned by `un.record`. As a context manager, it ends the recording on exit."""
+    """A recording in progress, as returned by `un.record`: a context manager that ends the recording on exit."""
 
     def __init__(
         self, log: LogWriter | None, steps: int | None = None, after: Callable[[], None] = lambda: None
@@ -168,7 +168,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return a description of a call, with digests of the data that it sends; the same on every transport."""
+    """Return a description of a call, equal on every transport, with digests of the data that the call sends."""
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {
@@ -179,7 +179,7 @@ def described(call: Call) -> dict[str, Any]:
 
 
 class Recorded(Wrapper):
-    """Transport that records a rank. Whole calls are forwarded, so results are exactly those of the inner transport.
+    """Transport that records a rank. Collectives run entirely on the wrapped transport, so results are unchanged.
 
     Args:
         inner: The transport to record.

@@ -7,8 +7,8 @@
     un.rpc.rpc_sync("worker1", add, args=(torch.ones(2), 3))
     un.rpc.shutdown()
 
-The functions have the same names as in torch's RPC. Values are sent without pickle, functions are sent by name, and
-only exposed functions can be called.
+The functions of `unisono.rpc` have the same names as in torch's RPC. Values are sent without pickle, functions are sent
+by name, and only exposed functions can be called.
 """
 
 from unisono.rpc import autograd

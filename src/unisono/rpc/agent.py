@@ -44,9 +44,9 @@ class Agent:
         comm: Communicator of the ranks; closing it also closes the agent.
         name: Name by which other ranks can address this rank.
         timeout_s: Default timeout of a call, in seconds.
-        trusted: Whether peers may call any function that can be imported here, and send pickled values.
+        trusted: Whether peers may call any function that this process can import, and send pickled values.
         expose: Functions and classes to expose on this rank only.
-        workers: Maximum number of functions that run concurrently here.
+        workers: Maximum number of functions that run concurrently on this rank.
 
     Attributes:
         rank, size: This rank, and the number of ranks.
@@ -193,7 +193,7 @@ class Agent:
             to: A rank's name or number, or its `WorkerInfo`.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: `to` does not identify a rank.
         """
         return self.client.rank_of(to)
 
@@ -317,20 +317,20 @@ def init(
 ) -> Agent:
     """Start an agent on each rank of a communicator so that ranks can call each other's functions. Collective.
 
-    Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other ranks,
-    and in every thread if the process has only one agent. The agent uses its own message channel, so the communicator
-    remains usable for collectives, and a broken communicator does not affect calls. A dead rank affects only the ranks
-    that call it.
+    After `init`, the functions of this package use this rank's agent: in this thread, in functions called by other
+    ranks, and in every thread if the process has only one agent. The agent uses its own message channel, so the
+    communicator remains usable for collectives, and a broken communicator does not affect calls. A dead rank affects
+    only the ranks that call it.
 
     Args:
-        comm: Any communicator, including one made by `split`. Closing it also closes the agent.
+        comm: Any communicator, including one made by `split`; closing the communicator also closes the agent.
         name: Name by which other ranks can address this rank, instead of by its number; if None, "rank0", "rank1", ...
         timeout: Default timeout of every call: seconds or a `timedelta`.
-        trusted: Whether peers may call any function that can be imported here, and send pickled values, which lets them
-            run arbitrary code. If False, only exposed functions can be called.
+        trusted: Whether peers may call any function that this process can import, and send pickled values, which lets
+            them run arbitrary code. If False, only exposed functions can be called.
         expose: Functions and classes to expose on this rank only.
-        workers: Maximum number of functions that run concurrently here, not counting functions that wait for other
-            ranks.
+        workers: Maximum number of functions that run concurrently on this rank, not counting functions that wait for
+            other ranks.
 
     Returns: This rank's agent, whose methods match the functions of this package.
 
@@ -451,7 +451,7 @@ class TerminationDetector:
         return f"; no report yet from rank {', '.join(late)}" if late else ""
 
     def _query_ranks(self) -> None:
-        """Query all ranks, if this rank is the coordinator: the living rank with the lowest number."""
+        """Query all ranks if this rank is the coordinator, which is the living rank with the lowest number."""
         rank = self._rank
         alive = self._alive()
         if rank == min(alive):
@@ -517,7 +517,7 @@ class TerminationDetector:
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
         """Return which message to send (None, CLOSE or CONFIRM), and the number of its wave (round of reports).
 
-        The number is negated if the message is for `peer` only.
+        The wave's number is negated if the message is to be sent only to `peer`.
         """
         if wave < self._wave:
             return CONFIRM, -self._wave
@@ -543,5 +543,5 @@ class TerminationDetector:
 
 
 def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
-    """Return whether every call between these ranks has been served."""
+    """Return whether every call between the ranks in `alive` has been served."""
     return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

@@ -71,7 +71,7 @@ class MessageChannel:
         box: Mailbox that transports the messages.
         exposed: Functions exposed on this rank.
         dispatcher: Dispatcher of the messages that this rank sends to itself.
-        workers: Threads that run the tasks which these messages require.
+        workers: Threads that run the tasks for messages that this rank sends to itself.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MessageChannel:
     def pack(
         self, peer: int, head: tuple[int, int, int], values: Sequence[object], call: bytes = b"", positional: int = 0
     ) -> tuple[bytes, list[torch.Tensor], list[Callable[[], None]]]:
-        """Return the head and bodies of a message with these values, and actions to run if the message is not sent.
+        """Return the head and bodies of a message that contains `values`, and actions to run if it is not sent.
 
         Args:
             peer: Receiver.
@@ -181,7 +181,7 @@ class MessageChannel:
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
-        """Return whether the message may still arrive after an error in `post`, because the receiver is merely slow."""
+        """Return whether a message may arrive after an error in `post`: on a timeout, if the receiver is not lost."""
         return isinstance(error, CommTimeoutError) and peer not in self.box.lost
 
     def post(self, peer: int, content: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
@@ -196,7 +196,7 @@ class MessageChannel:
             self._workers.run(found[0])
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
-        """Send a few numbers, in order, unless the rank is gone. In the polling thread, only queue them."""
+        """Send a few numbers, in order, unless the rank is gone. In the polling thread, only queue the numbers."""
         self._outbox.append((peer, control_message(kind, words)))
         if not self._dispatcher.polling:
             self.empty_outbox()
@@ -307,7 +307,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 # -- tensors ---------------------------------------------------------------------------------------
 def _find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder that calls use for a type. Other messages encode tensors with the default encoder."""
+    """Return the encoder for a type in calls. Outside calls, tensors are encoded with the default encoder."""
     if issubclass(cls, torch.Tensor):
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):

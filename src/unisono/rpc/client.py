@@ -43,7 +43,7 @@ def rpc_sync(
 
     Args:
         to: A rank's name or number, or its `WorkerInfo`; may be this rank.
-        func: Function that the called rank has exposed with `expose`. Only its name is sent.
+        func: Function that the called rank has exposed with `expose`; only the function's name is sent.
         args: Plain values, containers, dataclasses, tensors, `RRef`s or exposed functions.
         kwargs: Keyword arguments, with the same types as in `args`.
         timeout: Seconds or a `timedelta`; the agent's timeout if None.
@@ -51,14 +51,14 @@ def rpc_sync(
     Returns: The function's result, in which tensors are copies, and functions and `RRef`s are references.
 
     Raises:
-        Exception: The function's error, of the same class if that class is known here, with the remote traceback in its
-            text. The error is also an instance of `RemoteError`.
+        Exception: The function's error, of the same class if this process knows that class, with the remote traceback
+            in its text. The error is also an instance of `RemoteError`.
         NotExposedError: The called rank does not expose the function, so nothing ran; or the result contains a function
             that this rank does not expose.
         CommTimeoutError: No answer arrived in time; the function may still be running.
         PeerLostError: The called rank died, or shut down its agent.
         TypeError: An argument cannot be sent; the message says which.
-        ValueError: There is no such rank, or the timeout is not positive.
+        ValueError: `to` does not identify a rank, or the timeout is not positive.
 
     Cost: on shared memory about 30 us and two copies of each tensor's bytes.
     """
@@ -157,7 +157,7 @@ class Client:
         self.closed: bool = False
 
     def rank_of(self, to: Any) -> int:
-        """Return the rank of a worker, given its name, rank or `WorkerInfo`. Raises ValueError for anything else."""
+        """Return the rank of a worker, given its name, rank or `WorkerInfo`. Raises ValueError if no worker matches."""
         rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
             known = ", ".join(f"{info.name!r} ({info.id})" for info in self._infos[:16])

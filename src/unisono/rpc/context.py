@@ -134,7 +134,7 @@ def leave_agent(agent: Peers) -> None:
 
 
 def register(agent: Peers) -> None:
-    """Add an agent of this process. While this is the only agent, threads that do not belong to a rank use it."""
+    """Add an agent of this process. Threads that do not belong to a rank use the agent while no other agent exists."""
     _open[id(agent)] = agent
 
 
@@ -144,7 +144,7 @@ def unregister(agent: Peers) -> None:
 
 
 def find_agent() -> Peers | None:
-    """Return the latest agent of this thread's rank. Other threads get the process's only agent, or None."""
+    """Return the latest agent of this thread's rank. Threads without a rank get the process's only agent, or None."""
     agents = _agents.get()
     if agents is not None:
         return agents[-1] if agents else None

@@ -81,7 +81,7 @@ class Dispatcher:
     def poll_for(self, call: PendingCall) -> Task | None:
         """Dispatch messages until a call has ended, or until further polling would cost more than sleeping.
 
-        Returns: The task that completes the call's future, if the reply has arrived. Run it only after this function
+        Returns: The task that completes the call's future, if the reply has arrived. Run the task only after `poll_for`
             has returned: callbacks may take long, or wait for other calls, whose replies arrive only if some thread can
             poll.
         """
@@ -134,7 +134,7 @@ class Dispatcher:
             return None
 
     def newly_lost(self) -> set[int]:
-        """Return the ranks lost since the last call. From now on, messages from these ranks are dropped."""
+        """Return the ranks lost since the last call, whose messages are dropped from now on."""
         lost = self._box.lost.keys() - self.ended
         # Update `ended` before the loss is handled: a new call may be added after all pending calls have failed, so the
         # thread that sends it checks `ended` afterwards.

@@ -61,7 +61,7 @@ class NotExposedError(CommError, PermissionError):
 
 
 class _Mark:
-    """Exposes a function in every process that receives it by value, such as a notebook's function under `launch`."""
+    """Exposes a function in every process that receives it by value, as `launch` sends a notebook's functions."""
 
     def __init__(self, name: str, target: Any) -> None:
         self.name = name
@@ -114,8 +114,8 @@ def expose(target: T) -> T:
 def async_execution(function: T) -> T:
     """Mark an exposed function that returns a `torch.futures.Future`: the reply is sent when the future completes.
 
-    In the meantime, the thread that ran the function serves other calls. Use `async_execution` as a decorator below
-    `expose`.
+    Until the future completes, the thread that ran the function can serve other calls. Use `async_execution` as a
+    decorator below `expose`.
 
     Args:
         function: A function, static method or class method.
@@ -210,7 +210,7 @@ class ExportTable:
         self._own = {name_of(target): target for target in further}
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return the function or class of this name. Raises `NotExposedError`."""
+        """Return the function or class with the given name. Raises `NotExposedError`."""
         found = self._own.get(name) or _exposed.get(name)
         if found is None and self.trusted:
             found = _imported(name)
@@ -225,11 +225,11 @@ class ExportTable:
         return found  # type: ignore[no-any-return]  # callable, as checked
 
     def lists(self, name: str) -> bool:
-        """Return whether a table contains this name, which then maps to the same function until `changes()` changes."""
+        """Return whether a table contains a name, which then maps to the same function until `changes()` increases."""
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
-        """Return whether this name maps to this function or class, which is either exposed here or imported."""
+        """Return whether `name` is the name of `target`, as an exposed or an importable function or class."""
         return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
 
     def given(self, function: Any) -> Callable[..., Any]:
@@ -250,7 +250,7 @@ class ExportTable:
         return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as checked
 
     def _open(self, cls: type, name: str) -> bool:
-        """Return whether a class, a base class, or only this method is exposed. Tensor classes are always exposed."""
+        """Return whether a class, a base class, or the named method is exposed. Tensor classes are always exposed."""
         if issubclass(cls, torch.Tensor):
             return True
         for base in cls.__mro__:

@@ -17,7 +17,7 @@ class FlowControl:
 
     Args:
         most_calls: Maximum number of unanswered calls.
-        most_bytes: Maximum total size of these calls in bytes; a single call may be larger.
+        most_bytes: Maximum total size of the unanswered calls in bytes; a single call may be larger.
     """
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:
@@ -50,7 +50,7 @@ class FlowControl:
             return True
 
     def leave(self, nbytes: int) -> None:
-        """Stop counting a call that has been answered or never will be."""
+        """Stop counting a call that has been answered, or that will never be answered."""
         with self._available:
             self._calls -= 1
             self._bytes -= nbytes

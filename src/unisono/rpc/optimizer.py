@@ -33,11 +33,11 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Return True. A caller that receives this reply knows that the optimizer has been created."""
+        """Return True, which tells the caller that the optimizer has been created."""
         return True
 
     def step(self, context: int) -> None:
-        """Do one optimizer step with the gradients of a context. `.grad` is restored afterwards."""
+        """Do one optimizer step with the gradients of a context, and restore `.grad`."""
         gradients = get_gradients(context)
         # Ranks that train asynchronously may run optimizer steps at the same time, so `swapped` reserves the parameters
         # for this thread.
@@ -50,7 +50,7 @@ def _parameters(value: Any) -> list[torch.Tensor]:
 
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:
-    """Return an optimizer's class, by name; any other class is rejected."""
+    """Return the optimizer class with the given name. Raises ValueError if none has been imported."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

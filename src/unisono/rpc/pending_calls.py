@@ -64,7 +64,8 @@ class PendingCalls:
     def add(self, call: PendingCall) -> bool:
         """Register a call that is about to be sent. Return whether the new call is due before all others.
 
-        Only calls with a future become due; a call without one is timed out by the thread that waits for it.
+        Only calls with a future become due; for a call without a future, the thread that waits for the call handles the
+        timeout.
         """
         self._unfinished.add(call.number)
         self._open[call.number] = call

@@ -34,9 +34,9 @@ class Receiver:
     Args:
         box: The mailbox.
         dispatcher: Dispatcher of the received messages.
-        workers: Other threads, which run long functions.
-        due: Function called between messages. Returns when to call it again, on the library's clock, and the tasks that
-            are due.
+        workers: Threads that run long functions.
+        due: Function called between messages, which returns the time of its next call, on the library's clock, and the
+            tasks that are due.
         initializer: Function called at the start of each new thread.
         name: Name of the threads.
     """

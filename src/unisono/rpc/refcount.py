@@ -2,8 +2,9 @@
 
 The algorithm is reference listing, after Birrell, Evers, Nelson, Owicki and Wobber, *Distributed Garbage Collection for
 Network Objects* (1993). The owner counts the references that each rank holds. Messages from one rank to another arrive
-in order, but messages between different pairs of ranks are unordered. This causes a race if rank A passes a reference
-to B and then drops its own: A's `DROP` may reach the owner before B's `ADD`. The following rules keep the object alive.
+in order, but messages between different pairs of ranks are unordered. Therefore, if rank A passes a reference to B and
+then drops its own reference, A's `DROP` may reach the owner before B's `ADD`. The following rules keep the object
+alive.
 
 - When the owner passes a reference to B, it counts a reference for B before it sends the message.
 - When A, which is not the owner, passes a reference to B, A *pins* its own reference, so that it cannot be dropped. B
@@ -142,7 +143,7 @@ class RefCounts:
         return freed, orphans
 
     def value(self, key: Key) -> Any:
-        """Return the value of a referenced object; None if there is none."""
+        """Return the value of a referenced object; None if the object is not referenced."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
@@ -161,7 +162,7 @@ class RefCounts:
 
 
 class References:
-    """One rank's part in the protocol above: as an owner, as a holder, or as a rank that passes references on.
+    """One rank's part in the reference-counting protocol: as an owner, as a holder, or when passing references on.
 
     Args:
         rank: This rank.

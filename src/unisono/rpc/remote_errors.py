@@ -1,4 +1,4 @@
-"""Exceptions from other ranks. The caller's rank raises the same class, with the remote traceback in its text."""
+"""Exceptions from other ranks. The caller gets the original class, if known, with the remote traceback in its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Report = tuple[str, str, Any, str]
 
 
 class RemoteError(Exception):
-    """Error raised on another rank. If its class is known here, the error is also an instance of that class.
+    """Error raised on another rank; also an instance of its original class, if this process knows that class.
 
     Attributes:
         rank: Rank that raised the error.
@@ -104,7 +104,7 @@ def _made(
 
 
 def _joined(kind: type[BaseException]) -> type[RemoteError]:
-    """Return a subclass of both `RemoteError` and this class."""
+    """Return a subclass of both `RemoteError` and the given class."""
     if kind not in _classes:
         try:
             space = {"__module__": kind.__module__, "__doc__": kind.__doc__}

@@ -37,7 +37,7 @@ class OwnedValue:
         self._lock = threading.Lock()
 
     def settle(self, value: Any, error: BaseException | None = None) -> None:
-        """Set the outcome. Only the first call has an effect."""
+        """Set the outcome, unless it is already known."""
         with self._lock:
             if self.known:
                 return
@@ -51,7 +51,7 @@ class OwnedValue:
             callback()
 
     def when_known(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the outcome is known; immediately if it already is."""
+        """Call `callback` once the outcome is known, or immediately if the outcome is already known."""
         with self._lock:
             if not self.known:
                 self._callbacks.append(callback)
@@ -60,10 +60,10 @@ class OwnedValue:
 
 
 class RRefContext:
-    """One agent's references, counted by the protocol of `refcount`: `RRef`s are its handles, `OwnedValue`s its values.
+    """One agent's references (`RRef`s) and its own objects (`OwnedValue`s), counted by the protocol of `refcount`.
 
     Args:
-        agent: The agent. References read it from the attribute of the same name.
+        agent: The agent, which references access through the attribute `agent`.
         channel: Channel to notify other ranks.
         timeout_s: Default timeout for waiting for an object, in seconds.
         workers: Threads that run functions; a function that waits for an object does not count as running.
@@ -277,7 +277,7 @@ class RRef(Generic[T]):
         return cast(T, self._references.wait(self._key, None))
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy whose methods run on the object's owner, and wait for the results: `ref.rpc_sync().step(3)`.
+        """Return a proxy whose methods run on the object's owner and block until they return: `ref.rpc_sync().step(3)`.
 
         Args:
             timeout: Time limit for each call: seconds or a `timedelta`; the agent's timeout if None.
@@ -309,7 +309,7 @@ class RRef(Generic[T]):
 
         Raises:
             RuntimeError: The graph was freed by an earlier backward pass that did not retain it.
-            CommError: There is no such context.
+            CommError: The context does not exist.
         """
         self._references.agent.contexts.backward_from(self, context, retain_graph)
 

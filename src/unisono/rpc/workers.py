@@ -106,7 +106,7 @@ class Workers:
             self._available.notify_all()
 
     def _start_threads(self) -> None:
-        """Make sure that a thread takes the first task, if one more task may run. Call with the lock held."""
+        """Make sure that a thread takes the first task, if one more task may run. The caller must hold the lock."""
         if not self._tasks or self._closed:
             return
         if self._running >= self._limit:

@@ -72,7 +72,7 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
     Raises:
         TypeError: A root is not a tensor; for an `RRef`, use its `backward` method.
         ValueError: There is no root, or a root has several elements or no autograd history.
-        CommError: There is no such context.
+        CommError: The context does not exist.
         RuntimeError: The graph was freed by an earlier backward pass that did not retain it, or a tensor was received
             in another context.
         PeerLostError: A rank on the path of the gradients has died.

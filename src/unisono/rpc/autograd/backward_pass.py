@@ -30,7 +30,7 @@ class Context:
         leaves: Leaves of all contexts of this rank.
 
     Attributes:
-        lock: Held while gradients are computed on this rank; serializes backward passes.
+        lock: Lock held while gradients are computed on this rank; serializes backward passes.
         sent: Sent tensors, by message number.
         received: Received tensors, by sender and message number.
         gradients: Gradients of this rank's leaves.

@@ -1,12 +1,12 @@
 """Back-propagation over several ranks: the first phase discovers the participants, the second sends the gradients.
 
 A message between ranks is an edge of the graph. Gradients return to the sender of the message once everything that the
-receiver computed from the message's tensors has been back-propagated. The receiver must therefore know how many
-contributions to these gradients to expect. The first phase, which begins with the roots, determines this number: each
-rank walks its graph back from the queried outputs to the received messages that they depend on, and then queries the
-senders of these messages (`discover`). As a result, tensors that were sent but never used block nothing, and each
-gradient is sent once. In both phases, a call is answered only after all calls that it caused have been answered, so the
-whole phase is done when the first call returns.
+receiver computed from the message's tensors has been back-propagated. A receiver must therefore know how many
+contributions to a message's gradients to expect. The first phase, which begins with the roots, counts the
+contributions: each rank walks its graph back from the queried outputs to the received messages that they depend on, and
+then queries the senders of these messages (`discover`). Tensors that were sent but not used do not block the backward
+pass, and each gradient is sent once. In both phases, a call is answered only after all calls that it caused have been
+answered, so the whole phase is done when the first call returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def current_contexts() -> Contexts:
 
 
 def find(number: int) -> Context:
-    """Return a context of this rank. Raises CommError if there is none."""
+    """Return a context of this rank. Raises CommError if this rank does not have the context."""
     found = current_contexts().get(number) if isinstance(number, int) else None
     if found is None:
         raise CommError(
@@ -87,7 +87,7 @@ def discover(
 ) -> torch.futures.Future[Any]:
     """Prepare to receive gradients for messages that this rank has sent.
 
-    Replies once the senders of all messages on which these depend are prepared as well.
+    Replies once all senders of messages on which the given messages depend have also prepared to receive gradients.
     """
     context = _known(number)
     new: list[RecvRecord] = []

@@ -53,7 +53,7 @@ class _SendBackward(torch.autograd.Function):
 
 
 class _RecvBackward(torch.autograd.Function):
-    """Create a tensor that depends only on a trigger; `backward` stores the tensor's gradient for the sender."""
+    """Create a tensor that depends only on an artificial leaf; `backward` stores its gradient for the sender."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, index: int, content: list[torch.Tensor]) -> Any:
@@ -71,7 +71,7 @@ class _RecvBackward(torch.autograd.Function):
 
 
 def departure(tensors: list[torch.Tensor]) -> SendRecord:
-    """Record the tensors that a message sends, in this order."""
+    """Record the tensors that a message sends, in the given order."""
     record = SendRecord()
     with torch.enable_grad():
         record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
@@ -79,7 +79,7 @@ def departure(tensors: list[torch.Tensor]) -> SendRecord:
 
 
 def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the next tensor of this message, with a history that begins at a new trigger."""
+    """Return the next tensor of a message, with a history that begins at a new artificial leaf."""
     trigger = torch.zeros((), requires_grad=True)
     index = len(record.triggers)
     record.triggers.append(trigger)
@@ -103,7 +103,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """Yield, each only once, these graph nodes and all graph nodes that are reachable from them."""
+    """Yield the given graph nodes and all graph nodes that are reachable from them, each only once."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

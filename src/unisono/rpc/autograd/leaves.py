@@ -27,10 +27,10 @@ class Leaves:
     hooks, post-accumulate hooks and the hooks of DistributedDataParallel see the same gradient as in a local
     `backward()`. The user's p.grad is saved and restored.
 
-    One lock serialises computation. The lock is not held while hooks run, because hooks that average gradients may wait
-    for other ranks, which may in turn wait for this rank; only the leaves whose hooks run are reserved. A local
-    `backward()` in another thread waits until a CPU leaf is free before adding to its gradient. On other devices, hooks
-    run in autograd's threads, and the local backward pass does not wait.
+    One lock serializes the computation of gradients. The lock is not held while hooks run, because hooks that average
+    gradients may wait for other ranks, which may in turn wait for this rank; only the leaves whose hooks run are
+    reserved. A local `backward()` in another thread waits until a CPU leaf is free before adding to its gradient. On
+    other devices, hooks run in autograd's threads, and the local backward pass does not wait.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Leaves:
         self._adding: dict[int, int] = {}
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Make local backward passes wait at these leaves while a distributed backward pass uses them."""
+        """Make local backward passes wait at the given CPU leaves while a distributed backward pass uses them."""
         for leaf in leaves:
             with self._lock:
                 if leaf.is_cpu and leaf not in self._watched:
@@ -88,7 +88,7 @@ class Leaves:
                 self._freed.notify_all()
 
     def _free(self, leaves: Sequence[int]) -> bool:
-        """Return whether no other thread uses any of these leaves."""
+        """Return whether no other thread uses any of the given leaves."""
         here = threading.get_ident()
         return all(self._used.get(leaf, here) == here for leaf in leaves)
 
@@ -134,7 +134,7 @@ class Leaves:
 
 @contextmanager
 def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Iterator[None]:
-    """Disable leaves' hooks in this thread. Other threads still run the hooks, once the lock is free."""
+    """Disable leaves' hooks in this thread. Other threads run the hooks of CPU leaves, once `lock` is free."""
     saved = [(leaf, table, dict(table)) for leaf in leaves if (table := leaf._backward_hooks)]
     try:
         for leaf, table, hooks in saved:
@@ -151,7 +151,7 @@ def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Ite
 def _elsewhere(
     hooks: Sequence[Callable[..., Any]], lock: threading.RLock, on_cpu: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that runs `hooks` in all threads but the current one, or never unless `on_cpu` is set."""
+    """Return a hook that runs `hooks` only in threads other than the current one, and only if `on_cpu` is set."""
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:

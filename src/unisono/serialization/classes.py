@@ -41,9 +41,9 @@ _hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 def register(cls: ClassT) -> ClassT:
     """Register a dataclass, enum or NamedTuple that cannot be found by name, such as a local class.
 
-    Registration also permits classes whose `__del__` or property setters run when a value is received. Without
-    registration, such classes are rejected. Every process that sends or receives the class must register it. Usable as
-    a decorator.
+    Registration also permits classes whose `__del__` or property setters run when a value is received; unless
+    registered, such classes are rejected. Every process that sends or receives the class must register it. Usable as a
+    decorator.
 
     Raises:
         TypeError: The class is not a dataclass, enum or NamedTuple.
@@ -102,7 +102,7 @@ def _name(cls: type[Any]) -> str:
 
 
 def _resolve(name: str) -> type[Any] | None:
-    """Return the class with this name, or None if it is unknown. Only read dictionaries, so that no code can run."""
+    """Return the class with this name, or None if it is unknown. Only dictionaries are read, so no code can run."""
     if name in _registered:
         return _registered[name]
     module, _, qualname = name.partition(":")
@@ -126,7 +126,7 @@ def _known(name: str, kind: str) -> type[Any]:
 
 
 def _hook(name: str, cls: type[Any]) -> str:
-    """Describe class code that would run when a value is created or freed; empty if there is none or it is allowed."""
+    """Describe code that an unregistered class runs when a value is created or freed; "" if there is none."""
     if _registered.get(name) is cls:
         return ""
     hook = _hooks.get(cls)
@@ -252,7 +252,7 @@ def _take_flag(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _flag(cls: Any, number: int) -> enum.Flag:
-    """Return the flag with this value. Calling the class would run `_missing_` and cache each combination forever."""
+    """Return the flag with this value. Calling `cls` would run `_missing_` and cache each combination forever."""
     known: enum.Flag | None = cls._value2member_map_.get(number)
     if known is not None:
         return known

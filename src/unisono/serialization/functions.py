@@ -1,4 +1,4 @@
-"""Pickles functions by value, for processes that cannot import them. Use only between peers that trust each other."""
+"""Pickles functions by value, for processes that cannot import them; only for peers that trust each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _registry = threading.RLock()
 def _by_value(module: ModuleType | None) -> Iterator[None]:
     """Return a context in which a module's functions and classes are sent by value.
 
-    If the user has registered the module with cloudpickle for this purpose, it remains registered afterwards.
+    A module that the user has registered with cloudpickle for pickling by value remains registered.
     """
     if module is None:
         yield

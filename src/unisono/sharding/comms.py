@@ -46,8 +46,8 @@ class LiveComms:
 class ShardComms:
     """A sharded model's communicators in use, and the base communicators from which they are recreated.
 
-    A rank that fails mid-step aborts the communicators in use, so that no other rank waits for it. All ranks replace
-    these communicators at the start of their next step. During the abort, another rank may still be running the
+    A rank that fails mid-step aborts the communicators in use, so that no other rank waits for it; all ranks replace
+    these communicators at the start of their next step. When a step is aborted, another rank may still be running the
     previous optimizer step, or constructing its optimizer. Steps and construction of an optimizer therefore use
     `steps`, which a failed pass does not abort.
 

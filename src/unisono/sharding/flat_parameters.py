@@ -102,7 +102,7 @@ class FlatParameters:
     elements are in contiguous order, regardless of its original strides.
 
     Args:
-        named: The parameters, with their names. All have the same dtype, device and `requires_grad`.
+        named: The parameters, with their names; all have the same dtype, device and `requires_grad`.
         comms: Communicators of the ranks that share the parameters.
         padding: Number of padding elements after the last parameter.
         param_dtype: Dtype of the gathered parameters; their original dtype if None.
@@ -113,7 +113,7 @@ class FlatParameters:
         layout: Positions of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
-        gradient: Gradients of these parameters from backward passes; None for frozen parameters.
+        gradient: Gradients of the parameters from backward passes; None for frozen parameters.
         gathered: Whether the parameters are gathered and can be used.
     """
 
@@ -300,7 +300,7 @@ class FlatParameters:
         return [(view, p.detach().clone()) for view, p in shown if not _is_same_view(p, view)]
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
-        """Undo `show_whole`. With `writeback`, first copy the tensor's current values to this rank's part."""
+        """Undo `show_whole`. With `writeback`, this rank's part gets the tensor's current values."""
         if writeback:
             self.part.copy_(self.layout.part_of(flat, self._comms.rank))
         # Point the parameters to `_places` again before `free`, because freed parameters refuse the assignment.
@@ -324,8 +324,7 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    Freed memory can be reused at once by the stream that allocated it. With several streams, another stream may still
-    be using that memory.
+    The stream that allocated memory can reuse it as soon as it is freed, even if another stream is still using it.
 
     Args:
         devices: The devices.
@@ -440,8 +439,8 @@ class FlatGradient:
         device: Device of the parameters.
 
     Attributes:
-        arrived: Indices of parameters whose gradient the current backward pass has added (`take`), and whose reduction
-            has not started.
+        arrived: Indices of parameters whose gradient the current backward pass has added (`take`), but not started to
+            reduce.
         taken: Indices of parameters with a gradient that is not yet reduced.
         reduced: Indices of parameters whose gradient is reduced or being reduced, and not yet committed.
     """
@@ -697,7 +696,7 @@ class _MetadataOnly(torch.Tensor):
 class FreedParameter(_MetadataOnly, nn.Parameter):
     """Class of a sharded model's parameter while its elements are on other ranks.
 
-    The parameter's shape, dtype and other metadata can be read. Any other use raises.
+    The parameter's shape, dtype and other metadata can be read; any other use raises `RuntimeError`.
 
     Raises:
         RuntimeError: Code used the parameter's elements or gradient; the error names the parameter.

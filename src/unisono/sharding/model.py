@@ -40,16 +40,16 @@ class ShardedModel:
 
     Args:
         model: Any module that has no lazy parameters and no gradients.
-        comm: Communicator of the ranks that share the model. Two dedicated communicators are derived from it.
+        comm: Communicator of the ranks that share the model, from which two dedicated communicators are derived.
         mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: parameters are divided among the ranks
             of `shard`, such as those on one host, and the ranks of `replicate` have copies of the same part. The
             `replicate` and `shard` groups of all ranks must be the columns and rows of one grid of the ranks of `comm`;
             gradients are averaged over the whole grid. If `mesh` is None, all ranks have different parts.
-        units: Classes of the modules to treat as units, or a predicate on modules. None: the elements of each
-            `ModuleList` and `Sequential`, such as the blocks of a transformer.
-        param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
-            the model's dtype. This dtype is used as in torch's `MixedPrecisionPolicy`, except that inputs and buffers
-            are not converted.
+        units: Classes of the modules to treat as units, or a predicate on modules. If None, the units are the elements
+            of each `ModuleList` and `Sequential`, such as the blocks of a transformer.
+        param_dtype: Dtype in which floating-point parameters are gathered and used, as in torch's
+            `MixedPrecisionPolicy`, except that inputs and buffers are not converted; the parts and the optimizer keep
+            the model's dtype.
         reduce_dtype: Dtype in which gradients are averaged; by default the dtype in which they are computed.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
 
@@ -70,22 +70,22 @@ class ShardedModel:
 
     A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. If a pass enters
     through another tensor, the parameters that it needs have been freed, and autograd raises the same error as if they
-    had been modified in place. A double backward pass raises this error too. A forward or backward pass that raises
-    frees all units and drops the gradients of the step.
+    had been modified in place. A double backward pass raises autograd's error for parameters modified in place. If a
+    forward or backward pass raises, all units are freed and the gradients of the step are dropped.
 
     Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, each with one
     message per unit and dtype; and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the
     previous step's order) is gathered while a unit runs. Memory of each of p ranks, in elements, without activations
     and transport buffers: N/p for the parts, and N/p for each optimizer state. A forward pass adds r + u; a backward
     pass adds N/p for gradients, and (2 - 1/p)(r + u) + 2w. N is the number of elements of all parameters; r, u and w
-    are those of the model's own unit, the largest other unit, and the largest parameter. If `comm.overlaps`, add u in
-    forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", SC 2020.
+    are the numbers of elements of the model's own unit, the largest other unit, and the largest parameter. If
+    `comm.overlaps`, add u in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
+    Training Trillion Parameter Models", SC 2020.
 
-    Cost on a mesh with k ranks in `replicate` and s in `shard`: as above with p = s, plus an all_reduce of a part's
-    gradients (N/s elements) over `replicate`, for which each rank sends 2 (k-1)/k N/s elements. Apart from these
-    gradients and the two bytes per parameter, nothing is sent over `replicate`. Source: Zhang et al., "MiCS:
-    Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
+    Cost on a mesh with k ranks in `replicate` and s in `shard`: as without a mesh for p = s, plus an all_reduce of a
+    part's gradients (N/s elements) over `replicate`, for which each rank sends 2 (k-1)/k N/s elements. Only gradients
+    and the two bytes per parameter are sent over `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for
+    Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
 
     Example:
         >>> def program(comm):
@@ -159,7 +159,7 @@ class ShardedModel:
                 changed.
             Exception: Raised by `step()`: the error of `optimizer_class`. The other ranks' next call raises an
                 `AbortedError` that names the error. If the update had begun, so that ranks may differ, all later calls
-                raise as well.
+                also raise an error.
 
         Example:
             >>> def program(comm):
@@ -202,8 +202,8 @@ class ShardedModel:
         Returns: The norm before scaling, a float64 scalar, equal on all ranks.
 
         Raises:
-            RuntimeError: On every rank: gradients are not averaged, or, with `error_if_nonfinite`, the norm is not
-                finite.
+            RuntimeError: Raised on every rank: gradients are not averaged, or, with `error_if_nonfinite`, the norm is
+                not finite.
 
         Example:
             >>> def program(comm):
@@ -294,7 +294,7 @@ class ShardedModel:
         """Remove the hooks, and give every rank the whole, unsharded model again. Collective. Gradients are dropped.
 
         Raises:
-            RuntimeError: A forward, a backward or `full_parameters` is running.
+            RuntimeError: A forward pass, a backward pass or `full_parameters` is running.
         """
         self._runtime.remove()
         release(self._parameters)
@@ -325,7 +325,7 @@ class ShardedModel:
 
         Raises:
             ValueError: The state has different names, shapes or shards. Nothing is loaded.
-            RuntimeError: A forward, a backward or `full_parameters` is running.
+            RuntimeError: A forward pass, a backward pass or `full_parameters` is running.
         """
         self._runtime.check_idle("load_state_dict()")
         load_entries(self._model, self.state_dict(), state)
@@ -405,7 +405,7 @@ class ShardedModel:
         """Return this rank's range of a parameter, as start and stop in the flattened parameter.
 
         Args:
-            path: Keys that lead to the parameter in `snapshot()`: only one key, the parameter's name.
+            path: Path of the parameter in `snapshot()`: a sequence of one key, the parameter's name.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

@@ -48,7 +48,7 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
         names: Names of the checks; all if None.
 
     Raises:
-        ValueError: There is no such check.
+        ValueError: One of `names` is not the name of a check.
     """
     chosen = {name: CHECKS[name] for name in (CHECKS.names() if names is None else names)}
     ordered = sorted(chosen, key=lambda name: (chosen[name].ORDER, name))
@@ -101,7 +101,7 @@ class Target:
     limit_s: float = 60.0
 
     def wants(self, *backends: str) -> bool:
-        """Return whether the program may use one of these backends; if so, their requirements must be checked."""
+        """Return whether the program may use any of `backends`, whose requirements must then be checked."""
         return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
     def requires(self, backend: str) -> bool:

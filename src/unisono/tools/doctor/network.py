@@ -29,7 +29,7 @@ def addresses(name: str) -> list[str]:
 
 
 def is_own(address: str) -> bool:
-    """Return whether the address belongs to this host, by trying to listen on it."""
+    """Return whether an address belongs to this host, that is, whether a socket can listen on it."""
     with contextlib.suppress(CommError), listen(address, 0):
         return True
     return False

@@ -13,7 +13,7 @@ ORDER = 45
 
 
 def check(target: Target) -> Iterator[Finding]:
-    """Look in torch's dispatcher for the operators that implement these calls."""
+    """Look in torch's dispatcher for the operators that implement the calls of process groups."""
     try:
         if not load_torch().distributed.is_available():
             return

@@ -284,7 +284,7 @@ _End = Outgoing | Incoming
 
 
 def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
-    """Pop the first item with a tag. Deletes an empty queue, because a program may use each tag only once."""
+    """Pop the first item of a tag's queue. Deletes an emptied queue, because its tag may never be used again."""
     queue = queues[tag]
     first = queue.popleft()
     if not queue:
@@ -315,7 +315,7 @@ class TaggedMessages(ABC):
         self.broken: BaseException | None = None
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
-        """Post messages, and move as many bytes as possible. Waiting for the work moves the remaining bytes."""
+        """Post messages, and move as many bytes as possible; waiting for the returned work moves the rest."""
         work = MessageWork(timeout_s, batch, self.wait, self.check)
         if self.broken is not None:
             work.complete(self.broken)
@@ -348,7 +348,7 @@ class TaggedMessages(ABC):
     def holds(self, peer: int, tag: int) -> bool:
         """Return whether a message with this tag has arrived, and no receive is waiting for it.
 
-        Raises the error that `check` would raise if the message cannot arrive any more.
+        If the message cannot arrive any more, raises the same error as `check`.
         """
         found = self._holds(peer, tag)
         if not found and (self.broken or self.end_of(peer)):

@@ -96,7 +96,7 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove the waiting messages posted by a rank, or with `others`, those that its peers have posted for it.
+        """Remove the waiting messages posted by a rank or, with `others`, posted by its peers to or from that rank.
 
         Returns the `CountdownWork`s of the removed messages.
         """
@@ -135,7 +135,7 @@ class InFlightMessage:
         self.taken = self.expected.tensor
 
     def deliver(self) -> None:
-        """Copy the content, and complete both works, with an error if the copy fails."""
+        """Copy the content, and complete the send and the receive; both fail if the copy fails."""
         given = self.given
         taken = self.taken
         if given.dtype != taken.dtype or given.numel() != taken.numel():

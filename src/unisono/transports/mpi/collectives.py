@@ -1,8 +1,9 @@
 """MPI's collectives on tensors: which calls they support, and how each call is made.
 
-MPI needs a single block of memory. If a list of tensors spans at most 2 GiB of addresses, a rank passes this range of
-memory to MPI without a copy; otherwise, the rank copies the tensors once. Each rank decides by itself whether to copy.
-Apart from the copy, what a rank does depends only on the call, so all ranks make the same MPI call.
+MPI needs the tensors of a list in a single block of memory. If a list of tensors spans at most 2 GiB of addresses, a
+rank passes this range of memory to MPI without a copy; otherwise, the rank copies the tensors once. Each rank decides
+by itself whether to copy its tensors. The choice of the MPI call depends only on the collective, not on the copy, so
+all ranks make the same MPI call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: Call, size: int) -> bool:
-    """Return whether MPI gives the correct result for a call. The answer is the same on every rank."""
+    """Return whether MPI gives the correct result for a call. Every rank returns the same answer."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):
@@ -54,7 +55,7 @@ def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -
 
 
 class MpiCollectives:
-    """Runs MPI collectives. Each call returns once this rank's part is done.
+    """Runs MPI collectives. Each call returns once this rank's part of the collective is done.
 
     Args:
         comms: The communicators of the participating ranks.

@@ -42,7 +42,7 @@ class CommHandle:
 
     @classmethod
     def dup(cls, comm: Any, deadline: float) -> CommHandle:
-        """Duplicate a communicator. Collective; raises CommTimeoutError if not all its ranks join in time."""
+        """Duplicate a communicator. Collective; raises CommTimeoutError unless all ranks of `comm` join in time."""
         made, request = comm.Idup()
         if not clock.poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
@@ -65,12 +65,12 @@ class CommHandle:
         return _dead(self.comm)
 
     def shrink(self) -> CommHandle:
-        """Create a communicator of the surviving ranks, in order. Collective over these ranks."""
+        """Create a communicator of the surviving ranks, in order. Collective over the surviving ranks."""
         return CommHandle(self.comm.Shrink())
 
 
 class MpiCommunicators:
-    """A group's two private MPI communicators. Constructing them is collective over the group's ranks.
+    """A group's two private MPI communicators. The constructor is collective over the group's ranks.
 
     Args:
         base: A communicator that includes these ranks.
@@ -133,7 +133,7 @@ class MpiCommunicators:
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Schedule the communicators to be freed. No call on them may be in progress. May be called from any thread."""
+        """Schedule the communicators, which no call may be using, to be freed. May be called from any thread."""
         # Leave freeing to the next constructor: a finalizer may interrupt a thread that is inside MPI.
         ours = self._ours
         self._ours = []
@@ -151,7 +151,7 @@ class MpiCommunicators:
 
         Args:
             error: The exception.
-            peer: The message's peer, if the failed MPI call was to send or receive a message.
+            peer: The peer, if the failed MPI call sent or received a message.
         """
         mpi = self.mpi
         kind = error.Get_error_class()

@@ -21,12 +21,13 @@ _WORDS = struct.Struct("=3Q")
 
 
 class MpiAgreement:
-    """Comparison of all ranks' calls by one all_reduce, which sums three 64-bit words over all ranks.
+    """Comparison of all ranks' calls with one all_reduce, which sums three 64-bit words over all ranks.
 
     The first word identifies the call. If the sum equals this rank's word times the number of ranks, all words are
-    equal, except with a probability of about 2**-60. The second word is for collectives in which each pair of ranks has
-    its own count: the counts that a rank sends minus the counts that the rank expects, each multiplied by an odd factor
-    for its pair. The sum over all ranks is 0 if all counts match. The third word counts the ranks that pass `count=1`.
+    equal, except with a probability of about 2**-60. If a collective has a separate count for each pair of ranks, the
+    second word is the sum of the counts that a rank sends, minus the sum of the counts that the rank expects, with each
+    count multiplied by an odd factor for its pair. The second words add up to 0 if all counts match. The third word
+    counts the ranks that pass `count=1`.
 
     Each rank polls for the sum, so its wait ends at the deadline, on an abort, or when a rank is lost, even if other
     ranks never arrive.
@@ -119,7 +120,7 @@ class MpiAgreement:
 
 
 def word_of(fingerprint: Fingerprint) -> int:
-    """Return 64 bits that identify a call. They exclude the call's number, because calls on the fast path have none."""
+    """Return 64 bits that identify a call, but not the call's number, because calls on the fast path have no number."""
     return hash_of(fingerprint.compared()[1:])
 
 

@@ -22,7 +22,7 @@ _OPS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp if op is not Reduce
 
 
 class MpiFastPath:
-    """One group's fast path: calls with a single output tensor, which MPI accepts unchanged.
+    """One group's fast path: calls with a single output tensor whose elements MPI takes without conversion.
 
     Calls with lists of tensors, averages, and reductions that MPI cannot do in place use the general path, which makes
     the same MPI calls.
@@ -95,7 +95,7 @@ class MpiFastPath:
         return Status.OK
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Implement `FastPath`. Always return False, because every message needs an envelope."""
+        """Implement `FastPath`. Always return False: messages need envelopes, so none can use the fast path."""
         return False
 
     def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:

@@ -43,8 +43,9 @@ class MpiMessages:
 
     A user's message starts with an envelope: the number of elements, their dtype, and the content itself if it has at
     most 4056 bytes. Longer content follows separately, and the receiver accepts it only after checking that it fits. In
-    collectives, both ranks know the lengths of messages, so these messages have no envelope. Instead, their tags encode
-    their lengths, so that messages of different lengths never match. Messages longer than 1 GiB are split.
+    collectives, both ranks know the lengths of messages, so these messages have no envelope. The tag of a collective's
+    message encodes the message's length, so that messages of different lengths never match. Messages longer than 1 GiB
+    are split.
 
     Args:
         comms: The communicators to send on.
@@ -153,7 +154,7 @@ class Posted(CountdownWork):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Make an MPI error or a `CommError` raised in the `with` block the error of this work, which is then done."""
+        """Complete this work with any MPI error or `CommError` that the `with` block raises."""
         try:
             yield
         except self._all.comms.mpi.Exception as error:

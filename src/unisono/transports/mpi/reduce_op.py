@@ -64,7 +64,7 @@ _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether MPI's result is correct, and bit-identical on all ranks."""
+    """Return whether MPI reduces this dtype with `op` correctly, and with bit-identical results on all ranks."""
     if dtype not in _TYPES:
         return False
     if dtype.is_complex:
@@ -81,10 +81,10 @@ def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
 class Reductions:
     """Prepares tensors for reductions in MPI.
 
-    MPI lacks sums and products of float16 and bfloat16. For them, this module defines an operation that MPI calls back,
-    so elements need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers use
-    such an operation as well, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum
-    of floats, MPI loses NaNs, and may return either zero if both 0.0 and -0.0 occur. Floats are therefore converted to
+    MPI lacks sums and products of float16 and bfloat16; this module defines operations for both that MPI calls back, so
+    elements need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers also
+    use callbacks, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum of floats,
+    MPI loses NaNs, and may return either zero if both 0.0 and -0.0 occur; these floats are therefore converted to
     integers that compare in the same way, with NaN as the extreme value.
     """
 
@@ -119,7 +119,7 @@ class Reductions:
 
 
 def _may_have_nan(tensor: torch.Tensor) -> bool:
-    """Return False only if there is no NaN. A sum is by far the fastest test, but inf - inf is NaN too."""
+    """Return False only if a tensor has no NaN. Checks only the sum, for speed; inf - inf also gives True."""
     return math.isnan(tensor.sum().item())
 
 

@@ -40,8 +40,8 @@ _CROWDED_SPINS = 5
 class MpiTransport(Transport):
     """Transport that uses MPI's messages and collectives directly on the tensors' memory.
 
-    Each collective begins with a 24-byte all-reduce that shows whether all ranks have reached the same call. This
-    all-reduce can time out. MPI's blocking collective follows. CUDA tensors are staged in pinned memory.
+    Before MPI's blocking collective, a 24-byte all-reduce, which can time out, shows whether all ranks have reached the
+    same call. CUDA tensors are staged in pinned memory.
 
     Args:
         group: The group of ranks.
@@ -172,7 +172,7 @@ class MpiTransport(Transport):
         self.post(batch).wait(seconds_left(deadline))
 
     def _differ(self, mine: Fingerprint) -> NoReturn:
-        """Raise an error that quotes each rank's call. All ranks already know that their calls differ."""
+        """Raise an error that quotes each rank's call. All ranks must already know that their calls differ."""
         topic = f"mismatch in call {self._agreement.number}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
@@ -198,7 +198,7 @@ class MpiTransport(Transport):
         return f"{self.group.name}/MPI left" + ("" if rank is None else f" {rank}")
 
     def _give_up(self) -> None:
-        """Abort because a collective has begun on all ranks, but not ended in time. The watchdog calls this."""
+        """Abort because a collective has begun on all ranks, but not ended in time. Called by the watchdog."""
         text = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
         # Report the failure here: the thread inside the collective may never return.
         hang = hang_report(self._control, self.group)
@@ -247,7 +247,7 @@ def adopt(
 ) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
     """Return this rank's transport, control handle and options, and a function that closes the control plane.
 
-    Messages use private communicators of the same ranks, so that they never match messages that the caller sends on
+    Messages use private communicators of `comm`'s ranks, so that they never match messages that the caller sends on
     `comm`. Rank 0 hosts the control plane, and broadcasts its address and secret over a private communicator.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Watchdog for MPI collectives: if a rank stops inside one, aborting the job is usually the only way to end it."""
+"""Watchdog for MPI collectives: usually, only aborting the job ends a collective in which a rank has stopped."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _lock = threading.Lock()
 
 
 class Watchdog:
-    """Watchdog for blocking MPI calls. Before each call, set `deadline` of the communicators; clear it afterwards.
+    """Watchdog for blocking MPI calls. Before each call, set the communicators' `deadline`; after the call, clear it.
 
     A daemon thread checks the deadline ten times a second. When a call is overdue, the thread breaks the communicator,
     as an abort does; this ends the call if MPI can revoke communicators. If the call has not ended 3 s later, the
-    thread aborts the job. With an MPI that survives rank failures, the thread terminates only this rank.
+    thread aborts the job. With an MPI that survives rank failures, the thread terminates only this rank instead of the
+    job.
 
     Args:
         mpi: The module `mpi4py.MPI`.
@@ -58,7 +59,7 @@ class Watchdog:
             _enrol(self)
 
     def look(self) -> None:
-        """Check the deadline once. The daemon thread calls this."""
+        """Check the deadline once. Called by the daemon thread."""
         now = clock.now()
         deadline = self._comms.deadline
         cause = self._comms.broken
@@ -92,7 +93,7 @@ def _enrol(watch: Watchdog) -> None:
 
 
 def _loop() -> None:
-    """Watch until all communicators are gone. The daemon thread runs this."""
+    """Watch until all communicators are gone. Runs in the daemon thread."""
     while True:
         time.sleep(_EVERY_S)
         with _lock:

@@ -35,7 +35,7 @@ _SLEEP_S = 0.0002
 
 
 class _RingReader(NamedTuple):
-    """The ring from a peer, and a generator that reads the ring whenever a poll resumes it."""
+    """The ring from a peer, and a generator, resumed by polls, that reads the ring."""
 
     peer: int
     ring: Ring
@@ -78,7 +78,7 @@ class ShmMailbox(Mailbox):
 
     The sender writes to the ring and, if the receiver's sleep flag is set, wakes the receiver with a futex. Before it
     sleeps, the receiver sets its flag and then checks the rings again. On each side, a lock operation between the
-    access to the ring and the access to the flag keeps the processor from reordering them.
+    access to the ring and the access to the flag keeps the processor from reordering the two accesses.
 
     Memory for p ranks: 512 KiB per ordered pair, allocated on first touch.
     """

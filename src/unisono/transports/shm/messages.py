@@ -21,7 +21,7 @@ _SLICE_S = 0.02
 
 
 class ShmMessages(TaggedMessages):
-    """Messages through byte rings, one per direction of each pair of ranks. Threads that wait for messages move them.
+    """Messages through byte rings, one per direction of each pair of ranks. Waiting threads move the bytes.
 
     Args:
         rank: This rank.

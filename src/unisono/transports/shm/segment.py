@@ -42,8 +42,8 @@ def map_shared(
         group, control, timeout: The ranks that share the memory, their control plane, and the time limit in seconds.
         name: Name of the memory; the same on every rank.
         nbytes: Size in bytes; the same on every rank.
-        map_file: Function that maps the file, given a descriptor and a size in bytes. The descriptor is closed
-            afterwards.
+        map_file: Function that maps the file, given a descriptor and a size in bytes. The descriptor is closed after
+            the function returns.
 
     Raises:
         MismatchError: Ranks request different sizes. Raised on every rank.

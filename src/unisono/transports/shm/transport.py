@@ -109,7 +109,7 @@ class ShmTransport(NativeTransport):
         return self._messages.holds(peer, tag)
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
-        """Raise an error that quotes each rank's call. All ranks have already seen that their signatures differ."""
+        """Raise an error that quotes each rank's call. All ranks must already know that their calls differ."""
         topic = f"mismatch in round {self.calls.core.round}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 

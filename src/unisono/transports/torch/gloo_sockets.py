@@ -22,9 +22,9 @@ _LOOK_EVERY_S = 0.02
 class Sockets:
     """The sockets that a gloo group has accepted. Each group listens on its own port, which identifies its sockets.
 
-    Shutting down an accepted connection ends the waits of both its ranks, and every connection has been accepted by one
-    of its two ranks. However, gloo aborts the process if a connection breaks while it is being established, so `shut`
-    only shuts down connections that an earlier scan has found.
+    Every connection was accepted by one of its two ranks; if that rank shuts down the connection, the waits of both
+    ranks end. However, gloo aborts the process if a connection breaks while it is being established, so `shut` only
+    shuts down connections that an earlier scan has found.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class Sockets:
         return made
 
     def look(self) -> None:
-        """Mark as established all connections that have been accepted so far."""
+        """Mark all accepted connections as established."""
         for end in self._accepted():
             self._seen.add(_number(end))
 
     def shut(self) -> bool:
         """Shut down the connections that earlier scans found; return whether there are new connections. Idempotent.
 
-        Any thread can call this.
+        May be called from any thread.
         """
         fresh = False
         for end in self._accepted():
@@ -60,7 +60,7 @@ class Sockets:
         return fresh
 
     def abandon(self, _references: object, works: Sequence[Any]) -> None:
-        """Keep a gloo group alive until its collectives have ended. Releasing it earlier would abort the process."""
+        """Keep a gloo group alive until its collectives have ended; an earlier release would abort the process."""
         # Wait between scans: a connection that is new in one scan has been established by the next. Scan repeatedly,
         # because gloo may still make connections lazily.
         time.sleep(_LOOK_EVERY_S)
@@ -91,7 +91,7 @@ def _accepts(end: socket.socket) -> bool:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield this process's TCP sockets, each as a new descriptor that is closed after its loop iteration."""
+    """Yield this process's TCP sockets, each as a new descriptor that is closed when the iteration continues."""
     if sys.platform != "linux":
         return
     for path in list(Path("/proc/self/fd").iterdir()):

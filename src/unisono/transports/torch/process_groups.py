@@ -53,7 +53,7 @@ def backend_of(
         lazy: Whether gloo connects each pair of ranks only on first use.
 
     Raises:
-        RuntimeError: Not all ranks joined. This is torch's own error.
+        RuntimeError: Not all ranks joined; the error is torch's own.
     """
     timeout = timedelta(seconds=options.timeout_s)
     if options.backend == "gloo":

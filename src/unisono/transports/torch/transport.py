@@ -239,7 +239,7 @@ class TorchTransport(Transport):
         self._end(cause, self._sockets.shut)
 
     def _land(self) -> None:
-        """Wait until the group has failed or nccl has moved all data, which the caller's streams may still need."""
+        """Wait for nccl to move the data that the caller's streams may still need; end on failure or timeout."""
         deadline = clock.now() + self._options.timeout_s
         # Iterate over a copy, here and in `_end`, because a launch in another thread may still append its work.
         while not all(work.is_finished() for work in list(self._flying)):
@@ -348,7 +348,7 @@ class _StreamWork(_BackendWork):
 
 
 class _PolledWork(_BackendWork):
-    """Gloo's work. A wait is split into time slices, so that it can end after any slice.
+    """Gloo's work. A wait is split into time slices, so that an error from `broken` can end the wait after any slice.
 
     Args:
         work, timeout_s: See `_BackendWork`.

@@ -50,16 +50,15 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     differs if ranks add up a loss in different orders. Ending a model's backward pass may block until all other ranks
     also end it, so ranks could deadlock if they ended passes in the order of the gradients.
 
-    Models whose forward passes communicate come first. A rank that has failed in this backward pass repeats such a
-    forward pass before anything else, and waits in it for the other ranks, so they must join it in that model instead
-    of waiting in another one. Models whose forward passes communicate therefore raise an error if a rank has failed. If
-    none of these models raises an error, all ranks have reached the end of this backward pass; any other model that is
-    broken was already broken by an earlier backward pass.
+    Models whose forward passes communicate come first. A rank that has failed in this backward pass first repeats the
+    forward pass of such a model, where it waits for the other ranks; the other ranks must therefore join it in that
+    model instead of waiting in another model. Models whose forward passes communicate therefore raise an error if a
+    rank has failed. If none of these models raises an error, all ranks have reached the end of this backward pass; any
+    other model that is broken was already broken by an earlier backward pass.
 
-    Models whose `end` waits for another rank to repeat its failed backward pass (`PassOwner.waits`) come last. The
-    repeating rank first calls `renew` on models whose `end` does not wait, and `renew` is collective. If a rank that
-    does not know of the failure called an `end` that waits before it reached those models, both ranks would block
-    forever.
+    Models whose `end` waits for another rank to repeat its failed backward pass (`PassOwner.waits`) come last. A rank
+    that repeats its backward pass first calls `renew`, which is collective, on models whose `end` does not wait. If
+    another rank, unaware of the failure, first ended a model whose `end` waits, both ranks would block forever.
     """
     if _is_nested():
         return
@@ -126,8 +125,8 @@ class BackwardTracker:
     the token with the graph task, whether the task has succeeded or failed. If the task was nested, the enclosing graph
     task is then current again and gets its own token, and so on up to the outermost task.
 
-    The first tracker that sees a graph task announces the task to the trackers of the communicator's other models. Each
-    of them tracks the task as well if its model's parameters are in the task's graph. If the task fails before it
+    The first tracker that sees a graph task announces the task to the trackers of the communicator's other models. A
+    notified tracker also tracks the task if its model's parameters are in the task's graph. If the task fails before it
     reaches one of these models, other ranks may already be waiting in that model, so the model's owner must also fail.
 
     Args:
@@ -138,9 +137,8 @@ class BackwardTracker:
     Attributes:
         owner: The argument `owner`.
         number: Position in the order in which trackers were created.
-        cause: Class and text of the error because of which the owner's `fail` is called, if the owner itself raised the
-            error. Empty if the program's own hooks and Functions raised it, because torch propagates such an error only
-            after `fail`.
+        cause: Class and text of the error for which the owner's `fail` is called, if the owner raised that error.
+            Empty for errors of the program's own hooks and Functions, which torch propagates only after `fail`.
         running: Number of the latest graph task that adds to the model's gradients.
         is_open: Whether a backward pass has begun but not ended.
         arrived: Indices of the leaves whose gradients the backward pass has accumulated or is about to accumulate.

@@ -25,7 +25,7 @@ class EMA:
     checkpoint's state, which any number of ranks can load.
 
     Tensors are identified by name, so the model may convert or move its tensors, or replace them as
-    `load_state_dict(assign=True)` does. The average keeps its dtype, device and values.
+    `load_state_dict(assign=True)` does; the average keeps its dtype, device and values.
 
     For a `ShardedModel`, create, update and apply the average inside `with sharded.full_parameters():`.
 
@@ -33,7 +33,7 @@ class EMA:
         model: Module whose floating-point and complex parameters are averaged. Lower-precision parameters are averaged
             in float32.
         decay: Weight of the previous average, from 0 to 1.
-        comm: Communicator of the ranks, each of which keeps an equal part of the average. Construction is then
+        comm: Communicator of the ranks, each of which keeps an equal part of the average. With `comm`, construction is
             collective. If `comm` is None, this process keeps the whole average.
         use_buffers: Whether to also average floating-point and complex buffers. Buffers that are not averaged keep the
             model's values.
@@ -150,7 +150,8 @@ class EMA:
         """Restore the average. Does not communicate.
 
         Args:
-            state: Result of `state_dict`. Unsharded tensors may be from a run with any number of ranks.
+            state: Result of `state_dict`. An average that is a whole tensor may come from a run with any number of
+                ranks.
 
         Raises:
             ValueError: The state belongs to a different model or different ranks; nothing is changed.

@@ -150,7 +150,7 @@ def bucket_sizes(
     Collective. By default, the first bucket is small, and thus sent early, if every rank has a spare core to send it.
 
     Args:
-        given: The two sizes; each is None if the user has not set it.
+        given: The maximum sizes of a bucket and of the first bucket; None for a size that the user has not set.
         parameters: All parameters.
         comm: Communicator of the ranks whose gradients are averaged.
         background: Whether buckets are sent while later buckets fill; if not, each bucket adds a wait for the slowest

@@ -214,8 +214,8 @@ def agree_on_parameters(
         settings: Other values that must be equal on all ranks, by name.
         of: Name of the owner of the settings and parameters, for error messages.
         frozen: Whether to compare which parameters are frozen.
-        hooked: Whether hooks will wait for other ranks in backward passes. If such waits would deadlock, every rank
-            raises `ValueError`.
+        hooked: Whether hooks will wait for other ranks in backward passes. If waits in the hooks would deadlock, every
+            rank raises `ValueError`.
 
     Cost: one `flush_agreements`, and one exchange of the devices' names if `hooked` is set and there are accelerators.
     """
@@ -275,7 +275,7 @@ def claim(named: Named, how: str, owner: str) -> ParameterClaim:
     Returns: The claim, to which the owner must keep a reference.
 
     Raises:
-        ValueError: A parameter (named in the error) is already claimed. This call then claims none of the parameters.
+        ValueError: A parameter (named in the error) is already claimed; the call claims none of the parameters.
 
     Example:
         >>> from unisono.utils.parameters import claim

@@ -40,12 +40,12 @@ class PassWatch:
     A backward pass waits until all ranks run it, and so does a forward pass that communicates. If rank 0 runs the
     backward passes of model a and then b, but rank 1 runs b and then a, each rank waits for the other's second backward
     pass. Ranks also deadlock if rank 1 fails in b and then restarts its training step with a, while rank 0 waits in b.
-    No rank can detect this alone, so a thread queries the activities of all ranks during each backward pass. If ranks
-    form a cycle in which each rank waits for a call that the next rank has not made, they are deadlocked. The thread
-    then aborts the calls in the cycle on all ranks. The backward passes raise errors, and the models renew their
+    No rank can detect a deadlock alone, so a thread queries the activities of all ranks during each backward pass. If
+    ranks form a cycle in which each rank waits for a call that the next rank has not made, they are deadlocked. The
+    thread then aborts the calls in the cycle on all ranks. The backward passes raise errors, and the models renew their
     communicators in the next backward pass, as after any failure. Ranks that wait to renew a model's communicators may
-    be part of a cycle too. Such ranks wait in a `RepeatableBarrier`, so aborting their wait does not make the model
-    unusable. A rank with only one watched model needs no thread.
+    be part of a cycle too. Ranks wait for a renewal in a `RepeatableBarrier`, so aborting this wait does not make the
+    model unusable. A rank with only one watched model needs no thread.
 
     Args:
         kind: Name of the averaging class, such as "GradientAverager", for error messages.
@@ -53,8 +53,8 @@ class PassWatch:
 
     Attributes:
         name: Kind of the averaging object, and the line that created it.
-        peers: The `PassWatch` of each of this rank's models, including this one, in order of creation. If this is the
-            only one, it does nothing.
+        peers: The `PassWatch` of each of this rank's models, including this one, in order of creation. A rank's only
+            `PassWatch` does nothing.
         running: Event that stops the thread that watches the current backward pass; None if there is no thread.
         on_pass: Function called with the ID of a graph task that reached another model of this rank first.
         errors: Counter that grows whenever a forward or backward pass of one of this rank's models raises an error.

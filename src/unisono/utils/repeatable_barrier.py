@@ -54,7 +54,7 @@ class RepeatableBarrier:
         return engine_of(self._comm).group.child(f"barrier {number}", range(self._comm.size))
 
     def wait(self) -> None:
-        """Wait until all ranks call this. If the call or the communicator fails, raises the error of the failure."""
+        """Wait until all ranks call `wait`. If the call or the communicator fails, raises the error of the failure."""
         control = engine_of(self._comm).control
         given_up = True
         while given_up:

@@ -20,7 +20,7 @@ class Rate(NamedTuple):
     Attributes:
         samples_per_s: `window_samples` divided by `window_s`; nan before the first step.
         window_samples: Number of samples on all ranks in the window's steps.
-        window_s: Time that these steps took on the slowest rank, in seconds.
+        window_s: Time that the window's steps took on the slowest rank, in seconds.
         samples: Number of samples on all ranks since the start.
 
     Example:

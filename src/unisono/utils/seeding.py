@@ -24,8 +24,8 @@ _PER_RANK = 4
 class Generators:
     """Two CPU random generators, which a checkpoint's state can contain in addition to `un.checkpoint.RNG()`.
 
-    If a checkpoint is loaded by more ranks than saved it, `rank` keeps its current state on the additional ranks.
-    `shared` remains equal on all ranks.
+    If a checkpoint is loaded by more ranks than saved it, the generator `rank` keeps its current state on the
+    additional ranks. The generator `shared` remains equal on all ranks.
 
     Attributes:
         rank: Draws different numbers on each rank.
@@ -76,9 +76,9 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
         MismatchError: Ranks passed different seeds. Raised on every rank.
         TypeError: The seed is not an integer.
 
-    Method: the seed is hashed with BLAKE2, and the stream's number is added to the lower 32 bits, the only bits that
-    torch's Mersenne Twister uses. The sum is permuted with MurmurHash3's finalizer, so no two streams have the same
-    lower bits.
+    Method: the seed is hashed with BLAKE2, and each generator's number is added to the lower 32 bits of the hash, the
+    only bits that torch's Mersenne Twister uses. The sum is permuted with MurmurHash3's finalizer, so no two generators
+    have the same lower bits.
 
     Example:
         >>> def program(comm):
@@ -110,7 +110,7 @@ def _generator(number: int) -> torch.Generator:
 
 
 def stream_seed(seed: int, number: int) -> int:
-    """Return the 64-bit seed of a stream; its lower half is different for each stream number."""
+    """Return the 64-bit seed of a generator; the lower half of the seed is different for each number."""
     upper, lower = divmod(int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest()), _LIMIT)
     mixed = (lower + number) % _LIMIT
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

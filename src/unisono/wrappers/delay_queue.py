@@ -53,7 +53,7 @@ class DelayQueue:
             return stream in self._streams
 
     def post(self, messages: Sequence[DelayedSend]) -> Work:
-        """Send each message when due, with the inner transport's timeout. The work completes when all sends have."""
+        """Send each message when due, with the inner transport's timeout. The work completes after all sends."""
         work = CountdownWork(threading.TIMEOUT_MAX, [held.send for held in messages])
         for held in messages:
             stream = (held.send.peer, held.send.tag)

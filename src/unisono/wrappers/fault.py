@@ -80,8 +80,8 @@ class Faulty(Wrapper):
         inner: The transport to inject faults into.
         seed: Seed for all random choices.
         drop: Probability that a message is lost, although its send succeeds.
-        delay: Probability that a message is sent late. Later messages with the same tag to the same rank wait behind
-            it.
+        delay: Probability that a message is sent late. Later messages with the same tag to the same rank wait behind a
+            late message.
         duplicate: Probability that a message arrives twice.
         reorder: Probability that a message is overtaken by the next message with the same tag to the same rank, if the
             latter is sent within `delay_s`.

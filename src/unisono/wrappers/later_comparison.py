@@ -44,7 +44,7 @@ class LaterComparison:
         self._ended = False
 
     def add(self, fingerprint: Fingerprint, deadline: float) -> None:
-        """Queue a call for comparison. Do so before launching the call, which may wait for other ranks."""
+        """Queue a call for comparison. A call must be queued before its launch, which may wait for other ranks."""
         if self._added - self._compared >= _AHEAD:
             self.settle()
         self._added += 1

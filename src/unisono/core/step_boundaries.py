@@ -55,7 +55,7 @@ class StepBoundaries:
 
     @property
     def reason(self) -> str | None:
-        """Reason why this rank was asked to stop; None until it has stopped."""
+        """Why the ranks have stopped; None as long as this rank has not stopped."""
         return self.requested if self.stopped else None
 
     @property

@@ -172,7 +172,7 @@ _lock = threading.Lock()
 
 
 def take_calls(called: dist.ProcessGroup, group: Any) -> None:
-    """From now on, forward operator calls on a process group to one of our groups. Idempotent.
+    """From now on, pass operators that are called on a process group to one of our groups. Idempotent.
 
     Args:
         called: The group that operators are called on: our group, or a C++ group that only our group refers to.

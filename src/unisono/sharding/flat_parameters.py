@@ -258,7 +258,7 @@ class FlatParameters:
                 if parameter._version != self._version:
                     return name
                 if parameter.data_ptr() != place.data_ptr():
-                    # All later steps would compute with these values, which no gather replaces.
+                    # Gathers write to `_places`. Without this, all later steps would use the assigned values.
                     self._point_to(self._places)
                     return name
         return None

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad:UserWarning",
     "ignore:grad and param do not obey the gradient layout contract:UserWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    # Dynamo breaks the graph at a new thread.
+    "ignore:Dynamo does not know how to trace the builtin `_thread:UserWarning",
 )
 
 # Fifteen programs meet most mutants, and few more of them another backend or number of ranks.

@@ -25,7 +25,7 @@ def test_dev_shm_of_64_kib(
     small = namespaces("mount -t tmpfs -o size=64k shm /dev/shm")
     seen = doctor("memory", before=small)
     text = seen.the_problem("memory")
-    assert text.startswith("/dev/shm has 64 KiB free of 64 KiB")
+    assert text.startswith("/dev/shm has 64.0 KiB free of 64.0 KiB")
     assert "DataLoader workers" in text
     # The fix is a command, and it mends.
     mended = namespaces(f"mount -t tmpfs -o size=64k shm /dev/shm\n{seen.problems('memory')[0]['fix']}")

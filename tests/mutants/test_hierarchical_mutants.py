@@ -11,8 +11,8 @@ import torch
 from unisono.core.call import Call
 from unisono.errors import CommError
 from unisono.testing.conformance import CHECKS, World
-from unisono.transports.hierarchical import Hierarchical
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
+from unisono.transports.hierarchical.composed import Hierarchical
 from unisono.transports.hierarchical.routing import Routes
 
 BY_NAME = {check.__name__: check for check in CHECKS}

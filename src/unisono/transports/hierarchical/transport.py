@@ -9,8 +9,6 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.transports import TRANSPORTS
-from unisono.transports.hierarchical.compared import ComparedHierarchical
-from unisono.transports.hierarchical.composed import Hierarchical
 from unisono.transports.hierarchical.paired import Hosts, Paired, in_order, over
 
 __all__ = ["Connectable", "TransportPair", "find_hosts", "transport_named"]
@@ -52,10 +50,8 @@ class TransportPair:
         if (self.inner, self.outer) == ("shm", "tcp") and len(hosts) < group.size:
             # All collectives run on the outer transport, which uses shared memory inside hosts.
             outer = partial(outer, hosts=hosts)
-        composed = ComparedHierarchical if self.inner == "shm" else Hierarchical
-        kind: type[Paired] = Paired if self.outer == "tcp" else composed
         return over(
-            kind,
+            self._kind(),
             group,
             control,
             options,
@@ -64,6 +60,19 @@ class TransportPair:
             outer,
             lambda new: self.connect(new, control, replace(options, hosts=None)),
         )
+
+    def _kind(self) -> type[Paired]:
+        """Return the class that combines the two transports."""
+        if self.outer == "tcp":
+            return Paired
+        # Import these classes only here: launchers load this module, and most programs need no pair of transports.
+        if self.inner == "shm":
+            from unisono.transports.hierarchical.compared import ComparedHierarchical
+
+            return ComparedHierarchical
+        from unisono.transports.hierarchical.composed import Hierarchical
+
+        return Hierarchical
 
 
 Connectable = type[Transport] | TransportPair

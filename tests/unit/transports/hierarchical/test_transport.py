@@ -13,7 +13,8 @@ import unisono as un
 from unisono.core.types import Message, Send, Work
 from unisono.errors import UnavailableError
 from unisono.testing import run_ranks
-from unisono.transports.hierarchical import Hierarchical, TransportPair, transport_named
+from unisono.transports.hierarchical import TransportPair, transport_named
+from unisono.transports.hierarchical.composed import Hierarchical
 from unisono.transports.thread import ThreadTransport
 
 Hosts = tuple[tuple[int, ...], ...]

@@ -113,7 +113,8 @@ class Programs:
         if collective == "all_reduce" and nbytes <= _SHORT_BYTES:
             algorithm = find(collective, "recursive_doubling")
         steps = algorithm.steps(order.index(self._rank), self._size)
-        chunks = order if collective in EVEN else ()
+        # The core numbers ranks' parts from the root on, also if an all_gather is one half of a call with a root.
+        chunks = [(rank - root) % self._size for rank in order] if collective in EVEN else ()
         number = xxhash.xxh3_64_intdigest(algorithm.label.encode())
         return self._module.Program(encoded(steps, order, chunks), algorithm.chunks(self._size), self._size, number)
 

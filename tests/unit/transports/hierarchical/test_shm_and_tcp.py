@@ -29,8 +29,9 @@ def results(comm: un.Communicator, count: int) -> list[torch.Tensor]:
     comm.reduce_scatter_single(part := torch.empty(count), gathered)
     comm.all_to_all_single(exchanged := torch.empty(size * count), gathered + rank)
     comm.gather(mine, rows := [torch.empty(count) for _ in range(size)] if rank == 1 else None, 1)
+    uneven = comm.gather_v(mine[: 1 + rank % count], 2)
     comm.barrier()
-    return [*found, gathered, part, exchanged, *(rows or [])]
+    return [*found, gathered, part, exchanged, *(rows or []), *(uneven or [])]
 
 
 def expected(rank: int, size: int, count: int) -> list[torch.Tensor]:
@@ -40,7 +41,9 @@ def expected(rank: int, size: int, count: int) -> list[torch.Tensor]:
     for root in range(size):
         found += [rows[root], total]
     exchanged = torch.cat([rows[rank] + other for other in range(size)])
-    return [*found, torch.cat(rows), rows[rank] * size, exchanged, *(rows if rank == 1 else [])]
+    uneven = [row[: 1 + other % count] for other, row in enumerate(rows)]
+    at_root = {1: rows, 2: uneven}
+    return [*found, torch.cat(rows), rows[rank] * size, exchanged, *at_root.get(rank, [])]
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

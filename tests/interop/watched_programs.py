@@ -211,6 +211,7 @@ def receive_too_many(rank: int, size: int) -> None:
             dist.send(ones(), other) if other != 1 else None
     for _ in range(2 * (rank != 1)):
         dist.recv(ones(), 1)
+    # Stay alive without a call: a rank that ended would be named for that.
     while rank == 1:
         time.sleep(0.01)
 
@@ -470,6 +471,7 @@ def batches_of_messages(rank: int, size: int) -> None:
 @right
 def late_message(rank: int, size: int) -> None:
     if rank == 0:
+        # Longer than the time after which a cycle of waiting ranks counts as a deadlock.
         time.sleep(1.0)
     if rank > 0:
         dist.recv(ones(), rank - 1)
@@ -480,6 +482,7 @@ def late_message(rank: int, size: int) -> None:
 @right
 def messages_of_threads(rank: int, size: int) -> None:
     def sends() -> None:
+        # Until then, the ranks' main threads wait for each other for long enough to look deadlocked.
         time.sleep(1.5)
         dist.send(ones(), (rank + 1) % size)
 
@@ -494,6 +497,7 @@ def collective_of_a_thread(rank: int, size: int) -> None:
     side = dist.new_group(range(size))
 
     def saves() -> None:
+        # Until then, the ranks wait for each other for long enough to look deadlocked.
         time.sleep(1.5)
         dist.all_reduce(ones(), group=side)
 

@@ -47,8 +47,8 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 """Numbers of dtypes, the same on all ranks. The native core's constructor receives `known_dtypes()` in this order."""
 
 _OPS = (str, ReduceOp)
-_SHORT_BYTES = 32 << 10
-"""Maximum size of an all_reduce across hosts in which the number of rounds matters more than the traffic."""
+_SHORT_BYTES = 64 << 10
+"""Maximum traffic of a host in an all_reduce in which the number of rounds matters more than the traffic."""
 
 
 class Programs:
@@ -107,11 +107,9 @@ class Programs:
         """Return the steps of an algorithm for several hosts, with ranks numbered host by host from the root on."""
         hosts = sorted(self._hosts, key=lambda ranks: root not in ranks)
         order = [rank for ranks in hosts for rank in sorted(ranks, key=lambda rank: rank != root)]
-        algorithm = across_hosts(collective, tuple(map(len, hosts)))
+        algorithm = across_hosts(collective, tuple(map(len, hosts)), short=nbytes * (len(hosts) - 1) <= _SHORT_BYTES)
         if algorithm is None:
             return None
-        if collective == "all_reduce" and nbytes <= _SHORT_BYTES:
-            algorithm = find(collective, "recursive_doubling")
         steps = algorithm.steps(order.index(self._rank), self._size)
         # The core numbers ranks' parts from the root on, also if an all_gather is one half of a call with a root.
         chunks = [(rank - root) % self._size for rank in order] if collective in EVEN else ()

@@ -148,10 +148,18 @@ def test_hierarchy_of_any_depth(levels: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("collective", FILES)
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 4, 2), (2, 2, 2), (1, 2, 1, 3, 2), (4, 4, 4, 4), (5,)], ids=str)
 def test_hosts_of_any_size(collective: str, sizes: tuple[int, ...]) -> None:
-    algorithm = across_hosts(collective, sizes)
-    assert (algorithm is None) == (collective in EVEN and len(set(sizes)) > 1)
-    if algorithm is not None:
-        verify(collective, algorithm, sum(sizes))
+    for short in (False, True):
+        algorithm = across_hosts(collective, sizes, short=short)
+        assert (algorithm is None) == (collective in EVEN and len(set(sizes)) > 1)
+        if algorithm is not None:
+            verify(collective, algorithm, sum(sizes))
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8])
+def test_short_messages_cross_the_network_once(hosts: int) -> None:
+    algorithm = across_hosts("all_reduce", (2,) * hosts, short=True)
+    assert algorithm is not None
+    assert algorithm.cost(2 * hosts, 1000) == Cost(rounds=3, messages=hosts + 1, sent=(hosts + 1) * 500)
 
 
 @pytest.mark.parametrize("size", range(1, 17))

@@ -15,12 +15,13 @@ EVEN: dict[str, AlgorithmFile] = {"all_gather": all_gather, "reduce_scatter": re
 FILES: dict[str, AlgorithmFile] = {"all_reduce": all_reduce, "broadcast": broadcast, "reduce": reduce, **EVEN}
 
 
-def across_hosts(collective: str, sizes: tuple[int, ...]) -> Algorithm | None:
+def across_hosts(collective: str, sizes: tuple[int, ...], *, short: bool = False) -> Algorithm | None:
     """Return the algorithm for hosts with these numbers of ranks, or None if there is none.
 
     Args:
         collective: Name of the collective.
         sizes: Number of ranks on each host.
+        short: Whether an all_reduce is so short that the number of rounds matters more than the traffic.
 
     Example:
         >>> algorithm = across_hosts("broadcast", (3, 1))
@@ -32,4 +33,7 @@ def across_hosts(collective: str, sizes: tuple[int, ...]) -> Algorithm | None:
     file = FILES.get(collective)
     if file is None or (collective in EVEN and len(set(sizes)) > 1):
         return None
-    return Algorithm(collective, "hosts", file, {"sizes": sizes})
+    options: dict[str, object] = {"sizes": sizes}
+    if collective == "all_reduce":
+        options["short"] = int(short)
+    return Algorithm(collective, "hosts", file, options)

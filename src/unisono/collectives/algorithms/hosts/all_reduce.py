@@ -2,16 +2,18 @@
 
 `sizes` are the numbers of ranks on the hosts, which have consecutive ranks. On each host, the first n ranks carry the
 data between hosts, where n is the number of ranks on the smallest host. A reduce-scatter inside each host gives each
-carrier its share; the k-th carriers of all hosts reduce theirs like `halving_doubling`, or like `bruck` if the number
-of hosts is not a power of two; the same steps in reverse distribute the result. Cost: 2 rounds inside the hosts and,
-for N hosts, 2 log2(N) rounds, rounded up, in which each host sends 2(N-1)/N of the message. Source: Mikami et al.,
-"Massively distributed SGD: ImageNet/ResNet-50 training in a flash", arXiv:1811.05233, 2018.
+carrier its share; an all-gather inside each host distributes the result. In between, the k-th carriers of all N hosts
+reduce their shares: like `one_shot` if `short` is 1 or N is 2, in 1 round in which each host sends N-1 times the
+message; otherwise like `halving_doubling`, or like `bruck` if N is not a power of two, in 2 log2(N) rounds, rounded up,
+in which each host sends 2(N-1)/N of the message. Source: Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50
+training in a flash", arXiv:1811.05233, 2018.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unisono.collectives.algorithms.all_reduce import one_shot
 from unisono.collectives.algorithms.butterfly import doubling, halvings, needs_power_of_two
 from unisono.collectives.algorithms.hosts.places import counted, first_ranks, place_of
 from unisono.collectives.algorithms.reduce_scatter import bruck
@@ -19,35 +21,54 @@ from unisono.collectives.algorithms.step import Cost, Move, Step, mirrored
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps"]
 
-OPTIONS: dict[str, tuple[int, ...]] = {"sizes": ()}
+OPTIONS: dict[str, object] = {"sizes": (), "short": 0}
 
 
-def chunks(size: int, sizes: tuple[int, ...] = ()) -> int:
-    return min(sizes) * len(sizes)
+def chunks(size: int, sizes: tuple[int, ...] = (), short: int = 0) -> int:
+    return min(sizes) * _chunks_of_share(len(sizes), short)
 
 
-def steps(rank: int, size: int, sizes: tuple[int, ...] = ()) -> Iterator[Step]:
+def steps(rank: int, size: int, sizes: tuple[int, ...] = (), short: int = 0) -> Iterator[Step]:
     hosts = len(sizes)
     carriers = min(sizes)
     host, member = place_of(rank, sizes)
     firsts = first_ranks(sizes)
     others = [other for other in range(sizes[host]) if other != member]
+    length = _chunks_of_share(hosts, short)
 
     def share(carrier: int, peer: int) -> Move:
-        return Move(firsts[host] + peer, carrier * hosts, carrier * hosts + hosts)
+        return Move(firsts[host] + peer, carrier * length, carrier * length + length)
 
-    reducing = []
+    inside = []
     if others:
         send = tuple(share(other, other) for other in others if other < carriers)
         recv = tuple(share(member, other) for other in others if member < carriers)
-        reducing.append(Step(send, recv, reduce=bool(recv)))
-    if member < carriers:
-        across = bruck.steps(host, hosts) if needs_power_of_two(hosts) else halvings(host, hosts, doubling)
-        reducing += [step.renumbered(lambda other: firsts[other] + member, member * hosts) for step in across]
+        inside.append(Step(send, recv, reduce=bool(recv)))
+    yield from inside
+    if member < carriers and hosts > 1:
+        for step in _across(host, hosts, length):
+            yield step.renumbered(lambda other: firsts[other] + member, member * length)
+    yield from mirrored(inside)
+
+
+def cost(size: int, numel: int, sizes: tuple[int, ...] = (), short: int = 0) -> Cost:
+    hosts = len(sizes)
+    length = _chunks_of_share(hosts, short)
+    across = (hosts > 1) if length == 1 else 2 * (hosts - 1).bit_length()
+    rounds = 2 * (max(sizes) > 1) + across
+    return counted(rounds, lambda rank: steps(rank, size, sizes, short), size, numel, chunks(size, sizes, short))
+
+
+def _chunks_of_share(hosts: int, short: int) -> int:
+    """Return 1 if carriers send whole shares, or else the number of hosts."""
+    return 1 if short or hosts == 2 else hosts
+
+
+def _across(host: int, hosts: int, chunks: int) -> Iterator[Step]:
+    """Yield the steps of the all-reduce of one share, with its carriers numbered by their hosts."""
+    if chunks == 1:
+        yield from one_shot.steps(host, hosts)
+        return
+    reducing = list(bruck.steps(host, hosts) if needs_power_of_two(hosts) else halvings(host, hosts, doubling))
     yield from reducing
     yield from mirrored(reducing)
-
-
-def cost(size: int, numel: int, sizes: tuple[int, ...] = ()) -> Cost:
-    rounds = 2 * ((max(sizes) > 1) + (len(sizes) - 1).bit_length())
-    return counted(rounds, lambda rank: steps(rank, size, sizes), size, numel, chunks(size, sizes))

@@ -116,8 +116,8 @@ def test_rank_without_control_plane_still_names_a_rank(network: Network) -> None
     """After the second of the operation it takes six, in which it tries to tell the others."""
     for its in cut(network, range(2, 4)):
         assert isinstance(its, CommTimeoutError), repr(its)
-        assert its.peer == 0
-        assert "rank 0" in str(its).partition(": ")[2], its
+        assert its.peer in {0, 1}
+        assert f"rank {its.peer}" in str(its), its
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])

@@ -85,6 +85,7 @@ class TcpCollectives(NativeCalls):
         super().__init__(core, rank, size, programs, None if hosts else messages)
         self._part = None if shared is None else shared.part
         self._hosts = hosts
+        self._near = next((ranks for ranks in hosts if rank in ranks), ())
         self._group = group
         self._control = control
         self._timeout_s = timeout_s
@@ -142,8 +143,13 @@ class TcpCollectives(NativeCalls):
         try:
             self._control.exchange(self._group, topic, None, min(max(waited_s, shortest), longest))
         except CommTimeoutError as named:
-            # An error without a peer is about the control plane itself.
-            return error if named.peer is None else named
+            if named.peer is not None:
+                return named
+            # The control plane does not answer.
+            if missing in self._near:
+                text = f"waited {waited_s:.1f} s for rank {missing}, which may itself wait for a rank on another host"
+                return CommTimeoutError(text, waited_s=waited_s)
+            return error
         except CommError as first:
             return first
         return error

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
 from unisono.core.call import Call
-from unisono.core.group import Group
-from unisono.core.transport import Transport
 from unisono.core.types import PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.transports.hierarchical.composed import Hierarchical
@@ -26,15 +23,14 @@ class ComparedHierarchical(Hierarchical):
     Barriers and short reductions of CPU tensors travel over the same links.
     """
 
-    def _connect(
-        self, inner: Callable[[Group], Transport], outer: Callable[[Group], Transport], undo: ExitStack
-    ) -> None:
+    def _connect(self, undo: ExitStack) -> None:
+        control = self._pairing.control
         part = self.group.child("calls", range(self.size))
-        self._control.join(part)
-        undo.callback(self._control.leave, part)
-        self._calls = TcpCollectives.connect(part, self._control, self._options, hosts=self._hosts)
+        control.join(part)
+        undo.callback(control.leave, part)
+        self._calls = TcpCollectives.connect(part, control, self._pairing.options, hosts=self._hosts)
         undo.callback(self._calls.close)
-        super()._connect(inner, outer, undo)
+        super()._connect(undo)
 
     def _declare(self) -> None:
         super()._declare()

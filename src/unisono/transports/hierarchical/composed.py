@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
 from unisono.core.call import Call
-from unisono.core.group import Group
 from unisono.core.transport import Transport
 from unisono.core.types import PointToPoint, Work
 from unisono.core.work import Deferred
@@ -27,12 +25,10 @@ class Hierarchical(Paired):
     Before each collective, ranks compare their calls as on the outer transport.
     """
 
-    def _connect(
-        self, inner: Callable[[Group], Transport], outer: Callable[[Group], Transport], undo: ExitStack
-    ) -> None:
-        super()._connect(inner, outer, undo)
+    def _connect(self, undo: ExitStack) -> None:
+        super()._connect(undo)
         hosts = self._hosts
-        chunk_bytes = self._options.chunk_bytes
+        options = self._pairing.options
         self._rail: Transport | None = None
         place = self._here.index(self.rank)
         if place < min(map(len, hosts)):
@@ -43,9 +39,10 @@ class Hierarchical(Paired):
                 if native
                 else SubsetTransport(self.outer, ranks)
             )
-        inside = SubsetCollectives(self.inner, chunk_bytes) if self.inner is not None else None
-        timeout_s = self._options.timeout_s
-        self._bulk = HierarchicalCollectives(self.outer, inside, self._rail, hosts, chunk_bytes, timeout_s)
+        inside = SubsetCollectives(self.inner, options.chunk_bytes) if self.inner is not None else None
+        self._bulk = HierarchicalCollectives(
+            self.outer, inside, self._rail, hosts, options.chunk_bytes, options.timeout_s
+        )
 
     def _declare(self) -> None:
         super()._declare()

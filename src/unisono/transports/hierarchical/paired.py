@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import NoReturn
 
@@ -17,68 +18,87 @@ from unisono.core.types import Message, PointToPoint, Work
 from unisono.errors import UnavailableError
 from unisono.transports.hierarchical.routing import RankMappedTransport, Routes
 
-__all__ = ["Hosts", "Paired", "in_order", "over"]
+__all__ = ["Hosts", "Paired", "Pairing", "in_order"]
 
 Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """How to make a transport for several hosts.
+
+    Attributes:
+        kind: Class that combines two transports.
+        control, options: See `Transport.connect`.
+        inner: Function that makes the transport among one host's ranks.
+        outer: Function that makes the transport among ranks on several hosts.
+        reconnect: Function that makes a transport with the same inner and outer kinds for ranks whose hosts are
+            unknown.
+    """
+
+    kind: type[Paired]
+    control: ControlPlane
+    options: Options
+    inner: Callable[[Group], Transport]
+    outer: Callable[[Group], Transport]
+    reconnect: Callable[[Group], Transport]
+
+    def connect(self, group: Group, hosts: Hosts) -> Transport:
+        """Return the transport for these hosts: inner and outer combined, or only one if that suffices. Collective.
+
+        Args:
+            group: All ranks.
+            hosts: For each host, its ranks in the group.
+        """
+        if len(hosts) in (1, group.size):
+            single = self.inner(group) if len(hosts) == 1 else self.outer(group)
+            # If ranks join later, this transport may no longer suffice, so detect the hosts anew then.
+            single.reconnect = self.reconnect
+            return single
+        return self.kind(group, in_order(hosts), self)
 
 
 class Paired(Transport):
     """Transport that reaches ranks on this host over the inner transport, and other ranks over the outer transport.
 
     The outer transport runs all collectives. Use this only for several hosts of which at least one has several ranks.
-    In other cases, one of the two transports suffices, and `over` returns only that one.
+    In other cases, one of the two transports suffices, and `Pairing.connect` returns only that one.
 
     Args:
         group: All ranks.
-        control: This rank's handle to the control plane.
-        options: The `Options` that were passed to `connect`.
         hosts: For each host, its ranks in the group.
-        inner: Function that makes the transport among this host's ranks. Called only if the host has several ranks.
-        outer: Function that makes the transport among all ranks.
-        reconnect: Function that makes a transport with the same inner and outer kinds for a different set of ranks,
-            without reusing this transport.
+        pairing: How to make the two transports.
     """
 
     background = True
 
-    def __init__(
-        self,
-        group: Group,
-        control: ControlPlane,
-        options: Options,
-        hosts: Hosts,
-        inner: Callable[[Group], Transport],
-        outer: Callable[[Group], Transport],
-        reconnect: Callable[[Group], Transport],
-    ) -> None:
-        self._reconnect = reconnect
+    def __init__(self, group: Group, hosts: Hosts, pairing: Pairing) -> None:
         self.group = group
-        self._control = control
-        self._options = options
         self._hosts = hosts
+        self._pairing = pairing
         self._number = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._here = hosts[self._number]
         with ExitStack() as undo:
-            self._connect(inner, outer, undo)
+            self._connect(undo)
             self._undo = undo.pop_all()
-        self._routes = Routes(self.inner, self.outer, self._here, options.timeout_s)
+        self._routes = Routes(self.inner, self.outer, self._here, pairing.options.timeout_s)
 
-    def _connect(
-        self, inner: Callable[[Group], Transport], outer: Callable[[Group], Transport], undo: ExitStack
-    ) -> None:
+    def _connect(self, undo: ExitStack) -> None:
         """Make the transports."""
+        pairing = self._pairing
         alone = len(self._here) == 1
         self.inner: Transport | None = (
-            None if alone else self._numbered(self._made(inner, f"host {self._number}", self._here, undo))
+            None if alone else self._numbered(self._made(pairing.inner, f"host {self._number}", self._here, undo))
         )
-        self.outer: Transport = self._made(outer, "between hosts", range(self.size), undo)
+        self.outer: Transport = self._made(pairing.outer, "between hosts", range(self.size), undo)
         self._declare()
 
     def _made(self, kind: Callable[[Group], Transport], name: str, ranks: Sequence[int], undo: ExitStack) -> Transport:
         part = self.group.child(name, ranks)
-        self._control.join(part)
-        undo.callback(self._control.leave, part)
+        control = self._pairing.control
+        control.join(part)
+        undo.callback(control.leave, part)
         transport = kind(part)
         undo.callback(transport.close)
         return transport
@@ -129,16 +149,12 @@ class Paired(Transport):
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
         inner = self.inner
         outer = self.outer
-        return over(
-            type(self),
-            group,
-            self._control,
-            self._options,
-            tuple(host for host in hosts if host),
+        pairing = replace(
+            self._pairing,
             inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
             outer=outer.split,
-            reconnect=self._reconnect,
         )
+        return pairing.connect(group, tuple(host for host in hosts if host))
 
     def mailbox(self, group: Group) -> Mailbox | None:
         # A rank can wait on only one mailbox, and only the outer transport reaches all ranks.
@@ -146,7 +162,7 @@ class Paired(Transport):
 
     def reconfigure(self, group: Group) -> Transport:
         """Return a transport for the new group. Detects all ranks' hosts anew, because new ranks may have joined."""
-        return self._reconnect(group)
+        return self._pairing.reconnect(group)
 
     def leave(self) -> None:
         for part in self._parts():
@@ -167,36 +183,6 @@ class Paired(Transport):
 
     def _parts(self) -> list[Transport]:
         return [part for part in (self.inner, self.outer) if part is not None]
-
-
-def over(
-    kind: type[Paired],
-    group: Group,
-    control: ControlPlane,
-    options: Options,
-    hosts: Hosts,
-    inner: Callable[[Group], Transport],
-    outer: Callable[[Group], Transport],
-    reconnect: Callable[[Group], Transport],
-) -> Transport:
-    """Return the transport for these hosts: inner and outer combined, or only one if that suffices. Collective.
-
-    Args:
-        kind: Class that combines the two.
-        group: All ranks.
-        control, options: This rank's handle to the control plane, and its options.
-        hosts: For each host, its ranks in the group.
-        inner: Function that makes the transport among one host's ranks.
-        outer: Function that makes the transport among ranks on several hosts.
-        reconnect: Function that makes a transport with the same inner and outer kinds for ranks whose hosts are
-            unknown.
-    """
-    if len(hosts) in (1, group.size):
-        single = inner(group) if len(hosts) == 1 else outer(group)
-        # If ranks join later, this transport may no longer suffice, so detect the hosts anew then.
-        single.reconnect = reconnect
-        return single
-    return kind(group, control, options, in_order(hosts), inner, outer, reconnect)
 
 
 def in_order(hosts: Hosts) -> Hosts:

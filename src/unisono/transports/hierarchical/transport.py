@@ -9,7 +9,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.transports import TRANSPORTS
-from unisono.transports.hierarchical.paired import Hosts, Paired, in_order, over
+from unisono.transports.hierarchical.paired import Hosts, Paired, Pairing, in_order
 
 __all__ = ["Connectable", "TransportPair", "find_hosts", "transport_named"]
 
@@ -50,16 +50,15 @@ class TransportPair:
         if (self.inner, self.outer) == ("shm", "tcp") and len(hosts) < group.size:
             # All collectives run on the outer transport, which uses shared memory inside hosts.
             outer = partial(outer, hosts=hosts)
-        return over(
+        pairing = Pairing(
             self._kind(),
-            group,
             control,
             options,
-            hosts,
-            lambda part: TRANSPORTS[self.inner].connect(part, control, replace(options, backend=self.inner)),
-            outer,
-            lambda new: self.connect(new, control, replace(options, hosts=None)),
+            inner=lambda part: TRANSPORTS[self.inner].connect(part, control, replace(options, backend=self.inner)),
+            outer=outer,
+            reconnect=lambda new: self.connect(new, control, replace(options, hosts=None)),
         )
+        return pairing.connect(group, hosts)
 
     def _kind(self) -> type[Paired]:
         """Return the class that combines the two transports."""

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from struct import Struct
 from typing import Any, NamedTuple
 
 from unisono import serialization
 from unisono.control.replies import Outgoing, failed
+from unisono.control.report_ring import ReportReader
 from unisono.control.state import ControlState
 from unisono.core import clock
 from unisono.core.call import MAY_BE_WRONG, NOTHING_SENT, Fingerprint, call_text, explain
 from unisono.core.failure import Cause, ended_by
+from unisono.core.frames import Kind
 from unisono.diagnostics.hang_report import BlockedRank, find_cycle
 from unisono.host.processes import exit_status
 
 __all__ = ["CALL", "Overdue", "WatchedCalls", "follows"]
 
-CALL = Struct("<HQQIB")
+CALL = struct.Struct("<HQQIB")
 """Report of a call: index of the group, number of the call in that group, hash of the call's signature, index of the
 signature, and code of the reduce operation (0: unknown)."""
 
@@ -113,6 +116,7 @@ class _Client:
     rank: int
     pid: int
     heard: float
+    reports: ReportReader | None
     groups: list[_Group] = field(default_factory=list)
     signatures: list[bytes] = field(default_factory=list)
 
@@ -142,14 +146,42 @@ class WatchedCalls(ControlState):
         self._victim: tuple[float, int, str] | None = None
 
     # -- clients -----------------------------------------------------------------------------------
-    def _on_attend(self, client: int, request: int, world: str, pid: int) -> Outgoing:
-        """Record that a client begins to report its calls. `pid` is 0 for a process on another host."""
+    def _on_attend(self, client: int, request: int, world: str, pid: int, handle: bytes) -> Outgoing:
+        """Record that a client begins to report its calls. `pid` is 0 for a process on another host.
+
+        The answer is whether the client's reports are read from the memory that `handle` describes.
+        """
         rank = self._groups.rank_of(client, world)
         if rank is None:
             raise ValueError("only a member reports calls")
         self._world = world
-        self._present[client] = _Client(rank, pid, self._now())
-        return [(client, (request, "ok", None))]
+        reports = None
+        # The client may be in another container.
+        with suppress(OSError, ValueError, struct.error):
+            reports = ReportReader(handle) if handle else None
+        self._present[client] = _Client(rank, pid, self._now(), reports)
+        return [(client, (request, "ok", reports is not None))]
+
+    def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
+        # The client has written its reports before this request.
+        return [*self._read_reports(client), *super().handle(client, request, words)]
+
+    def _read_reports(self, client: int) -> Outgoing:
+        """Handle the reports that a client has written to shared memory."""
+        here = self._present.get(client)
+        if here is None or here.reports is None:
+            return []
+        out: Outgoing = []
+        try:
+            for frame in here.reports.read():
+                if frame.kind is Kind.CALL:
+                    out += self.called(client, frame.content)
+                else:
+                    out += super().handle(client, *serialization.decode(frame.content))
+        except Exception as error:  # No matter what a client writes, only the client itself is lost.
+            here.reports = None
+            out += self._end(client, f"was lost: its reports cannot be read: {error}.")
+        return out
 
     def _on_group(
         self, client: int, request: int, name: str, text: str, members: list[int], limit_s: float
@@ -178,13 +210,14 @@ class WatchedCalls(ControlState):
         return [*super()._on_bye(client, request), *self._end(client, how)]
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
+        out = self._read_reports(client)
         if client not in self._present:
-            return super().lost(client, outage)
+            return [*out, *super().lost(client, outage)]
         here = self._present[client]
         if here.pid:
             self._unclear[here.rank] = here.pid
         # Handle the loss like a goodbye, but drop the last reply, which would go to the lost client.
-        out = super()._on_bye(client, 0)[:-1]
+        out += super()._on_bye(client, 0)[:-1]
         # Check now: a process's exit status can be read only until its parent has reaped it.
         out += self._look_for_failed()
         return [*out, *self._end(client, f"was lost: {outage or 'its process has ended'}.")]
@@ -292,9 +325,10 @@ class WatchedCalls(ControlState):
 
         The answer is whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call.
         """
+        out = [answer for each in list(self._present) for answer in self._read_reports(each)]
         blocked = self._blocked
         self._blocked = []
-        out = [*self._look_for_failed(), *self._look_for_cycle(blocked)]
+        out += [*self._look_for_failed(), *self._look_for_cycle(blocked)]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
                 out += self._compared(where, number, call)

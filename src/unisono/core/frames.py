@@ -27,6 +27,7 @@ __all__ = [
     "FrameChannel",
     "InvalidFrameError",
     "Kind",
+    "frame_bytes",
     "within",
 ]
 
@@ -216,6 +217,12 @@ class FrameChannel:
     def frames(self, read: Callable[[], bytes], *kinds: Kind) -> Iterator[Frame]:
         """Yield frames until the stream ends. Arguments and errors as for `receive`."""
         return iter(lambda: self.receive(read, *kinds), None)
+
+
+def frame_bytes(head: bytes | memoryview) -> int:
+    """Return the length of the frame that begins with these bytes, at least `HEAD_BYTES` of them, in bytes."""
+    length: int = _HEAD.unpack_from(head)[0]
+    return HEAD_BYTES + length
 
 
 def _mac(key: bytes, place: int, kind: int, number: int, content: bytes) -> bytes:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from unisono import serialization
+from unisono.control.report_ring import REPORT_BYTES, ReportWriter
 from unisono.control.watched_calls import CALL, WatchedCalls
 from unisono.core.call import Fingerprint, hash_of
+from unisono.core.frames import Kind
 from unisono.diagnostics.hang_report import BlockedRank
+from unisono.host.anonymous_files import create_file
 
 SUM = Fingerprint(0, "all_reduce", "sum", None, "torch.float32", (4,), site="train.py:7")
 
@@ -29,7 +32,7 @@ class Watched:
         self._signatures = dict.fromkeys(range(size), 0)
         for rank in range(size):
             self.ask(rank, "join", "w", rank, size, [*range(size)])
-            self.ask(rank, "attend", "w", 0)
+            self.ask(rank, "attend", "w", 0, b"")
             self.ask(rank, "group", "0", "world", [*range(size)], 10.0)
             self.ask(rank, "group", "1", "the first two", [0, 1], 10.0)
 
@@ -370,4 +373,56 @@ def test_monitor_that_nobody_attends_ends() -> None:
 def test_only_members_report_calls() -> None:
     watched = Watched()
     with pytest.raises(ValueError, match="only a member"):
-        watched.ask(7, "attend", "w", 0)
+        watched.ask(7, "attend", "w", 0, b"")
+
+
+def reporting(watched: Watched, rank: int) -> ReportWriter:
+    """Let a rank report through shared memory from now on."""
+    with create_file("test", REPORT_BYTES) as handle:
+        writer = ReportWriter(handle, lambda: False)
+        watched.ask(rank, "attend", "w", 0, handle)
+    for name, members in (("0", (0, 1, 2)), ("1", (0, 1))):
+        words = "group", name, "world", list(members), 10.0
+        writer.write(Kind.REQUEST, serialization.encode((0, words)), 1.0)
+    return writer
+
+
+def report(writer: ReportWriter, number: int, signature: Fingerprint = SUM) -> None:
+    writer.write(Kind.REQUEST, serialization.encode((0, ("signature", 0, serialization.encode(signature.values())))), 1)
+    same = hash_of(signature._replace(op=None).compared())
+    writer.write(Kind.CALL, CALL.pack(0, number, same, 0, 0), 1.0)
+
+
+@pytest.mark.parametrize("event", ["examined", "lost", "finished", "asked"])
+def test_reports_in_shared_memory_count_before_what_follows(event: str) -> None:
+    watched = Watched(3)
+    watched.call(1, 1)
+    watched.call(2, 1)
+    report(reporting(watched, 0), 1, SUM._replace(counts=(5,)))
+    assert not watched.told[1]
+    if event == "examined":
+        watched.pass_time(0.01)
+    elif event == "lost":
+        watched.take(watched.state.lost(0))
+    elif event == "finished":
+        watched.ask(0, "bye")
+    else:
+        watched.ask(0, "compare", CALL.pack(0, 2, 0, 0, 0))
+    assert watched.verdict(1)[0] == "MismatchError"
+    assert "ranks differ in counts" in watched.verdict(1)[2]
+
+
+def test_rank_with_unreadable_reports_is_lost() -> None:
+    watched = Watched(3)
+    reporting(watched, 0).write(Kind.CALL, b"too short", 1.0)
+    watched.call(1, 1)
+    watched.pass_time(0.01)
+    kind, rank, text = watched.verdict(1)
+    assert (kind, rank) == ("PeerLostError", 0)
+    assert "rank 0 was lost: its reports cannot be read" in text
+
+
+def test_memory_that_cannot_be_opened_is_not_used() -> None:
+    watched = Watched()
+    out = watched.state.handle(0, 7, ("attend", "w", 0, bytes(40)))
+    assert out == [(0, (7, "ok", False))]

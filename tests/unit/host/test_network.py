@@ -102,7 +102,7 @@ def test_ranks_sharing_memory_are_neighbours() -> None:
 
 def test_rank_with_a_wrong_token_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container under the same kernel: everything but the proof says that the host is the same."""
-    found_by, shown = segment.open_handle, threading.Lock()
+    found_by, shown = segment.open_file, threading.Lock()
     seen: list[bytes] = []
 
     def other(card: bytes) -> Any:
@@ -111,7 +111,7 @@ def test_rank_with_a_wrong_token_has_no_neighbours(monkeypatch: pytest.MonkeyPat
             wrong = len(seen) == 2
         return found_by(card[:-16] + bytes(16) if wrong else card)
 
-    monkeypatch.setattr(segment, "open_handle", other)
+    monkeypatch.setattr(segment, "open_file", other)
     found = neighbours(3)
     assert found == [found[0]] * 3
     assert sorted(map(len, found[0])) == [1, 2]

@@ -5,27 +5,26 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import TypeVar
 
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of
 from unisono.core.group import Group
 from unisono.errors import MismatchError, UnavailableError
+from unisono.host.anonymous_files import create_file, open_file
 from unisono.host.native import core_build
 from unisono.host.network import host_identity, why_no_shm
 
-__all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_handle", "open_pipes"]
+__all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_pipes"]
 
 T = TypeVar("T")
 _Failure = tuple[str, str] | None
 """Reason why a rank could not create or map the memory: class and text of the error; None if it could."""
 
 PAGE_BYTES = 4096
-_HANDLE = struct.Struct("<qqq16s")
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -51,7 +50,7 @@ def map_shared(
     """
     with ExitStack() as stack:
         handle, failure = _attempt(
-            group, lambda: stack.enter_context(_create_file(name, nbytes)) if group.rank == 0 else b""
+            group, lambda: stack.enter_context(create_file(name, nbytes)) if group.rank == 0 else b""
         )
         replies = control.exchange(group, f"memory: {name}", (nbytes, handle, failure), timeout)
         _check(group, [other for *_, other in replies])
@@ -119,7 +118,7 @@ def _check(group: Group, failures: Sequence[_Failure]) -> None:
 
 def _map(handle: bytes, map_file: Callable[[int, int], T]) -> T:
     try:
-        descriptor, nbytes = open_handle(handle)
+        descriptor, nbytes = open_file(handle)
     except OSError as error:
         if error.errno in _EXHAUSTED:
             raise
@@ -133,16 +132,6 @@ def _map(handle: bytes, map_file: Callable[[int, int], T]) -> T:
         os.close(descriptor)
 
 
-def open_handle(handle: bytes) -> tuple[int, int]:
-    """Return a descriptor of the file that a handle describes, and its size in bytes."""
-    pid, number, nbytes, token = _HANDLE.unpack(handle)
-    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(descriptor, len(token), 0) != token:
-        os.close(descriptor)
-        raise OSError("another file was found at its path")
-    return descriptor, nbytes
-
-
 def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tuple[int, ...], ...]:
     """Return the ranks, grouped into sets that can map each other's memory. Collective.
 
@@ -154,7 +143,7 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
     seen = control.exchange(group, "finding ranks on one host", (host_identity(), usable and core_build()), timeout)
     mine = seen[group.rank]
     first = next(rank for rank, other in enumerate(seen) if other == mine)
-    with _create_file("neighbours", PAGE_BYTES) if usable and first == group.rank else nullcontext(b"") as handle:
+    with create_file("neighbours", PAGE_BYTES) if usable and first == group.rank else nullcontext(b"") as handle:
         handles = control.exchange(group, "publishing shared memory", handle, timeout)
         found = usable and _can_open(handles[first])
         proven = control.exchange(group, "comparing shared memory", found, timeout)
@@ -164,23 +153,9 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
     return tuple(tuple(ranks) for ranks in parts.values())
 
 
-@contextmanager
-def _create_file(name: str, nbytes: int) -> Iterator[bytes]:
-    """Keep an anonymous file with a random number open during a `with` block; yield a handle for other ranks."""
-    token = secrets.token_bytes(16)
-    descriptor = os.memfd_create(f"unisono {name}"[:200], os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, nbytes)
-        os.pwrite(descriptor, token, 0)
-        yield _HANDLE.pack(os.getpid(), descriptor, nbytes, token)
-        os.pwrite(descriptor, bytes(len(token)), 0)
-    finally:
-        os.close(descriptor)
-
-
 def _can_open(handle: bytes) -> bool:
     try:
-        os.close(open_handle(handle)[0])
+        os.close(open_file(handle)[0])
     except (OSError, struct.error):
         return False
     return True

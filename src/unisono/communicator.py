@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["BY_HANDLE", "Check", "Communicator", "boundaries_of", "engine_of", "join_part", "replace_transport"]
 
 BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-"""This process's communicators, keyed by `handle`: compiled graphs contain this name and not the object."""
+"""This process's communicators, keyed by `handle`: compiled graphs contain the handle and not the object."""
 
 _numbers = itertools.count()
 
@@ -343,10 +343,10 @@ class Communicator(Place):
             scale: Factor applied to each contribution, in the tensor's dtype (torch's PREMUL_SUM), for "sum" and "avg"
                 of floating-point and complex dtypes. Must be the same on all ranks. With a scale, the tensor is copied.
             algorithm: "auto" for the algorithm with the lowest predicted time (see `plan`); a name from
-                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...); "native" if
-                the backend has a native collective; or None: the native collective if there is one, and otherwise the
-                algorithm that is cheapest at the backend's nominal latency and bandwidth. "fewest_bytes": native if
-                possible, and otherwise the algorithm that sends the fewest bytes.
+                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...); or "native"
+                if the backend has a native collective. With None, the native collective if there is one, and otherwise
+                the algorithm that is cheapest at the backend's nominal latency and bandwidth. With "fewest_bytes", the
+                native collective if possible, and otherwise the algorithm that sends the fewest bytes.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's timeout if None.
 
@@ -943,7 +943,7 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
         """Return the tensors of all ranks, in rank order. No rank needs to know the other ranks' lengths.
 
-        Collective. Cost: that of `all_gather`, plus an all_gather of 18 numbers per rank.
+        Collective. Cost: an all_gather of the tensors, and another of 18 numbers per rank.
 
         Args:
             tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
@@ -987,7 +987,7 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None:
         """Return the tensors of all ranks, in rank order, on rank `dst`; None on the other ranks.
 
-        Collective. Cost: that of `gather`, plus an all_gather of 18 numbers per rank.
+        Collective. Cost: a gather of the tensors, and an all_gather of 18 numbers per rank.
 
         Args:
             tensor: Tensor of at most 16 dimensions; the size of the first dimension may differ between ranks.
@@ -1031,7 +1031,7 @@ class Communicator(Place):
     ) -> torch.Tensor | ResultWork[torch.Tensor]:
         """Return this rank's tensor from rank `src`'s list; only `src` needs to know shapes and dtype.
 
-        Collective. Cost: that of `scatter`, plus a broadcast of 18 numbers per rank.
+        Collective. Cost: a scatter of the tensors, and a broadcast of 18 numbers per rank.
 
         Args:
             tensors: On rank `src`, one tensor per rank, of at most 16 dimensions, equal in all but the first dimension;
@@ -1072,7 +1072,7 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
         """Send `tensors[r]` to each rank r, and return the tensors received from all ranks, in rank order.
 
-        Collective. Cost: that of `all_to_all`, plus an all_to_all of 18 numbers per rank.
+        Collective. Cost: an all_to_all of the tensors, and another of 18 numbers per rank.
 
         Args:
             tensors: One tensor per rank, of at most 16 dimensions; the size of the first dimension may differ between
@@ -1368,7 +1368,7 @@ class Communicator(Place):
         return [self._messages.post("batch_isend_irecv", messages)] if messages else []
 
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
-        """Wait for a message other than those that posted receives will get, and return the rank that sent it.
+        """Wait for a message that no posted receive will get, and return the rank that sent it.
 
         `probe` does not receive the message; the next receive from its sender with the same tag does.
 
@@ -1518,7 +1518,7 @@ class Communicator(Place):
             MismatchError: Ranks passed different lists.
             ValueError: The list is empty, repeats a rank, or contains a rank that does not exist.
 
-        Cost: that of `split`, plus one `flush_agreements`.
+        Cost: a `split` and a `flush_agreements`.
 
         Example:
             >>> def program(comm):
@@ -1564,7 +1564,7 @@ class Communicator(Place):
 
     # -- after a failure -----------------------------------------------------------------------
     def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
-        """Return a new communicator of the remaining ranks, renumbered in their old order, and any newcomers.
+        """Return a new communicator: the remaining ranks, renumbered in their old order, then any newcomers.
 
         Collective over the live ranks: each rank calls `rebuild` after a failed call, or all ranks call it at the same
         point of the program to admit newcomers. The method does not wait for ranks that have left or that die

@@ -32,7 +32,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 class Agreements:
-    """Compares values that must be equal on all ranks; the next collective compares those passed to `agree`.
+    """Compares values that must be equal on all ranks; the next collective compares the values passed to `agree`.
 
     Communicators over the same ranks share the values passed to `agree`. A collective compares only the values that its
     own thread has passed to `agree` on any communicator over the same ranks, because ranks may run the collectives of
@@ -68,7 +68,7 @@ class Agreements:
         self._values.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Return this thread's pending values as a separate call, to compare first; None if no values are pending."""
+        """Take this thread's pending values as a separate call, which ranks compare first; None if there are none."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self._values if thread == here)
         if not taken:
@@ -107,8 +107,8 @@ class Agreements:
     def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
         """Raise an error, and break the communicator, if a rank that called earlier passed a different value.
 
-        No rank waits for another, and not every rank has to call `require_same`. If two ranks differ, the second one to
-        call fails.
+        No rank waits for another, and not every rank has to call `require_same`. If two ranks differ, the later call
+        fails.
 
         Args:
             what: Description of the value. Values with equal descriptions are compared in the order of the calls.

@@ -65,7 +65,7 @@ class Engine:
         check: The communicator's `check` option.
 
     Attributes:
-        transport, control: The transport and control handle of `failures`, which `wrap` replaces.
+        transport, control: The transport and control handle of `failures`; `wrap` replaces them.
         failures, options: As passed.
         group: The communicator's group.
         activity: This rank's activity.
@@ -115,7 +115,7 @@ class Engine:
         self.parent: Engine | None = None
         self.ending: Teardown = Teardown(self.transport, self.control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
-        # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
+        # Don't run this finalizer at process exit: the control plane's handle then closes communicators that are still
         # open.
         self._dropped.atexit = False
         HOLD.add(self)
@@ -163,7 +163,7 @@ class Engine:
             raise self.failures.with_context(error, operation)
 
     def release(self, operation: str, *, any_thread: bool) -> None:
-        """Let other threads use the communicator: all of them, or only the next to use it, which becomes the owner."""
+        """Release the communicator to all threads, or only to the next thread that uses it, which becomes the owner."""
         self.own(operation)
         self.owner = None
         self.any_thread = any_thread

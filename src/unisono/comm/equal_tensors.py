@@ -73,7 +73,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return total
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Viewing elements as words requires stride 1, which as_strided, unlike view(-1), gives even to a single element.
+    # Viewing elements as words requires stride 1. Unlike view(-1), as_strided gives stride 1 even to a single element.
     flat = dense.as_strided((dense.numel(),), (1,))
     words = flat.view(_WORD.get(flat.itemsize, torch.int32))
     keys = _keys().to(tensor.device)

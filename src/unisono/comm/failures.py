@@ -43,7 +43,7 @@ class Failures:
 
     Attributes:
         transport, control: The communicator's transport and control handle; `Engine.wrap` replaces them.
-        activity: The argument.
+        activity: As passed.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, activity: Activity, backend: str) -> None:

@@ -234,7 +234,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
         raise
     finally:
         control.leave(group)
-    # The open mailbox keeps the engine, and so the control plane, alive, whatever happens to the communicator.
+    # The open mailbox keeps the engine and its control plane alive, whatever happens to the communicator.
     box.on_close(partial(_leave, engine, pairs))
     return box, values
 

@@ -250,7 +250,7 @@ def _end(staging: Staging, failed: Callable[[BaseException], BaseException]) -> 
 
 
 class Messages:
-    """Point-to-point messages of one communicator, on a separate channel, so they never match those of a collective.
+    """Point-to-point messages of one communicator, on a separate channel, so they never match a collective's messages.
 
     Args:
         engine: Engine of the communicator.

@@ -30,7 +30,7 @@ _REFUSED = -1
 
 
 class ShapeExchange:
-    """One rank's view of one collective: the headers that it sends and receives, and the tensors that they describe.
+    """One rank's view of a collective: the headers that the rank sends and receives, and the tensors they describe.
 
     Args:
         collective: A collective that allocates its output.

@@ -148,7 +148,7 @@ class ClockReading:
 
 
 def _aligned(clocks: list[ClockReading]) -> Callable[[float], float]:
-    """Return the map from this rank's clock to rank 0's, for an offset that drifts linearly between two readings."""
+    """Return the map from this rank's clock to rank 0's. The offset is assumed to drift linearly between readings."""
     if not clocks:
         return lambda moment: moment
     first = clocks[0]

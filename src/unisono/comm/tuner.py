@@ -117,7 +117,7 @@ _SIZES = (64, 64 << 10, 512 << 10, 4 << 10)
 """Tensor sizes in bytes; the first two are always measured, because one size cannot separate bandwidth from latency."""
 _ALGORITHMS = ("recursive_doubling", "ring", "two_shot", "one_shot", "chunked_ring:segments=8")
 _CALLS = 4
-"""Number of calls per sample, because a call overlaps with the next one, as in a program."""
+"""Number of calls per sample: more than one, so that a call overlaps with the next one, as in a program."""
 
 
 def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> CostTable:
@@ -149,7 +149,7 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
 
 
 def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
-    """Time calls on a communicator; return the constants fitted to them on rank 0, None on other ranks or a lone rank.
+    """Time calls on a communicator. On rank 0, return the constants fitted to them; None elsewhere, or on a lone rank.
 
     The communicator's ranks share `cores` cores; 0 means that each rank is on its own host.
     """

@@ -184,7 +184,7 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
     """Describe a mismatch, quoting each variant and its ranks; return an empty string if all fingerprints match.
 
     Args:
-        prints: Fingerprints of all ranks of a group, in order, or a mapping from some ranks to theirs.
+        prints: Fingerprints of all ranks of a group, in order, or of some ranks, keyed by rank.
         shapes: Whether shapes must match as well.
     """
     sides = prints if isinstance(prints, Mapping) else dict(enumerate(prints))

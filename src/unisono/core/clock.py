@@ -29,8 +29,8 @@ _virtual: Callable[[], float] | None = None
 _stands: tuple[float, float | None] = (0.0, None)
 """The seconds for which the clock was stopped, and when the current stop began.
 
-Both values are in one tuple, so that a thread never sees one of them from before and the other from after a change:
-time would run backwards.
+Both values are in one tuple, so that a thread never sees one value from before a change and the other from after it.
+Otherwise, time would run backwards.
 """
 
 _ROUND = 1000
@@ -74,7 +74,7 @@ def virtual(read: Callable[[], float]) -> Iterator[None]:
 
 
 def _stand(stood_s: float, stopped_at: float | None) -> tuple[float, float | None]:
-    global _stands  # noqa: PLW0603  # the module is the clock, of which a process has one
+    global _stands  # noqa: PLW0603  # the module is the process's only clock
     _stands = (stood_s, stopped_at)
     _choose(_virtual)
     return _stands

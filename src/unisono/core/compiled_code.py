@@ -33,8 +33,8 @@ _REFUSES = f"{_FOLDER}sharding/runtime.py"
 def leave_out_of_graphs() -> None:
     """Make Dynamo break the graph at each call into this package, now or once Dynamo is imported.
 
-    Except for the files of `_TRACED`, neither the package nor the code that it calls, such as the `step` of an
-    optimizer that updates shards, is compiled. By default, Dynamo traces every Python frame below a compiled one into a
+    The package (except for the files of `_TRACED`) then runs uncompiled, as does the code that it calls, such as the
+    `step` of an optimizer that updates shards. By default, Dynamo traces every Python frame below a compiled one into a
     graph, in which messages, locks, backward hooks and inference mode would have no effect or run only once, or could
     not be traced. `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and would
     add 0.6 us to each call; a rule for whole files avoids both costs.

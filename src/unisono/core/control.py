@@ -118,7 +118,7 @@ class ControlPlane(ABC):
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """Return the successor of this group: its remaining members plus `grow` newcomers, or enough to reach `size`.
+        """Return this group's successor: its remaining members, plus `grow` newcomers or enough to reach `size`.
 
         Every live member calls this with the same arguments, except that a member may omit `grow` and `size` to accept
         the other members' `size`. A member that has not called this by the first caller's deadline is excluded, and

@@ -302,7 +302,7 @@ def thread_frames() -> dict[int, FrameType]:
     CPython 3.11 creates frame objects on request. The innermost frame of each thread is created under a lock that
     starting a thread also acquires, but callers' frames are created from the running thread's memory. If a garbage
     collection runs while frames are created and a finalizer releases the GIL, all threads deadlock, or a caller is read
-    from memory that has been reused. The garbage collector is off until all frames have been created.
+    from memory that has been reused. So the garbage collector is off until all frames have been created.
     """
     with _frames_lock:
         collects = gc.isenabled()

@@ -87,8 +87,8 @@ class Hold:
 
     def go(self) -> None:
         """Release all held ranks."""
-        # Call the observers first, because the debugger's socket, through which any code can be run, must not outlast
-        # the hold. Call observers without the lock, because they take locks of their own.
+        # Call the observers first, because they close the debugger's socket: any code can be run through it, so it must
+        # not outlast the hold. Call them without the lock, because they take their own locks.
         for observe in self.on_go:
             observe()
         with self._lock:
@@ -125,12 +125,12 @@ class Hold:
         return thread in self._gates
 
     def thread_in(self, activities: Sequence[Activity]) -> int | None:
-        """Return the thread that was the last to be held in a call of one of these communicators; None without one."""
-        # Copy in one step, because an interrupted thread removes its gate at any time.
+        """Return the thread that was held last in a call of one of these communicators; None if there is none."""
+        # Copy in one step, because an interrupted thread may remove its gate at any time.
         return next((thread for thread, (_, at) in reversed(list(self._gates.items())) if at in activities), None)
 
     def wait(self, activity: Activity) -> None:
-        """Wait until all ranks continue or this thread is stepped; `activity` is that of the communicator it uses."""
+        """Wait until all ranks continue or this thread is stepped. `activity` belongs to the thread's communicator."""
         here = _thread.get_ident()
         gate = _thread.allocate_lock()
         with self._lock:

@@ -37,7 +37,7 @@ def pack(head: bytes, bodies: Sequence[torch.Tensor]) -> bytes:
 
 
 def parse(peer: int, data: bytes | bytearray | memoryview) -> tuple[Envelope | None, int]:
-    """Return a message with newly allocated bodies, still to be filled, and the number of bytes before the bodies.
+    """Return a message whose newly allocated bodies have yet to be filled, and the number of bytes before the bodies.
 
     Args:
         peer: Rank of the sender.

@@ -38,9 +38,9 @@ class Staging:
 
     Accelerator tensors that are staged in CPU memory are copied through pinned memory, on the communicator's streams.
     The copies are ordered after any work that the caller queued before the call, and are complete when the call ends. A
-    call waits once for the copies of all inputs, and once for those of all results, but never for the whole device. The
-    copies run on dedicated streams, which wait for the caller's stream only up to the point at which the call was made:
-    by the time another thread performs the call, the caller may have queued much more work.
+    call waits once for all inputs to be copied, and once for all results, but never for the whole device. The copies
+    run on dedicated streams, which wait for the caller's stream only up to the point at which the call was made: by the
+    time another thread performs the call, the caller may have queued much more work.
 
     Args:
         away: Device types whose tensors are staged in CPU memory.

@@ -57,7 +57,7 @@ def as_flat(
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
         return None
     try:
-        # Checking `is_cpu` takes a tenth of the time of reading the device's type.
+        # Checking `is_cpu` takes a tenth as long as reading the device's type.
         here = tensor.is_cpu if devices is _CPU else tensor.device.type in devices
         plain = here and tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_neg())
     except RuntimeError:
@@ -167,7 +167,7 @@ def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
 def view_of(tensor: torch.Tensor) -> memoryview:
     """View of the bytes of a contiguous CPU tensor. The tensor must outlive the view.
 
-    Slicing the view costs a tenth of slicing the tensor.
+    Slicing the view costs a tenth as much as slicing the tensor.
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -225,7 +225,7 @@ Buffer: TypeAlias = (
 """Types that a call accepts as a tensor."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""Lossless dtypes for Python's numbers; `bool` comes before `int`, of which it is a subclass."""
+"""Lossless dtypes for Python's numbers; `bool` comes before `int`, because it is a subclass of `int`."""
 _MEMORY: dict[tuple[str, ...], tuple[torch.dtype, ...]] = {
     ("?",): (torch.bool,),
     ("b", "h", "i", "l", "q", "n"): (torch.int8, torch.int16, torch.int32, torch.int64),
@@ -242,7 +242,7 @@ _NO_DTYPE = "{} has dtype {}, which torch does not have; convert it first, as by
 
 
 class _DLTensor(ctypes.Structure):
-    """DLPack's description of a tensor, with which capsules of versions before 1.0 begin."""
+    """DLPack's description of a tensor; a capsule of a version before 1.0 begins with it."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -408,7 +408,7 @@ def _dtype_of_format(view: memoryview) -> torch.dtype | None:
 
 
 HALVES = (torch.float16, torch.bfloat16, torch.complex32)
-"""Dtypes whose averages are divided before the sum, so that it does not overflow."""
+"""Dtypes for which an average divides before it sums, so that the sum does not overflow."""
 
 _known: set[tuple[ReduceOp, torch.dtype]] = set()
 """Operations and dtypes that are known to work together."""
@@ -443,7 +443,7 @@ def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tenso
 
 
 def divide(total: torch.Tensor, size: int) -> None:
-    """Divide in place, or multiply by the inverse if it is exact, which is faster; treat complex numbers as pairs."""
+    """Divide in place; if the inverse is exact, multiply by it, which is faster. Treat complex numbers as pairs."""
     total = torch.view_as_real(total) if total.is_complex() else total
     if size.bit_count() == 1 and total.is_floating_point():
         total.mul_(1 / size)

@@ -52,7 +52,7 @@ class Options:
         backend: The requested name: "thread", "gloo", "nccl", ...
         device: Default device of tensors.
         timeout_s: Default timeout of one operation in seconds.
-        address: Address of this host at which its peers reach it.
+        address: Address at which peers reach this host.
         chunk_bytes: Maximum size of a message that an algorithm sends; longer messages are split and pipelined.
         deterministic: Whether floating-point sums have a fixed order; see `unisono.init`.
         heartbeat_s: Seconds after which an unresponsive host counts as lost. If None, slightly more than `timeout_s`: a
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties that a transport declares before it is connected; the attributes are those of `Transport`."""
+    """Properties that a transport declares before it is connected; see `Transport` for the attributes."""
 
     devices: frozenset[str]
     host_staged: frozenset[str]
@@ -222,8 +222,7 @@ class Transport(ABC):
         The subgroup's messages are kept apart from this transport's, and both may be in flight at the same time.
 
         Args:
-            group: The subgroup; its `members` (ranks in the job's first group) are a subset of those of this
-                transport's group.
+            group: The subgroup, whose `members` (ranks in the job's first group) are all in this transport's group.
         """
 
     def mailbox(self, group: Group) -> Mailbox | None:

@@ -268,7 +268,7 @@ def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     """Wait until one of several pieces of work ends, and return its index.
 
     The function calls only `is_completed` and `get_future` of each piece of work. Raises `CommTimeoutError` after
-    `timeout`, and `ValueError` for an empty list, but not the error of the work, which the work's `wait` raises.
+    `timeout`, and `ValueError` for an empty list. If the work failed, only its own `wait` raises the error.
     """
     if not works:
         raise ValueError("wait_any needs at least one work")

@@ -11,7 +11,7 @@ __all__ = ["write_aside"]
 
 
 def write_aside(path: Path, text: str, publish: Callable[[str, Path], None] = os.replace) -> None:
-    """Write a file that only this user can read, complete before it gets its name.
+    """Write a file that only this user can read; it is complete before it gets its name.
 
     Args:
         path: The file.

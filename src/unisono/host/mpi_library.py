@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 
-# For each launcher, the names of the environment variables for the rank and size in the job, and for those on this
-# host. More specific launchers come first, because several launchers, including Slurm, set the PMI variables.
+# For each launcher, the names of the environment variables for the rank and size in the job, and within this host.
+# More specific launchers come first, because several launchers, including Slurm, set the PMI variables.
 _OMPI = "OMPI_COMM_WORLD_"
 _MV2 = "MV2_COMM_WORLD_"
 _VARIABLES = (
@@ -70,8 +70,8 @@ def library() -> Any:
     if mpi.Is_finalized():
         raise UnavailableError("MPI was finalized in this process and cannot be initialized again; use backend='gloo'")
     if not mpi.Is_initialized():
-        # Check the launcher before calling `Init_thread`, which, with some libraries, exits the process if the launcher
-        # belongs to a different MPI.
+        # Check the launcher first: with some libraries, `Init_thread` exits the process if the launcher belongs to a
+        # different MPI.
         _check_launcher(mpi)
         from mpi4py import rc
 

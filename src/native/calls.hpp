@@ -137,8 +137,8 @@ class Calls {
         return start(op, dtype, true);
     }
 
-    // Runs a collective on two lists of tensors, those to write and those to read, given by address and element count.
-    // If `divides` is set, the sum for an average is divided by the number of ranks.
+    // Runs a collective on two lists of tensors, one to write and one to read. Each tensor is given by its address and
+    // element count. If `divides` is set, the sum for an average is divided by the number of ranks.
     Failure call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                        const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                        const std::vector<int64_t>& read, bool divides, double deadline, const Program& program) {

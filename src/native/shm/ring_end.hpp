@@ -23,7 +23,7 @@ class RingEnd {
     RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
 
     // Number of bytes that can be read, including padding. The load is sequentially consistent, because a thread that
-    // is about to sleep must set its flag before its last call of `available`.
+    // is about to sleep must set its flag before its last call to `available`.
     uint64_t available() const {
         return ring_.written().load(std::memory_order_seq_cst) - ring_.read().load(std::memory_order_relaxed);
     }

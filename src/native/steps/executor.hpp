@@ -5,9 +5,9 @@
 // are known to match. Before long calls, and during the short calls of a rooted collective, ranks confirm their calls
 // with a dissemination barrier. In round k of the barrier, each rank sends a "heard" frame to the rank 2^k places after
 // it, once it has received the "heard" frames that were sent to it in all earlier rounds. With several ranks on each
-// host, there are first rounds inside each host, and then rounds between ranks with the same place on their hosts. Ranks
-// that can compare their calls in another way, such as with a barrier in shared memory, do so before the call. Source:
-// Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+// host, the first rounds are inside each host, and the later ones are between ranks with the same place on their hosts.
+// Ranks that can compare their calls in another way, such as with a barrier in shared memory, do so before the call.
+// Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -108,7 +108,7 @@ class Executor {
     // before the next slice starts, and so adds the latencies of all steps to the call.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // Orders the rounds of "heard" frames by hosts. `hosts` contains the ranks on each host, equally many.
+    // Orders the rounds of "heard" frames by hosts. `hosts` contains the ranks on each host, equally many per host.
     void set_hosts(const std::vector<std::vector<int>>& hosts) {
         const auto count = static_cast<int>(hosts.size()), each = static_cast<int>(hosts[0].size());
         heard_rounds_.clear();
@@ -229,7 +229,7 @@ class Executor {
             total += chunk.count * call.width;
             longest = std::max(longest, chunk.count);
         }
-        // In an all_to_all, little is sent on, so slices would only add latencies.
+        // In an all_to_all, ranks forward little data, so slices would only add latencies.
         const size_t share = slice_bytes_ / call.width / std::max<size_t>(1, call.chunks.size());
         const size_t length = call.sends.empty() ? std::max<size_t>(1, share) : SIZE_MAX;
         agreement_ = agreement_of(call, total);
@@ -574,7 +574,8 @@ class Executor {
     // The rank whose "heard" frame this rank needs in its next round; -1 after the last round.
     int heard_from() const { return all_heard() ? -1 : heard_rounds_[round_].from; }
 
-    // Adds the rounds among some ranks, of which this one is number `own`. `rank_of` returns a number's rank.
+    // Adds the rounds among `count` ranks, numbered from 0; this rank's number is `own`. `rank_of` maps numbers to
+    // ranks.
     template <class Function>
     void add_rounds(int own, int count, const Function& rank_of) {
         for (int distance = 1; distance < count; distance *= 2)

@@ -17,11 +17,11 @@
 namespace unisono {
 
 // One rank's collectives and messages over sockets. Each collective runs all steps of an algorithm in one native call.
-// On hosts with several ranks, the collectives of these ranks may travel through shared memory instead.
+// Inside a host, collectives may travel through shared memory instead.
 class TcpCore : public Calls {
   public:
-    // The hosts' ranks in the whole group, and this host's memory and doorbells, as `HostRings` needs them. No hosts if
-    // all ranks are linked by sockets.
+    // For each host, its ranks in the whole group; empty if sockets link all ranks. Also this host's memory and
+    // doorbells, as `HostRings` needs them.
     struct Hosts {
         std::vector<std::vector<int>> ranks;
         std::shared_ptr<const PythonMemory> memory;

@@ -1,5 +1,5 @@
-// The `Network` of an executor whose frames travel through shared memory to ranks on the same host, and over connections
-// to the other ranks.
+// The `Network` of an executor whose frames travel through shared memory inside a host, and over connections to the
+// other ranks.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace unisono {
 
 // The rings between the ranks of one host. Ranks are numbered as in the whole group. A rank sleeps in a poll that also
-// watches its sockets, so it is woken with a doorbell, which is a pipe, instead of a futex.
+// watches its sockets, so it is woken through a pipe, its doorbell, instead of a futex.
 class HostRings {
   public:
     // `ranks` are the ranks on this host. `memory` has `nbytes(ranks.size())` bytes, which were zero before any rank
@@ -37,13 +37,13 @@ class HostRings {
         return rings_.between(static_cast<int>(place_of(from)), static_cast<int>(place_of(to)));
     }
 
-    // Stores a ring's counter, and wakes the peer if it sleeps. Either this rank sees that the peer sleeps, or the peer,
-    // which looks at its rings once more after it has said so, sees the new count.
+    // Stores a ring's counter, and wakes the peer if it is asleep. A peer that is about to sleep sets its flag and then
+    // checks its rings once more, so either this rank sees the flag or the peer sees the new count.
     void publish(Word& counter, uint64_t value, int peer) const {
         counter.store(value, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         Word& sleeping = flag(peer);
-        // Only one of several ranks that move bytes at the same time rings.
+        // If several ranks move bytes at the same time, only one of them rings the doorbell.
         if (!sleeping.load(std::memory_order_relaxed) || !sleeping.exchange(0)) return;
         const char ring = 1;
         [[maybe_unused]] const ssize_t written = write(bell(peer), &ring, 1);
@@ -54,7 +54,7 @@ class HostRings {
         flag(rank_).store(1, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
     }
-    // A peer may ring only after this, which then ends the next sleep too early.
+    // A peer that saw the flag may ring as late as after this call; the next sleep then ends too early.
     void end_sleep() const {
         flag(rank_).store(0, std::memory_order_relaxed);
         char rings[64];
@@ -72,7 +72,7 @@ class HostRings {
         return static_cast<size_t>(std::find(ranks_.begin(), ranks_.end(), peer) - ranks_.begin());
     }
     int bell(int peer) const { return bells_[place_of(peer)]; }
-    // Whether a rank sleeps.
+    // Whether a rank is asleep.
     Word& flag(int peer) const { return *reinterpret_cast<Word*>(flags_ + place_of(peer) * ByteRing::kCacheLine); }
 
     const int rank_;
@@ -108,14 +108,14 @@ class Links {
         std::optional<RingStream<HostRings>> ring_;
     };
 
-    // `sockets` contains a socket per rank, or -1 for this rank and the ranks that `rings` has. `rings` is null if this
-    // rank reaches all others over sockets.
+    // `sockets` contains a socket for each rank, but -1 for this rank and for ranks that it reaches through `rings`.
+    // `rings` is null if this rank reaches all others over sockets.
     explicit Links(const std::vector<int>& sockets, std::shared_ptr<const HostRings> rings = nullptr)
         : rings_(std::move(rings)), sockets_(sockets, rings_ ? rings_->own_bell() : -1) {}
 
     Stream stream(int peer) const { return {sockets_.stream(peer), is_near(peer) ? rings_.get() : nullptr, peer}; }
 
-    // As `Sockets::sleep`.
+    // Like `Sockets::sleep`.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         if (!rings_) return sockets_.sleep(wanted, deadline, callbacks);
         const auto is_ready = [&](const Wanted& one) {

@@ -74,7 +74,7 @@ class MessageWork(CountdownWork):
             first = not self._is_waited_for
             self._is_waited_for = True
         if first and not self._done.is_set():
-            # No caller waits there, so the future reports the error.
+            # No caller waits in that thread, so the future reports the error.
             _threads.run(lambda: self.complete(raised_by(lambda: self.wait(_NO_TIMEOUT_S))))
         return super().get_future()
 

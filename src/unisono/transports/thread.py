@@ -25,7 +25,7 @@ __all__ = ["TRANSPORT", "InFlightMessage", "MessageQueue", "ThreadTransport"]
 _Key = tuple[str, int, int, int]
 _Rank = tuple[str, int]
 _Attendance = tuple[Fingerprint, Completion]
-"""A rank's call, and the completion for which it waits until all ranks have made their calls."""
+"""A rank's call, and the `Completion` with which the rank waits until all ranks have made their calls."""
 
 
 class MessageQueue:
@@ -96,7 +96,7 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove the waiting messages posted by a rank or, with `others`, posted by its peers to or from that rank.
+        """Remove the waiting messages that a rank posted or, with `others`, those that its peers posted to or from it.
 
         Returns the `CountdownWork`s of the removed messages.
         """

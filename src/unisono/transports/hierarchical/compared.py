@@ -1,4 +1,4 @@
-"""Pairs of shared memory with a transport other than tcp: calls are compared in the native core of tcp."""
+"""Pairs of shared memory and a transport other than tcp. Their ranks compare calls in tcp's native core."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.transports.tcp.collectives import TcpCollectives
 __all__ = ["ComparedHierarchical"]
 
 _SHORT_BYTES = 128 << 10
-"""Maximum size of an all_reduce for which the comparison's links are faster than the pair of transports."""
+"""Size up to which an all_reduce is faster over the links for comparing calls than over the pair of transports."""
 
 
 class ComparedHierarchical(Hierarchical):
-    """Hierarchical transport whose ranks compare calls over rings inside hosts, and dedicated sockets between hosts.
+    """Hierarchical transport whose ranks compare calls over rings inside hosts and dedicated sockets between hosts.
 
     Barriers and short reductions of CPU tensors travel over the same links.
     """

@@ -62,7 +62,7 @@ class Pairing:
 class Paired(Transport):
     """Transport that reaches ranks on this host over the inner transport, and other ranks over the outer transport.
 
-    The outer transport runs all collectives. Use this only for several hosts of which at least one has several ranks.
+    The outer transport runs all collectives. Use this only for several hosts, at least one of which has several ranks.
     In other cases, one of the two transports suffices, and `Pairing.connect` returns only that one.
 
     Args:
@@ -138,7 +138,7 @@ class Paired(Transport):
         self.outer.compare(call, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # If the outer transport composes the call of messages, those inside a host take the inner transport.
+        # If the outer transport composes the call of messages, messages inside a host use the inner transport.
         return self.outer.run(call, over or self)
 
     # -- subgroups -----------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Routes:
         self._local_ranks = {rank: local_rank for local_rank, rank in enumerate(here)}
 
     def post(self, batch: Sequence[Message]) -> Work:
-        """As `Transport.post`."""
+        """Like `Transport.post`."""
         near = [m for m in batch if m.peer in self._local_ranks]
         if self._inner is None or not near:
             return self._outer.post(batch)
@@ -106,7 +106,7 @@ class Routes:
         return WorkGroup([inside, self._outer.post(far)], self._timeout_s, _POLL_S)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        """As `Transport.iprobe`."""
+        """Like `Transport.iprobe`."""
         if self._inner is None or peer not in self._local_ranks:
             return self._outer.iprobe(peer, tag)
         return self._inner.iprobe(self._local_ranks[peer], tag)

@@ -29,7 +29,7 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
 def carries(call: Call, size: int) -> bool:
-    """Return whether MPI gives the correct result for a call. Every rank returns the same answer."""
+    """Return whether MPI gives the correct result for a call. The answer is the same on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
         if not reducible(call.inputs[0].dtype, call.op):

@@ -126,14 +126,14 @@ class MpiCommunicators:
         missing = set(range(self._base.comm.Get_size())) - going_on
         clock.poll_until(lambda: self._base.failed() >= missing, clock.now() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
-            # A missing rank may be alive, in which case shrinking would include it, and wait for it in vain, because it
-            # does not take part.
+            # A missing rank may be alive. Shrinking would then include it, and wait for it in vain, because it does not
+            # take part.
             return self.part(ranks, name)
         order = sorted(going_on)
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
 
     def free(self) -> None:
-        """Schedule the communicators, which no call may be using, to be freed. May be called from any thread."""
+        """Schedule the communicators to be freed. No call may be using them. May be called from any thread."""
         # Leave freeing to the next constructor: a finalizer may interrupt a thread that is inside MPI.
         ours = self._ours
         self._ours = []

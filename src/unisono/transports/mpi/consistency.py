@@ -21,7 +21,7 @@ _WORDS = struct.Struct("=3Q")
 
 
 class MpiAgreement:
-    """Comparison of all ranks' calls with one all_reduce, which sums three 64-bit words over all ranks.
+    """Compares all ranks' calls in one all_reduce, which sums three 64-bit words over all ranks.
 
     The first word identifies the call. If the sum equals this rank's word times the number of ranks, all words are
     equal, except with a probability of about 2**-60. If a collective has a separate count for each pair of ranks, the

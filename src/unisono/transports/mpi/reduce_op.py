@@ -81,11 +81,11 @@ def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
 class Reductions:
     """Prepares tensors for reductions in MPI.
 
-    MPI lacks sums and products of float16 and bfloat16; this module defines operations for both that MPI calls back, so
-    elements need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers also
-    use callbacks, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum of floats,
-    MPI loses NaNs, and may return either zero if both 0.0 and -0.0 occur; these floats are therefore converted to
-    integers that compare in the same way, with NaN as the extreme value.
+    MPI lacks sums and products of float16 and bfloat16; this module defines both operations as callbacks, so elements
+    need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers also use
+    callbacks, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum of floats, MPI
+    loses NaNs, and may return either zero if both 0.0 and -0.0 occur; these floats are therefore converted to integers
+    that compare in the same way, with NaN as the extreme value.
     """
 
     def __init__(self, mpi: Any) -> None:

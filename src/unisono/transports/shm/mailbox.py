@@ -35,7 +35,7 @@ _SLEEP_S = 0.0002
 
 
 class _RingReader(NamedTuple):
-    """The ring from a peer, and a generator, resumed by polls, that reads the ring."""
+    """The ring from a peer, and a generator that reads the ring whenever a poll resumes it."""
 
     peer: int
     ring: Ring
@@ -178,7 +178,7 @@ class ShmMailbox(Mailbox):
         own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
-            # `wake` was called before `seen` was read, so the futex would not notice that call, but only later calls.
+            # `wake` was called before `seen` was read, so the futex would notice only later calls.
             self._woken = False
             return
         self._is_waiting = True

@@ -42,14 +42,14 @@ class TcpCollectives(NativeCalls):
     """Native collectives of one group. Every rank must make the same calls in the same order.
 
     Each frame contains the call's number, and a hash of its operation, dtype, root, algorithm and lengths. The receiver
-    compares both with those of its own call. Between ranks that share a host, frames may travel through shared memory.
+    compares both with its own. Between ranks that share a host, frames may travel through shared memory.
 
     Args:
         group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
         connections: Non-blocking connections by rank. `close` closes them.
         messages: Point-to-point messages, which use other connections; None if not needed.
-        hosts: For each host, its ranks; empty if all ranks are connected. Then the core moves no messages, because
-            those inside a host take another transport.
+        hosts: For each host, its ranks; empty if all ranks are connected. If there are hosts, the core moves no
+            messages, because messages inside a host use another transport.
         shared: What the ranks on this host share; None if this rank is alone there.
         slice_bytes: Length of the slices, in bytes, into which long calls are divided; the same on all ranks.
     """
@@ -137,7 +137,7 @@ class TcpCollectives(NativeCalls):
         if not self._hosts:
             return error
         # The rank that this one waits for may itself wait for a rank on another host, so find out who is missing. The
-        # topic has no call's number, because some of the waiting ranks may have completed the others' call.
+        # topic omits the call's number, because some of the waiting ranks may have completed the others' call.
         shortest, longest = _MISSING_RANK_S
         topic = "the consistency check of a call"
         try:

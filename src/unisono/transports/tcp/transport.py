@@ -31,7 +31,7 @@ class TcpTransport(NativeTransport):
 
     Args:
         group, control, options: Arguments of `connect`.
-        background: Whether a background thread would not compete with ranks for processors.
+        background: Whether a background thread can run without competing with ranks for processors.
         hosts: For each host, its ranks. Collectives then use shared memory inside each host, and send little data
             between hosts. Empty to use connections between all ranks.
     """

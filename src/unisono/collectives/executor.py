@@ -200,7 +200,7 @@ class Schedule:
     """An algorithm's steps on one rank, for any number of calls.
 
     Long messages are cut into segments. Segments with the same index in all messages of a step form a batch. A batch of
-    the next step starts as soon as this rank has received (and reduced) the segments that the batch sends on, while
+    the next step starts as soon as this rank has received (and reduced) the segments that the batch forwards, while
     later segments are still in flight. So a ring, for example, is pipelined although the ring algorithm itself contains
     no pipelining code.
 

@@ -48,7 +48,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 
 _OPS = (str, ReduceOp)
 _SHORT_BYTES = 64 << 10
-"""Maximum traffic of a host in an all_reduce in which the number of rounds matters more than the traffic."""
+"""Traffic per host up to which the number of rounds of an all_reduce matters more than the traffic."""
 
 
 class Programs:
@@ -111,7 +111,7 @@ class Programs:
         if algorithm is None:
             return None
         steps = algorithm.steps(order.index(self._rank), self._size)
-        # The core numbers ranks' parts from the root on, also if an all_gather is one half of a call with a root.
+        # The core numbers the ranks' parts from the root on, even if an all_gather is one half of a call with a root.
         chunks = [(rank - root) % self._size for rank in order] if collective in EVEN else ()
         number = xxhash.xxh3_64_intdigest(algorithm.label.encode())
         return self._module.Program(encoded(steps, order, chunks), algorithm.chunks(self._size), self._size, number)

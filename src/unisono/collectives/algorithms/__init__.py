@@ -44,7 +44,7 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
         collective: A name in `COLLECTIVES`.
         name: A name in `ALGORITHMS[collective].names()`, optionally with options: "double_binary_tree:segments=8",
             "hierarchical:levels=8x128".
-        options: Options of the algorithm, as listed in its file, which take precedence over options in `name`.
+        options: Options of the algorithm, as listed in its file. They take precedence over options in `name`.
 
     Raises:
         ValueError: The collective, algorithm or option is unknown (the error lists the known names), or an option's

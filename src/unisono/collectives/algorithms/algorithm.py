@@ -50,7 +50,7 @@ class AlgorithmFile(Protocol):
         """Return a rank's steps in order.
 
         Args:
-            rank: The rank, in a numbering in which the root is rank 0.
+            rank: The rank, numbered so that the root is rank 0.
             size: Number of ranks, at least 1.
         """
         ...
@@ -232,7 +232,7 @@ class Algorithm:
         """Return a rank's steps in order; no steps if the group has only one rank.
 
         Args:
-            rank: The rank, in a numbering in which the root is rank 0.
+            rank: The rank, numbered so that the root is rank 0.
             size: Number of ranks, at least 1.
 
         Example:

@@ -179,7 +179,7 @@ class Cost(NamedTuple):
 
 
 def elements(numel: int, chunks: int, start: int = 0, stop: int = 1) -> int:
-    """Return the number of elements in a run of chunks, which are nearly equal, with longer chunks first.
+    """Return the number of elements in a run of chunks. Chunks are nearly equal, and longer chunks come first.
 
     Args:
         numel: Number of elements in the whole message.

@@ -97,10 +97,10 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
 
     Each round costs one latency, and each message costs one overhead. A step's bytes move at link speed; between hosts,
     a host's ranks share one link. Received data is reduced while further messages of the round arrive. Only the steps
-    of rank 0 are examined, or those of all ranks on the first host if there are several hosts. If the algorithm has
-    more rounds than the examined ranks have steps, each round is assumed to move at least as much as the smallest of
-    these steps. If a host has fewer cores than ranks, the time is at least the ranks' total work divided by the number
-    of cores (Brent, 1974). The ranks' work includes copies and the latency of waking a waiting rank.
+    of rank 0 are examined or, if there are several hosts, the steps of all ranks on the first host. If the algorithm
+    has more rounds than the examined ranks have steps, each round is assumed to move at least as much as the smallest
+    of these steps. If a host has fewer cores than ranks, the time is at least the ranks' total work divided by the
+    number of cores (Brent, 1974). The ranks' work includes copies and the latency of waking a waiting rank.
 
     Args:
         algorithm: The algorithm.

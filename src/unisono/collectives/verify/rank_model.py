@@ -133,7 +133,7 @@ class RankModel:
                 raise self.error(f"{name}={moves!r} is not a tuple of moves; write {name}=(Move(...),), with the comma")
 
     def _check_moves(self, step: Step) -> None:
-        # Stop an algorithm that never ends, at a number of steps that no valid algorithm comes near.
+        # Stop an algorithm that never ends. No valid algorithm comes near this number of steps.
         if self.number > 64 * (self.size + len(self.chunks)):
             raise self.error("that is more steps than any algorithm needs; does it ever end?")
         if not step.send and not step.recv:

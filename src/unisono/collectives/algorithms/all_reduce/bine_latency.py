@@ -1,8 +1,8 @@
 """Latency-optimal Bine: ranks exchange whole messages along the distance-halving butterfly of negabinary numbers.
 
-Distances are those of Swing, but the largest come first: ..., 11, -5, 3, -1, 1. All ranks compute the same sums, but
-with operands in different orders, so the bits of NaNs may differ; the algorithm is used only for reductions that do not
-round. The number of ranks must be a power of two. Cost: log2(p) rounds; each rank sends log2(p) times the message.
+Distances are the same as in Swing, but the largest come first: ..., 11, -5, 3, -1, 1. All ranks compute the same sums,
+but with operands in different orders, so the bits of NaNs may differ; the algorithm is used only for reductions that do
+not round. The number of ranks must be a power of two. Cost: log2(p) rounds; each rank sends log2(p) times the message.
 Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing communication locality", SC 2025.
 """
 

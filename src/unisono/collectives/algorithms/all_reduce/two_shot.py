@@ -1,7 +1,7 @@
 """Two-shot all-reduce: each rank reduces one chunk from all ranks, then sends the result to all other ranks.
 
 Cost: 2 rounds; each rank sends 2(p-1)/p of the message, which is the minimum, and receives p - 1 messages at the same
-    time. Best if all ranks are equally well connected, as on one host.
+time. Best if all ranks are equally well connected, as on one host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All-gather across hosts with equally many ranks: between ranks with the same place on their hosts, then inside hosts.
 
-`sizes` are the numbers of ranks on the hosts, which have consecutive ranks. Cost for N hosts with n ranks each: 2
+`sizes` lists the number of ranks on each host; ranks are numbered host by host. Cost for N hosts with n ranks each: 2
 rounds, in which each rank sends N - 1 messages to other hosts, and n - 1 messages inside its host. Each host sends its
 own part of the message to every other host once.
 """

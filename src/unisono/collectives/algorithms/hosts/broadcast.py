@@ -1,6 +1,6 @@
 """Broadcast across hosts with any numbers of ranks: along a binomial tree over the hosts, then inside each host.
 
-`sizes` are the numbers of ranks on the hosts, which have consecutive ranks. Cost: log2(N) rounds for N hosts, and
+`sizes` lists the number of ranks on each host; ranks are numbered host by host. Cost: log2(N) rounds for N hosts, and
 log2(n) for n ranks on the largest host, each rounded up. The message enters each host once. Source: Karonis et al.,
 "Exploiting hierarchy in parallel computer networks to optimize collective operation performance", IPDPS 2000.
 """

@@ -1,4 +1,4 @@
-"""Numbering of ranks on hosts with given numbers of ranks, for algorithms whose steps depend on the hosts."""
+"""Numbering of the ranks on each host, for algorithms whose steps depend on the hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
 
 
 def counted(rounds: int, steps: Callable[[int], Iterator[Step]], size: int, numel: int, chunks: int) -> Cost:
-    """Return the cost of an algorithm, whose messages and elements are counted on every rank.
+    """Return the cost of an algorithm, found by counting the messages and elements that every rank sends.
 
     Args:
         rounds: Number of steps on the longest chain of messages.

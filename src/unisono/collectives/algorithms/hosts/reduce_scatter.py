@@ -1,6 +1,6 @@
 """Reduce-scatter across hosts with equally many ranks: the steps of the all-gather across hosts, in reverse.
 
-`sizes` are the numbers of ranks on the hosts, which have consecutive ranks. Cost for N hosts with n ranks each: 2
+`sizes` lists the number of ranks on each host; ranks are numbered host by host. Cost for N hosts with n ranks each: 2
 rounds, in which each rank sends n - 1 messages inside its host, and N - 1 messages to other hosts.
 """
 

@@ -18,7 +18,7 @@ __all__ = ["EMA"]
 
 
 class EMA:
-    """Exponential moving average of the parameters of a model that is equal on all ranks.
+    """Exponential moving average of a model's parameters, which are equal on all ranks.
 
     Gives the same values as torch's `AveragedModel` with `get_ema_multi_avg_fn`: the first update copies the
     parameters, and later updates compute `decay * average + (1 - decay) * parameter`. The average can be part of a

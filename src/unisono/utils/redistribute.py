@@ -24,7 +24,7 @@ def redistribute(
 ) -> dict[Any, TensorShard]:
     """Return a new shard for each wanted range, with elements from the ranks that have them. Collective.
 
-    If several ranks have an element, the receiver uses its own copy if possible, otherwise that of the lowest rank.
+    If several ranks have an element, the receiver uses its own copy if possible, otherwise the lowest rank's copy.
 
     Args:
         held: This rank's shards of each tensor. A tensor must have the same key on all ranks.

@@ -20,8 +20,8 @@ __all__ = ["Wrapper"]
 class Wrapper(Transport):
     """Forwards every call except native collectives, because these would bypass a wrapper that intercepts `post`.
 
-    A wrapper that can handle native collectives sets its `native` to that of the inner transport. A subclass overrides
-    the methods that it changes, and `wrap_child`, which wraps the transports of subgroups.
+    A wrapper that can handle native collectives copies `native` from the inner transport. A subclass overrides the
+    methods that it changes, and `wrap_child`, which wraps the transports of subgroups.
 
     Args:
         inner: The transport to wrap.

@@ -1,4 +1,4 @@
-"""Adds a checksum header to every message, to detect corruption, loss and duplication, and name the sender."""
+"""Adds a checksum header to every message, to detect corruption, loss and duplication, and to name the sender."""
 
 from __future__ import annotations
 

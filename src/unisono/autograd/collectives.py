@@ -51,7 +51,7 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
         ValueError: The dtype is neither floating-point nor complex.
         MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
-    Cost: that of `Communicator.all_gather`; in the backward pass, that of `reduce_scatter`.
+    Cost: the cost of `Communicator.all_gather`, and of `reduce_scatter` in the backward pass.
 
     Example:
         >>> def program(comm):
@@ -241,8 +241,9 @@ def all_reduce(
             gradient.
         MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
-    Cost: that of `Communicator.all_reduce`, in the forward pass and again in the backward pass. The backward pass sends
-    twice as many bytes as the forward pass for "min" and "max", and up to p times as many for "product" on p ranks.
+    Cost: the cost of `Communicator.all_reduce` in the forward pass, and again in the backward pass. For "min" and
+    "max", the backward pass sends twice as many bytes as the forward pass; for "product" on p ranks, up to p times as
+    many.
 
     Example:
         >>> def program(comm):
@@ -357,7 +358,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
         ValueError: The dtype is neither floating-point nor complex.
         MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
-    Cost: that of `Communicator.broadcast`; in the backward pass, that of `reduce`.
+    Cost: the cost of `Communicator.broadcast`, and of `reduce` in the backward pass.
 
     Example:
         >>> def program(comm):
@@ -482,9 +483,9 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
 
     Args:
         tensor: Tensor with the shape, dtype and device that the result will have. The elements of `tensor` are not
-            used, and its gradient is zero. If `tensor` requires a gradient, a second backward pass must include that
-            gradient, because in the graph it depends on the token (see `send`) of the message that the first backward
-            pass sends.
+            used, and its gradient is zero. If `tensor` requires a gradient, a second backward pass must include this
+            gradient: in the graph, it depends on the token (see `send`) of the message that the first backward pass
+            sends.
         comm: The communicator.
         src: The sending rank, not this rank.
         tag: As for `Communicator.recv`.

@@ -16,7 +16,7 @@ _SEGMENTS = (1, 2, 4, 8, 16, 32)
 
 
 class Machine(NamedTuple):
-    """What the choice of an algorithm depends on besides the call: cost constants, and number of ranks per host.
+    """Inputs to the choice of an algorithm, besides the call: cost constants, and number of ranks per host.
 
     Attributes:
         table: Cost constants, equal on all ranks.

@@ -24,10 +24,10 @@ class MpiAgreement:
     """Compares all ranks' calls in one all_reduce, which sums three 64-bit words over all ranks.
 
     The first word identifies the call. If the sum equals this rank's word times the number of ranks, all words are
-    equal, except with a probability of about 2**-60. If a collective has a separate count for each pair of ranks, the
-    second word is the sum of the counts that a rank sends, minus the sum of the counts that the rank expects, with each
-    count multiplied by an odd factor for its pair. The second words add up to 0 if all counts match. The third word
-    counts the ranks that pass `count=1`.
+    equal, except with a probability of about 2**-60. If a collective has a separate count for each pair of ranks, each
+    count is multiplied by an odd factor for its pair. The second word is then the sum of the counts that a rank sends,
+    minus the sum of the counts that it expects; the second words add up to 0 if all counts match. The third word counts
+    the ranks that pass `count=1`.
 
     Each rank polls for the sum, so its wait ends at the deadline, on an abort, or when a rank is lost, even if other
     ranks never arrive.

@@ -50,7 +50,7 @@ class TcpCollectives(NativeCalls):
         messages: Point-to-point messages, which use other connections; None if not needed.
         hosts: For each host, its ranks; empty if all ranks are connected. If there are hosts, the core moves no
             messages, because messages inside a host use another transport.
-        shared: What the ranks on this host share; None if this rank is alone there.
+        shared: Resources that the ranks on this host share; None if this rank is alone there.
         slice_bytes: Length of the slices, in bytes, into which long calls are divided; the same on all ranks.
     """
 
@@ -188,7 +188,7 @@ class TcpCollectives(NativeCalls):
 
 
 class _Shared(NamedTuple):
-    """What the ranks on one host share: memory for rings, and a doorbell per rank.
+    """Resources that the ranks on one host share: memory for rings, and a doorbell per rank.
 
     Attributes:
         part: The ranks, as a group that this rank has joined.
@@ -201,7 +201,7 @@ class _Shared(NamedTuple):
 
     @classmethod
     def of(cls, part: Group, control: ControlPlane, timeout_s: float) -> Self:
-        """Join the group, and open what its ranks share. Collective."""
+        """Join the group, and open the resources that its ranks share. Collective."""
         module = native()
         assert module is not None
         control.join(part)

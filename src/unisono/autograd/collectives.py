@@ -51,7 +51,7 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
         ValueError: The dtype is neither floating-point nor complex.
         MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
-    Cost: the cost of `Communicator.all_gather`, and of `reduce_scatter` in the backward pass.
+    Cost: one `Communicator.all_gather`, and one `reduce_scatter` in the backward pass.
 
     Example:
         >>> def program(comm):
@@ -358,7 +358,7 @@ def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tenso
         ValueError: The dtype is neither floating-point nor complex.
         MismatchError: Ranks call different collectives, in the forward or the backward pass.
 
-    Cost: the cost of `Communicator.broadcast`, and of `reduce` in the backward pass.
+    Cost: one `Communicator.broadcast`, and one `reduce` in the backward pass.
 
     Example:
         >>> def program(comm):

@@ -20,7 +20,7 @@ _IF_EVEN = frozenset({"all_gather", "reduce_scatter"})
 
 
 class Hierarchical(Paired):
-    """Pair of transports for several hosts. Its collectives combine both transports, or are composed of messages.
+    """Pair of transports for several hosts. Its collectives combine both, or are composed of messages.
 
     Before each collective, ranks compare their calls as on the outer transport.
     """

@@ -48,8 +48,8 @@ class TcpCollectives(NativeCalls):
         group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
         connections: Non-blocking connections by rank. `close` closes them.
         messages: Point-to-point messages, which use other connections; None if not needed.
-        hosts: For each host, its ranks; empty if all ranks are connected. If there are hosts, the core moves no
-            messages, because messages inside a host use another transport.
+        hosts: For each host, its ranks; empty if all ranks are connected. With hosts, the core moves no messages,
+            because messages inside a host use another transport.
         shared: Resources that the ranks on this host share; None if this rank is alone there.
         slice_bytes: Length of the slices, in bytes, into which long calls are divided; the same on all ranks.
     """

@@ -3,8 +3,8 @@
 `sizes` lists the number of ranks on each host; ranks are numbered host by host. On each host, the first n ranks carry
 the data between hosts, where n is the number of ranks on the smallest host. A reduce-scatter inside each host gives
 each carrier its share; an all-gather inside each host distributes the result. In between, the k-th carriers of all N
-hosts reduce their shares. If `short` is 1 or N is 2, they do so like `one_shot`: in 1 round, in which each host sends
-N-1 times the message. Otherwise, they do so like `halving_doubling`, or like `bruck` if N is not a power of two: in 2
+hosts reduce their shares. If `short` is 1 or N is 2, this works like `one_shot`: in 1 round, in which each host sends
+N-1 times the message. Otherwise, it works like `halving_doubling`, or like `bruck` if N is not a power of two: in 2
 log2(N) rounds, rounded up, in which each host sends 2(N-1)/N of the message. Source: Mikami et al., "Massively
 distributed SGD: ImageNet/ResNet-50 training in a flash", arXiv:1811.05233, 2018.
 """

@@ -33,7 +33,7 @@ def place_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
 
 
 def counted(rounds: int, steps: Callable[[int], Iterator[Step]], size: int, numel: int, chunks: int) -> Cost:
-    """Return the cost of an algorithm, found by counting the messages and elements that every rank sends.
+    """Return the cost of an algorithm, found by counting every rank's messages and elements.
 
     Args:
         rounds: Number of steps on the longest chain of messages.

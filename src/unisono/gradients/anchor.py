@@ -50,7 +50,7 @@ class OuterUpdate:
 
 
 class Anchor:
-    """Copies of the parameters as they were when all ranks were last equal, and the optimizer that updates the copies.
+    """Copies of the parameters as they were when last equal on all ranks, and the optimizer that updates the copies.
 
     Args:
         parameters: The parameters.

@@ -24,7 +24,7 @@ from unisono.utils.parameters import (
 __all__ = ["average_gradients", "broadcast_parameters"]
 
 _compared: WeakKeyDictionary[Communicator, dict[object, int]] = WeakKeyDictionary()
-"""For each communicator, the parameter lists that its ranks have compared, with numbers that agree on all ranks."""
+"""For each communicator, the parameter lists that its ranks have compared, each with a number that all ranks share."""
 
 
 def average_gradients(

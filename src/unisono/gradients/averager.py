@@ -186,7 +186,7 @@ class GradientAverager:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Return a context for a loop with uneven numbers of steps: `with averager.join():`.
+        """Return a context for a loop whose number of steps differs between ranks: `with averager.join():`.
 
         Collective. A rank that leaves the loop keeps taking part in the averaging, without contributing, until all
         ranks have left it; means are taken over the ranks that still have data. At the end, all ranks receive the

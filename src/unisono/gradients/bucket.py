@@ -169,8 +169,8 @@ class BucketContents:
     def _copy(self, slots: list[int], grads: list[torch.Tensor], sources: list[int]) -> None:
         """Copy gradients, whose addresses are `sources`, to their slots, if possible in the native core."""
         bucket = self.bucket
-        # The native core copies bytes, so it can't copy a subclass, whose elements may be elsewhere, a gradient of
-        # another dtype (`grad_dtype`), or a negated view, whose memory has the opposite signs.
+        # The native core copies bytes, so it can't copy a subclass (its elements may be elsewhere), a gradient of
+        # another dtype (`grad_dtype`) or a negated view (its memory has the opposite signs).
         core = native() if bucket.is_plain and bucket.scale == 1.0 else None
         if (
             core is not None

@@ -32,11 +32,11 @@ class _Effects:
 
 
 class CallerHooks:
-    """The hooks that run after a gradient is added to p.grad: the caller's, and one averager's.
+    """The hooks that run after a gradient is added to p.grad: the caller's hooks and one averager's hooks.
 
     The caller's hooks see the same p.grad as without an averager: on parameters with such hooks, p.grad remains in
     place. Torch calls hooks in registration order, so whenever the caller adds a hook, the averager registers its own
-    hooks again. So the averager's hooks run last, and see p.grad as the caller's hooks left it.
+    hooks again. That way, the averager's hooks run last, and see p.grad as the caller's hooks left it.
 
     Args:
         parameters: All parameters of the averager.

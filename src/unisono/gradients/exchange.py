@@ -39,7 +39,7 @@ class Ahead:
 
     Attributes:
         expected: The predicted parameters.
-        own: With an outer optimizer: copies of this rank's contributions, in case the exchange must be repeated.
+        own: With an outer optimizer, copies of this rank's contributions, in case the exchange must be repeated.
     """
 
     expected: list[torch.Tensor]
@@ -53,8 +53,8 @@ class Exchange:
     `Fragment.exchange` refers to an exchange from its start until its result is applied, and keeps referring to a
     failed exchange, because `PeriodicAverager.move_to` has to repeat that exchange.
 
-    All attributes belong to the thread that owns the fragments (see `Turns`), except that the thread that reduces
-    writes `tensors` and `share` before it completes `done`.
+    All attributes belong to the thread that owns the fragments (see `Turns`), except that the reducing thread writes
+    `tensors` and `share` before it completes `done`.
 
     Attributes:
         due: The step in which the result is applied.

@@ -108,8 +108,8 @@ class Exchanges(ABC):
     def joiner(self) -> Callable[[], None]:
         """Return a function that stops the worker thread after its last exchange, and waits until it has exited.
 
-        The function has no reference to this object, because the communicator stores the function until it closes, and
-        so would keep the object alive.
+        The function holds no reference to this object: the communicator stores the function until it closes, and would
+        otherwise keep the object alive.
         """
         return partial(_join, self.ender(), self._worker, self._limit_s)
 

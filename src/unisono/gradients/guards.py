@@ -1,4 +1,4 @@
-"""Guards: detection of NaNs before they spread to all ranks by averaging, and a periodic check that ranks are equal."""
+"""Guards: detect NaNs before averaging spreads them to all ranks, and check periodically that ranks are equal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class NanGuard:
     that no hook has seen, `check` inspects `p.grad`.
 
     Args:
-        model: A module, its parameters, or its named parameters. In a list, unfrozen parameters are detected, but
-            replaced or added parameters are not.
+        model: A module, its parameters, or its named parameters. In a list, parameters that are unfrozen later are
+            detected, but replaced or added parameters are not.
         comm: Communicator of the ranks to compare.
 
     Raises:
@@ -98,8 +98,8 @@ class NanGuard:
             NotFiniteError: Raised on every rank. The error names the first affected rank (which is also its `peer`),
                 and the parameter whose gradient was affected.
         """
-        # Inspect p.grad of each parameter that has no hook yet, because it was added after the last call of the whole
-        # model's `forward`.
+        # A parameter that was added after the last call of the whole model's `forward` has no hook yet, so inspect its
+        # p.grad.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
             if parameter.grad is not None:

@@ -126,8 +126,8 @@ class DiLoCo(PeriodicAverager):
         outer: Function that takes the anchor's tensors and returns another outer optimizer; overrides the three
             settings above.
         compression, anchor_dtype: As for `OuterUpdate`.
-        options: Options of `PeriodicAverager`: `fragments`, `reduce`, `overlap_steps`, `alpha`, `bucket_cap_mb`.
-            Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100, fragments=4, overlap_steps=5,
+        options: Options of `PeriodicAverager`: `fragments`, `reduce`, `overlap_steps`, `alpha`, `bucket_cap_mb`. For
+            Streaming DiLoCo (Douillard et al., 2025), pass, for instance, `every=100, fragments=4, overlap_steps=5,
             alpha=0.5, compression="int4"`.
 
     Raises:
@@ -231,7 +231,7 @@ class SlowMo(torch.optim.Optimizer):
         self._inner = inner
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of a loss, which it needs not
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # SlowMo needs no loss closure
         """Step the anchor.
 
         Args:

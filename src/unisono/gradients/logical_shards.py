@@ -90,7 +90,7 @@ class LogicalShards:
         RuntimeError: Raised by `backward()` outside a `shard` context.
 
     Cost: per step, one all_reduce of the gradients if the number of ranks is a power of two or equals the number of
-    shards; otherwise, one all_gather in which each rank, with s shards, sends up to 2 log2(s) partial sums of the
+    shards; otherwise, one all_gather, in which a rank with s shards sends up to 2 log2(s) partial sums of the
     gradients. Communication does not overlap with the backward pass. Memory: up to log2(s) + 1 copies of the gradients,
     because a subtree's two halves are added as soon as both are complete.
 
@@ -147,7 +147,7 @@ class LogicalShards:
         # The step in progress, and its open shard.
         self._step: _Step | None = None
         self._open: _Shard | None = None
-        # Deterministic collectives sum in a balanced tree over the ranks, which joins the ranks' subtrees to one tree
+        # Deterministic collectives sum in a balanced tree over the ranks, which joins the ranks' subtrees into one tree
         # over all shards.
         self._comm = comm.dup(deterministic=True)
         self._comm.allow_any_thread()

@@ -90,8 +90,8 @@ def every(n: int | timedelta, *, warmup: int = 0, max_lag: Timeout | None = None
         warmup: Number of initial steps that all run the action, 0 or more. The first interval of `n` steps begins after
             the warm-up steps.
         max_lag: With a `timedelta`: how long an exchange waits for a late rank, in seconds or as a timedelta. An
-            exchange that has waited for `max_lag` proceeds without the late rank's contribution, and the late rank,
-            after its next step, continues from the ranks' common parameters (the anchor). Defaults to the time between
+            exchange that has waited for `max_lag` proceeds without the late rank's contribution; after its next step,
+            the late rank continues from the ranks' common parameters (the anchor). Defaults to the time between
             exchanges.
 
     Raises:
@@ -140,7 +140,7 @@ class PeriodicAction(ABC):
         settings: Other values that must be the same on all ranks, by name.
 
     Raises:
-        MismatchError: On every rank: names, shapes, dtypes or arguments differ between ranks.
+        MismatchError: Raised on every rank: names, shapes, dtypes or arguments differ between ranks.
 
     Attributes:
         steps: Number of steps counted so far.

@@ -71,9 +71,9 @@ class PeriodicAverager(PeriodicAction):
 
     You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
     submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. Loaded weights become the
-    anchor, and the outer momentum and results in flight of the loaded parameters are dropped. Changing the parameters'
-    values in any way but loading counts as training. Names and shapes of parameters must not change; with `outer`, the
-    parameter objects must not change either.
+    anchor, and the loaded parameters' outer momentum and results in flight are dropped. Any other change to parameter
+    values counts as training. Names and shapes of parameters must not change; with `outer`, the parameter objects must
+    not change either.
 
     If Ctrl-C interrupts a call that only waits for a result, the next call waits again. If Ctrl-C interrupts an
     exchange or a change to the parameters, every later exchange raises a `CommError` on all ranks, until `move_to` is
@@ -182,12 +182,12 @@ class PeriodicAverager(PeriodicAction):
         self._anchor = None if outer is None else Anchor([tensor for _, tensor in named], outer)
         self._fragments = [Fragment(members, [self.anchor[i] for i in members if self.anchor]) for members in parts]
         codec = None if outer is None else codec_for(outer.compression)
-        # A codec with error feedback keeps a residual of its message, so each message gets a codec of its own.
+        # A codec with error feedback keeps a residual of its message, so each message gets its own codec.
         for fragment in self._fragments if codec is not None else ():
             messages = self._exchange_settings.messages(fragment.anchor)
             fragment.codecs = [codec and codec.clone() if m[0].is_floating_point() else None for m in messages]
-        # Whether `load_state_dict` has restored the anchor, which loading the model before the next step must then not
-        # replace.
+        # Whether `load_state_dict` has restored the anchor. If so, loading the model before the next step must not
+        # replace it.
         self._resumed = False
         settings = {
             "interval": str(self._timed and self._timed.interval),
@@ -323,8 +323,8 @@ class PeriodicAverager(PeriodicAction):
     def _on_load(self, name: str, module: torch.nn.Module) -> None:
         """Hook, called after a module has loaded weights: training and the anchor continue from the loaded values.
 
-        An exchange in flight started with the values before loading, so it has no effect on the loaded parameters. All
-        ranks must load the same weights; with `outer`, the next exchange checks this by comparing the anchor.
+        An exchange in flight was started with the old values, so it has no effect on the loaded parameters. All ranks
+        must load the same weights; with `outer`, the next exchange checks this by comparing the anchor.
         """
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
@@ -482,7 +482,7 @@ class PeriodicAverager(PeriodicAction):
                 assert_equal_tensors(self._known, self._comm, "parameters differ between ranks", advice)
             return
         state = self._comm.broadcast_object(self.state_dict() if self._comm.rank == leader else None, src=leader)
-        # A rank that has taken no step may be new and have a different anchor, so it also loads the leader's state, and
+        # A rank that has taken no step may be new and have a different anchor, so it also loads the leader's state. It
         # loses nothing, because it has not trained.
         if progress[self._comm.rank][0] < rounds or (steps and not self.steps):
             self.load_state_dict(state)
@@ -507,13 +507,13 @@ class PeriodicAverager(PeriodicAction):
                 # Training continued from the prediction, except in parameters that have been loaded with other values
                 # since then.
                 if index not in exchange.loaded:
-                    # Replace the prediction with the values that this rank had before, the anchor minus the
-                    # contribution, but keep the training since the prediction.
+                    # Replace the prediction with the values that this rank had before (the anchor minus the
+                    # contribution), but keep the training since the prediction.
                     here.add_(there - own - expected)
 
 
 _NEW = -1
-"""Progress of an averager that is being constructed: less than that of one that has applied no result."""
+"""Progress of an averager that is being constructed: lower than the 0 of an averager that has applied no result."""
 
 
 def floating(named: Named) -> Named:

@@ -118,7 +118,7 @@ class Reduction:
             late, *self.asked = self.contents[-1].asked
             if late:
                 # With re-entrant checkpointing, a part of a shared parameter's gradient may arrive after its bucket was
-                # sent. All ranks reduce all buckets again, because no rank knows which buckets miss late gradients on
+                # sent. All ranks reduce all buckets again, because no rank knows which buckets lack late gradients on
                 # other ranks.
                 for contents in self.contents:
                     contents.add_late()

@@ -98,14 +98,14 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
     """Return the weights with which each rank mixes its own and its neighbours' values: a doubly stochastic matrix.
 
-    If all neighbours receive from each other, the weights are those of Metropolis-Hastings: a link has weight 1 / (1 +
-    the larger of its two ranks' numbers of neighbours). If some links are one-way, each rank must send to as many ranks
-    as it receives from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight is
-    the remainder.
+    If all neighbours receive from each other, they are Metropolis-Hastings weights: a link has weight 1 / (1 + n),
+    where n is the larger neighbour count of its two ranks. If some links are one-way, each rank must send to as many
+    ranks as it receives from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight
+    is the remainder.
 
     Raises:
-        ValueError: The number of lists is not the number of ranks; a list contains an invalid rank, its own rank or a
-            rank twice; or the weights would not preserve the mean.
+        ValueError: The number of lists differs from the number of ranks; a list contains an invalid rank, its own rank
+            or a rank twice; or the weights would not preserve the mean.
 
     Example:
         >>> mixing([[1], [0, 2], [1]], 3)[0]

@@ -145,7 +145,7 @@ def used_gradients(names: Sequence[str]) -> str:
 
 
 def check_skipped(names: Sequence[str], lacking: Sequence[Sequence[str]], active: int, comm: Communicator) -> None:
-    """Raise `MismatchError` if a gradient is missing on some, but not on all, ranks that take part.
+    """Raise `MismatchError` if a gradient is missing on some, but not all, of the ranks that take part.
 
     Args:
         names: Names of the parameters, in order.

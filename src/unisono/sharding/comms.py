@@ -17,7 +17,7 @@ NO_COPY = (
 )
 
 Mesh = tuple[Communicator, Communicator]
-"""Two communicators: `replicate` of the ranks with the same part, `shard` of ranks that together have one copy."""
+"""Two communicators: `replicate`, for ranks with the same part, and `shard`, for ranks that together have one copy."""
 
 
 class LiveComms:

@@ -171,7 +171,7 @@ class FlatParameters:
         self._places = self.layout.views(self._whole, self.parameters)
         self._point_to(self._places)
         # Change the version before `free` uses it, because autograd must reject references to the parameters' earlier
-        # memory. Set `gathered`, without which `free` would not mark the parameters as freed.
+        # memory. Set `gathered`, because `free` would otherwise not mark the parameters as freed.
         self.changed()
         self.gathered = True
         self.free()
@@ -273,8 +273,8 @@ class FlatParameters:
     # -- outside training -----------------------------------------------------------------------
     def gather_whole(self) -> torch.Tensor:
         """Return a new tensor with all elements; the parameters remain as they are. Collective."""
-        # Gather into a new tensor: `_whole` has the dtype used in training, which may be narrower than that of the
-        # parts.
+        # Gather into a new tensor: `_whole` has the dtype used in training, which may be narrower than the parts'
+        # dtype.
         flat = self.part.new_empty(self.layout.total)
         self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
         return flat
@@ -295,7 +295,7 @@ class FlatParameters:
         return None
 
     def assigned(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return copies of the values that `p.data = x` has kept out of the tensor, after the places for them in it."""
+        """Return the values that `p.data = x` has kept out of the tensor: pairs of a place in the tensor and a copy."""
         shown = zip(self.layout.views(flat, self._places), self.parameters, strict=True)
         return [(view, p.detach().clone()) for view, p in shown if not _is_same_view(p, view)]
 
@@ -324,7 +324,7 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    The stream that allocated memory can reuse it as soon as it is freed, even if another stream is still using it.
+    Freed memory can be reused at once by the stream that allocated it, even if another stream is still using it.
 
     Args:
         devices: The devices.
@@ -339,7 +339,7 @@ class OneStream:
         self._streams = list(map(torch.accelerator.current_stream, self._devices))
 
     def check(self) -> None:
-        """Raise `RuntimeError` unless the current streams are those of the step."""
+        """Raise `RuntimeError` unless the current streams are the step's streams."""
         if list(map(torch.accelerator.current_stream, self._devices)) != self._streams:
             raise RuntimeError(
                 "a sharded model or optimizer was used on several streams in one step. Run the whole forward on one "
@@ -486,7 +486,7 @@ class FlatGradient:
             self.taken.add(index)
 
     def start_reduce(self, *, async_op: bool) -> None:
-        """Start averaging the gradients passed to `take` over all ranks. Collective."""
+        """Start averaging, over all ranks, the gradients passed to `take`. Collective."""
         # Finish the previous reduction first, so that results are added in the order of the passes, which is the same
         # on all ranks.
         self._finish_average()
@@ -526,7 +526,7 @@ class FlatGradient:
         """
         self._finish_average()
         begin = self._comms.rank * self._layout.part
-        # Set `.grad` only of parameters in `reduced`: an optimizer with momentum or weight decay would change a
+        # Set `.grad` only for parameters in `reduced`: an optimizer with momentum or weight decay would change a
         # parameter even if its gradient were zero.
         for index in sorted(self.reduced):
             assert self._sum is not None
@@ -626,7 +626,7 @@ class ParameterBucket:
             piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
 
     def follow_parameters(self) -> None:
-        """Update the master copy where this rank's part was modified outside `step()`, as by loading a checkpoint."""
+        """Update the master copy where this rank's part changed outside `step()`, for example by loading a checkpoint."""
         if self.has_master:
             # Keep each element of the master copy that still rounds to the part's element: its low bits hold updates
             # that the parameters' dtype cannot represent.

@@ -56,8 +56,8 @@ class ShardedModel:
     Raises:
         TypeError: `model` is not a module.
         ValueError: The model has no parameters; no module is a unit; or a parameter is uninitialized, has a gradient,
-            or is already averaged or sharded by another object. On every rank: `mesh` is not a grid of the ranks of
-            `comm`.
+            or is already averaged or sharded by another object. Raised on every rank: `mesh` is not a grid of the ranks
+            of `comm`.
         MismatchError: Ranks have different models or settings. Raised by `backward()`: only some ranks have a gradient
             for a parameter. Raised by a forward or backward pass: ranks run different units, or one rank has skipped a
             backward pass.
@@ -75,10 +75,10 @@ class ShardedModel:
 
     Cost: each step runs two all_gathers of the parameters and one reduce_scatter of the gradients, each with one
     message per unit and dtype; and an all_reduce of two bytes per parameter. If `comm.overlaps`, the next unit (in the
-    previous step's order) is gathered while a unit runs. Memory of each of p ranks, in elements, without activations
+    previous step's order) is gathered while a unit runs. Memory on each of p ranks, in elements, without activations
     and transport buffers: N/p for the parts, and N/p for each optimizer state. A forward pass adds r + u; a backward
     pass adds N/p for gradients, and (2 - 1/p)(r + u) + 2w. N is the number of elements of all parameters; r, u and w
-    are the numbers of elements of the model's own unit, the largest other unit, and the largest parameter. If
+    are the element counts of the model's own unit, the largest other unit, and the largest parameter. If
     `comm.overlaps`, add u in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
     Training Trillion Parameter Models", SC 2020.
 

@@ -78,8 +78,8 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         ValueError: The class is not elementwise; an argument is out of range; or a parameter cannot be sharded. With
-            `shard_gradients`: a parameter has a gradient, or is already averaged or sharded by another object. On every
-            rank: `mesh` is not a grid of the ranks of `comm`.
+            `shard_gradients`: a parameter has a gradient, or is already averaged or sharded by another object. Raised
+            on every rank: `mesh` is not a grid of the ranks of `comm`.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings. From `step()`, on every rank: gradients or options
             differ.
@@ -256,7 +256,7 @@ class ShardedOptimizer(Optimizer):
         return [p.grad is not None for _, p in self._named]
 
     def _compare(self, present: Sequence[bool], problem: Exception | None) -> None:
-        """Raise on all ranks, before any parameter has changed, if a rank has failed or calls a different step."""
+        """Raise on all ranks, before any parameter has changed, if a rank has failed or takes a different step."""
         grads = [] if self._sharder is not None else [p.grad for _, p in self._named if p.grad is not None]
         names = [name for name, _ in self._named]
         try:
@@ -537,11 +537,11 @@ class GradientSharder(PassOwner):
         self._syncing = self._early = True
         # Whether there were gradients from earlier backward passes when the current backward pass began.
         self._held = False
-        # Whether an earlier backward pass has failed, and the failure to raise if other ranks dropped gradients that
-        # this rank has.
+        # Whether an earlier backward pass has failed.
         self._broken = False
         # Value of `_watch.errors` when the last pass began.
         self._errors = 0
+        # The failure to raise if other ranks dropped gradients that this rank has.
         self._lost: CommError | None = None
         self._handles: list[Any] = []
         # For each parameter: its bucket's gradient, its slot in the bucket, the parameter, its piece, and its
@@ -559,7 +559,7 @@ class GradientSharder(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
-        # An error raised in another model counts too: if ranks wait for each other in two models, both models are
+        # An error raised in another model also counts: if ranks wait for each other in two models, both models are
         # aborted, and each rank raises in the model in which it waits. After such an abort, all ranks repeat the
         # training step. They must agree that this pass belongs to the repetition, because a rank that raised again here
         # would leave the other ranks waiting in `renew`.
@@ -602,8 +602,8 @@ class GradientSharder(PassOwner):
                 raise
             # The rank whose backward pass failed is lost, so it does not repeat its forward pass.
             raise error from lost
-        # Leave raising this error to `end`, because an error raised here would skip the creation of the remaining
-        # models' communicators, which is collective.
+        # Let `end` raise this error, because an error raised here would skip the creation of the remaining models'
+        # communicators, which is collective.
         self._lost = error if self._held else None
 
     @torch.no_grad()

@@ -128,7 +128,7 @@ def make_units(
     for plan in plans:
         kinds: dict[object, list[tuple[str, torch.Tensor]]] = {}
         for name, p in plan.parameters:
-            # Frozen parameters get a flat tensor of their own, because they have no gradients to reduce.
+            # Frozen parameters get a separate flat tensor, because they have no gradients to reduce.
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((name, p))
         flats = []
         for named in kinds.values():
@@ -236,7 +236,7 @@ class Runtime(PassOwner):
     """Schedule of one model: when its units are gathered and freed, and when their gradients are reduced.
 
     Every module has hooks, so a module that is called directly also gathers its unit. Each module's outputs have a hook
-    that gathers its unit before the module's backward pass.
+    that gathers the module's unit before its backward pass.
 
     Phases between two steps of the optimizer:
 
@@ -439,8 +439,8 @@ class Runtime(PassOwner):
         error = self._comms.live.data.exception()
         if error is None:
             return
-        # At the failure, ranks were at different units, and some ranks may lack gradients of a pass that ended on other
-        # ranks.
+        # When the pass failed, ranks were at different units, and some ranks may lack gradients of a pass that ended on
+        # other ranks.
         self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
@@ -501,8 +501,8 @@ class Runtime(PassOwner):
             for unit in self._units:
                 if (error := unit.written()) is not None:
                     raise error
-            # Compare before reducing: a rank that lacks all gradients of a unit skips its reduction, so ranks would
-            # make different calls.
+            # Compare before reducing: a rank that lacks all gradients of a unit skips the unit's reduction, so ranks
+            # would make different calls.
             if self._trained:
                 self._check_same_gradients()
             for unit in self._units:
@@ -578,7 +578,7 @@ class Runtime(PassOwner):
         except RuntimeError as error:
             problem = error
         # Remove GradScaler's attributes, because GradScaler deletes them only after a step that succeeds, and a later
-        # step without a GradScaler would otherwise be refused too.
+        # step without a GradScaler would otherwise also be refused.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
         if any(scaled):
             problem = RuntimeError(

@@ -319,7 +319,7 @@ class _Trial:
     def _draw(
         self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
     ) -> torch.Tensor:
-        """Return random elements scaled by a linear ramp, so that a slice's norm or mean is not the parameter's."""
+        """Return random elements scaled by a linear ramp, so that a slice and its parameter differ in norm and mean."""
         count = math.prod(shape)
         drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
             1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"

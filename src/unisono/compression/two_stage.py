@@ -102,7 +102,7 @@ class TwoStage(Codec):
             return
         pieces, counts = self._cut(flat, comm.size)
         coded = self.encode(pieces, counts)
-        # `encode` may have overwritten `pieces`; from here on, it is only a buffer for decoded data.
+        # `encode` may have overwritten `pieces`, which from here on is only a buffer for decoded data.
         if kept is not None:
             kept.copy_(self.decode(coded, pieces).mul_(comm.size).view(-1)[: flat.numel()])
         arrived = torch.empty_like(coded)

@@ -158,7 +158,7 @@ class Powersgd(SteppedCodec):
 
     @staticmethod
     def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-        """Return orthonormal columns that span `columns`; of full rank even if `columns` is not."""
+        """Return orthonormal columns that span `columns`; they have full rank even if `columns` does not."""
         orthonormal: torch.Tensor = torch.linalg.qr(columns).Q
         return orthonormal
 

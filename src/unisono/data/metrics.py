@@ -75,8 +75,8 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         dst: Rank that receives the result; if None, every rank receives it.
 
     Raises:
-        ValueError: On every rank, if the numbers of indices and outputs differ, indices are not integers, samples
-            differ in shape, or a sample is duplicated or missing.
+        ValueError: Raised on every rank: indices and outputs differ in number, indices are not integers, samples differ
+            in shape, or a sample is duplicated or missing.
 
     Returns:
         A tensor on the CPU, or a list, with one entry per sample in ascending order of indices; None on ranks other

@@ -1,4 +1,4 @@
-"""Division of a dataset into shuffled parts, one per rank, in which no sample is lost."""
+"""Division of a dataset into shuffled parts, one per rank, without losing a sample."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class DataPartitioner(Generic[T_co]):
             fraction times the number of samples. Lengths are first rounded down; each sample left over goes to one of
             the parts that lost most by rounding, and ties go to earlier parts.
         seed: An integer, 0 or more.
-        partition: A partitioner or its name (see `un.data.PARTITIONERS`); its balance guarantee replaces that of
-            `sizes`. If None, a random permutation, which is kept in memory.
+        partition: A partitioner or its name (see `un.data.PARTITIONERS`); its balance guarantee replaces the guarantee
+            for `sizes`. If None, a random permutation, which is kept in memory.
         shuffle: Whether the order is shuffled; if None, the partitioner's default.
 
     Attributes:

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound:
-    """Bounds, guaranteed by a partitioner, on a quantity in each part.
+    """Bounds that a partitioner guarantees for a quantity in each part.
 
     Attributes:
         what: The quantity measured, such as "samples".

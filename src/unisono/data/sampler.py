@@ -411,8 +411,8 @@ class EpochProgress:
         batch: Largest number of samples committed in one call of `advance`.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Once this rank has used all its samples: whether ranks whose part is one sample longer have used their
-            last sample; None if unknown.
+        through: Whether ranks whose part is one sample longer have used their last sample; meaningful once this rank
+            has used all its samples. None if unknown.
         over: Whether the pass was loaded from a complete state for the requested epoch, so that it must not start over.
     """
 

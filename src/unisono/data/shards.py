@@ -1,4 +1,4 @@
-"""Shards: a dataset in many files, local or remote, each of which is read by one worker of one rank."""
+"""Shards: a dataset in many local or remote files, each read by one worker of one rank."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class ShardPartition(IterableDataset[T_co]):
         TypeError, ValueError: `comm`, `num_replicas` or `rank` is invalid (see `PartitionSampler`); or shards are
             shuffled and `seed` is invalid.
 
-    Balance: the numbers of shards per rank differ by at most one, so with shards of equal length, the numbers of
-    samples per rank differ by at most one shard.
+    Balance: two ranks' shard counts differ by at most one, so with shards of equal length, their sample counts differ
+    by at most one shard's length.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
@@ -235,7 +235,7 @@ class ShardPartition(IterableDataset[T_co]):
 
 
 class _ShardIterator(Iterator[T_co]):
-    """Iterator of one worker over its shards. torchdata's loader saves the iterator's state with the worker's."""
+    """Iterator of one worker over its shards. torchdata's loader saves the iterator's state with the worker's state."""
 
     def __init__(self, of: ShardPartition[T_co]) -> None:
         worker = get_worker_info()

@@ -166,7 +166,7 @@ class StreamPartition(IterableDataset[T_co]):
 
 
 class _StreamIterator(Iterator[T_co]):
-    """Iterator of one worker over the stream. torchdata's loader saves the iterator's state with the worker's."""
+    """Iterator of one worker over the stream. torchdata's loader saves the iterator's state with the worker's state."""
 
     def __init__(self, of: StreamPartition[T_co]) -> None:
         worker = get_worker_info()

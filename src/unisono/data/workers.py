@@ -57,7 +57,7 @@ class WorkerEpochCheck:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """Return an iterator whose `next` raises on a second pass, as workers forward only errors raised by `next`."""
+        """Return an iterator whose `next` raises on a second pass, because workers forward only `next`'s errors."""
         if get_worker_info() is None or not resumed:
             return None
         again = self._begun

@@ -147,7 +147,7 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
     """Return the index of each cost's part, and a bound on how far the parts' loads differ.
 
-    The numbers of costs in two parts differ by at most one.
+    Two parts' sizes differ by at most one cost.
 
     The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part;
     the most expensive sample goes to the least loaded part. Two parts' loads differ by at most the largest difference

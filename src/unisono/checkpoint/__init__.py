@@ -1,4 +1,4 @@
-"""Checkpoints in which every byte is verified, written and read by all ranks together, without pickle.
+"""Checkpoints that all ranks write and read together, with every byte verified and without pickle.
 
 un.checkpoint.save("runs/7/last", {"model": model, "optimizer": optimizer, "step": 7}, comm)
 state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimizer, "step": 0}, comm)

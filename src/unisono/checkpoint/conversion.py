@@ -55,7 +55,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
     Raises:
         NoCheckpointError: `source` does not exist.
-        FormatError: `source` is in no known format, or the target's format cannot hold the source's tensors.
+        FormatError: `source` has an unknown format, or the target's format cannot hold the source's tensors.
         CorruptError, OSError: `source` is damaged, or cannot be read.
         ValueError: `to` is not a known format.
         UnavailableError: `source` or `target` is a safetensors file, and the safetensors package is not installed.

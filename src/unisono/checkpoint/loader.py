@@ -329,8 +329,8 @@ class TensorLoader:
     """Loads all bytes into their tensors.
 
     If the host's page cache keeps file contents, each rank reads all bytes that it needs straight into its tensors:
-    first its own share from the disk, then, once the other ranks have read their shares, those shares from the page
-    cache. If the page cache does not keep file contents, one rank reads each window and broadcasts it to the other
+    first its own share from the disk, then the other ranks' shares from the page cache, once those ranks have read
+    them. If the page cache does not keep file contents, one rank reads each window and broadcasts it to the other
     ranks. The rank that reads a window from the disk checks it for all ranks that read the same file.
 
     Args:

@@ -39,7 +39,7 @@ _AHEAD = 16
 """Number of windows to prefetch, so that the disk continues to read while ranks wait for each other."""
 _MOST_HEADER = 4 << 20
 _MOST_OPEN = 256
-"""Maximum number of open files: a checkpoint has one per saving rank, and a process can usually open 1024."""
+"""Maximum number of open files: a checkpoint has one file per saving rank, and a process can usually open 1024."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ _running: set[str] = set()
 class SaveLock:
     """Lock of a save: a small file in the manifest's directory that names the writing process.
 
-    A dead writer's lock is taken over once the process is gone, if it ran on this host, or once the lock is an hour
-    old, if it ran on another host. On storage without a `lock` method, two concurrent writers go undetected, but do not
-    remove each other's files.
+    If a dead writer ran on this host, its lock is taken over once the process is gone; if the writer ran on another
+    host, once the lock is an hour old. On storage without a `lock` method, two concurrent writers go undetected, but do
+    not remove each other's files.
 
     Args:
         storage: Storage of the checkpoint's path.

@@ -21,7 +21,7 @@ __all__ = ["LocalSink", "LocalSource", "LocalStorage", "Sink", "Source", "Storag
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _POPULATE_READ = 22
-"""Flag of madvise (Linux 5.14): read pages now, and report unreadable pages, whose access would kill the process."""
+"""Flag of madvise (Linux 5.14): read pages now, and report unreadable pages; accessing one would kill the process."""
 _WRITEBACK = 16 << 20
 _NEW = ".new"
 

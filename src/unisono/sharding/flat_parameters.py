@@ -626,7 +626,7 @@ class ParameterBucket:
             piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
 
     def follow_parameters(self) -> None:
-        """Update the master copy where this rank's part changed outside `step()`, for example by loading a checkpoint."""
+        """Update the master copy where this rank's part changed outside `step()`, such as by loading a checkpoint."""
         if self.has_master:
             # Keep each element of the master copy that still rounds to the part's element: its low bits hold updates
             # that the parameters' dtype cannot represent.

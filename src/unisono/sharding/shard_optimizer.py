@@ -50,7 +50,7 @@ class ShardOptimizer(Optimizer):
     """Base of the classes that `shard_optimizer` derives from users' classes, for optimizers of `ParameterPiece`s."""
 
     pieces: Sequence[ParameterPiece]
-    """The pieces, in group order: the n-th one belongs to the unsharded optimizer's parameter n."""
+    """The pieces, in group order: piece n belongs to parameter n of the unsharded optimizer."""
     ranges: Sequence[tuple[int, int]]
     """Start and length of each piece when its state was created."""
     shared: frozenset[str]

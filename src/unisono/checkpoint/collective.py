@@ -293,7 +293,7 @@ class SaveQueue:
 # The save queue of each communicator; not an attribute of `Communicator`, because that class must not depend on
 # checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# For saves without a communicator: the last save to each path, for which the next save to that path waits.
+# For saves without a communicator: the last save to each path; the next save to that path waits for it.
 _alone: dict[str, SaveHandle] = {}
 # Protects `_alone` while `begin` removes finished saves, because several threads may call `begin` at once.
 _alone_lock = threading.Lock()

@@ -86,7 +86,7 @@ class PerRank:
 
     Args:
         obj: Any value that a state may hold.
-        on_resize: Policy if the number of ranks differs from p, the number that saved the checkpoint. "modulo": rank r
+        on_resize: Policy if p ranks saved the checkpoint and a different number of ranks loads it. "modulo": rank r
             loads the value of rank r mod p. "keep": ranks p and above keep their current value. "shared": like
             "modulo", for values that are valid on any rank, such as a data loader's state; `sync` also sends such
             values. "all": like "shared", but `load_state_dict` receives the list of all p values (`PartitionSampler`

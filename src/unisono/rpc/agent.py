@@ -130,7 +130,7 @@ class Agent:
         self.box.mark_lost(message.peer, error)
 
     def _due(self) -> tuple[float, list[Task]]:
-        """Return when to call this method again, on the library's clock, and the tasks that are due now."""
+        """Return a pair: when to call this method next (on the library's clock), and the tasks that are due now."""
         calls = self.client.calls
         replies = self.client.replies
         tasks: list[Task] = [partial(replies.give_up, call, call.timeout_error()) for call in calls.timed_out()]

@@ -181,7 +181,7 @@ class MessageChannel:
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
-        """Return whether a message may arrive after an error in `post`: on a timeout, if the receiver is not lost."""
+        """Return whether a message may arrive despite an error in `post`: on a timeout, unless the receiver is lost."""
         return isinstance(error, CommTimeoutError) and peer not in self.box.lost
 
     def post(self, peer: int, content: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:

@@ -132,7 +132,7 @@ class Client:
 
     Attributes:
         calls: The pending calls.
-        replies: Ends the calls.
+        replies: Object that ends the calls, with replies or errors.
         closed: Whether the client is closed, and rejects calls.
     """
 
@@ -291,7 +291,7 @@ class Client:
             self.replies.fail(call, self.closed_error())
 
     def closed_error(self) -> ClosedError:
-        """Return the error for a call made after the agent has been closed."""
+        """Return the error for calls on a closed agent."""
         rank = self._channel.rank
         size = len(self._infos)
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")

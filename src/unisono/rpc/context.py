@@ -116,7 +116,7 @@ _agents: ContextVar[tuple[Peers, ...] | None] = ContextVar("unisono_rpc_agents",
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
 """The autograd context of this thread."""
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
-"""The call of another rank that this thread serves."""
+"""The call from another rank that this thread is serving."""
 
 _open: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()
 """The agents of this process, for threads that do not belong to a rank."""

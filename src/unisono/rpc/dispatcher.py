@@ -21,20 +21,20 @@ Handler = Callable[[Envelope], tuple[Task, bool] | None]
 
 _SPINS = 30
 _POLL_S = 1e-3
-"""Time for which a thread that waits for a reply polls, before it sleeps."""
+"""How long a waiting thread polls for its reply before it sleeps."""
 
 
 class Dispatcher:
     """Polls the mailbox in one thread at a time, and passes messages to handlers.
 
     The receiving thread polls, and so does a thread that waits for a reply, because otherwise one thread would have to
-    wake another. Only one thread may poll at a time, because messages from one rank must be handled in order. While it
-    polls, a thread must neither wait nor run users' functions, because no rank's messages would be handled in the
+    wake another. Only one thread may poll at a time, because messages from one rank must be handled in order. The
+    polling thread must neither wait nor run users' functions, because no rank's messages would be handled in the
     meantime. Handlers therefore return tasks instead of running them.
 
     Args:
         box: The mailbox.
-        workers: Threads for tasks of messages that arrive while a thread waits for a reply.
+        workers: Threads that run tasks for messages that arrive while a thread polls for its reply.
 
     Attributes:
         handlers: Handler of each kind of message; no handler may be missing when the first message is received.

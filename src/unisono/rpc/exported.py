@@ -229,7 +229,7 @@ class ExportTable:
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
-        """Return whether `name` is the name of `target`, as an exposed or an importable function or class."""
+        """Return whether looking up `name`, in the exposed functions or by importing it, yields `target`."""
         return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
 
     def given(self, function: Any) -> Callable[..., Any]:

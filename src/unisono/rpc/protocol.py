@@ -39,11 +39,11 @@ arguments. The name follows, then the positional arguments, then the keyword arg
 REQUEST = 1
 """A call, answered by a reply or an error."""
 REPLY = 2
-"""The result of the call of this number."""
+"""The result of the call with this number."""
 ERROR = 3
 """The error that the call raised: see `unisono.rpc.remote_errors`."""
 CANCEL = 4
-"""The caller has cancelled the call of this number."""
+"""The caller has cancelled the call with this number."""
 REMOTE = 5
 """A call that leaves its result on the callee."""
 ADD = 6
@@ -55,7 +55,7 @@ DROP = 8
 RELEASE = 9
 """The owner has counted a reference that the receiver passed on, so the receiver may unpin its own."""
 EXIT = 10
-"""The sender no longer serves calls; the message has the reason."""
+"""The sender no longer serves calls; the message contains the reason."""
 IDLE = 11
 """The sender wants to shut down and is idle; the message has the numbers of calls sent to and served for each rank."""
 CONFIRM = 12

@@ -17,9 +17,9 @@ from unisono.rpc.workers import Task, Workers
 __all__ = ["Receiver"]
 
 _LINGER_S = 100e-6
-"""Time for which the receiving thread polls after a message, before it sleeps."""
+"""How long the receiving thread polls after a message before it sleeps."""
 _LOOK_S = 2e-3
-"""Under constant load, time between two looks at tasks that are due."""
+"""Time between two checks for due tasks under constant load."""
 _NAP_S = 0.5
 
 
@@ -35,8 +35,8 @@ class Receiver:
         box: The mailbox.
         dispatcher: Dispatcher of the received messages.
         workers: Threads that run long functions.
-        due: Function called between messages, which returns the time of its next call, on the library's clock, and the
-            tasks that are due.
+        due: Function called between messages; returns the time of its next call (on the library's clock) and the tasks
+            that are due.
         initializer: Function called at the start of each new thread.
         name: Name of the threads.
     """

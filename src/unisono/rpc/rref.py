@@ -285,7 +285,7 @@ class RRef(Generic[T]):
         return _Proxy(self, self._references.agent.client.call, timeout)
 
     def rpc_async(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy like that of `rpc_sync`, whose methods return futures.
+        """Return a proxy whose methods run on the object's owner and return futures.
 
         Args:
             timeout: Time limit for each call: seconds or a `timedelta`; the agent's timeout if None.
@@ -293,7 +293,7 @@ class RRef(Generic[T]):
         return _Proxy(self, self._references.agent.client.start, timeout)
 
     def remote(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy like that of `rpc_sync`, whose methods return references to their results.
+        """Return a proxy whose methods run on the object's owner and return references to their results.
 
         Args:
             timeout: Time limit for each call: seconds or a `timedelta`; the agent's timeout if None.

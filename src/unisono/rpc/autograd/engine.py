@@ -87,7 +87,7 @@ def discover(
 ) -> torch.futures.Future[Any]:
     """Prepare to receive gradients for messages that this rank has sent.
 
-    Replies once all senders of messages on which the given messages depend have also prepared to receive gradients.
+    Before replying, waits until the senders of all messages that these messages depend on have prepared as well.
     """
     context = _known(number)
     new: list[RecvRecord] = []

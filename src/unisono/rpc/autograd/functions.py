@@ -71,10 +71,11 @@ class _RecvBackward(torch.autograd.Function):
 
 
 def departure(tensors: list[torch.Tensor]) -> SendRecord:
-    """Record the tensors that a message sends, in the given order."""
+    """Record the tensors sent in one message, in the given order."""
     record = SendRecord()
     with torch.enable_grad():
-        record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]  # torch's apply has no types
+        # Torch's apply is untyped.
+        record.token = _SendBackward.apply(record, *tensors)  # type: ignore[no-untyped-call]
     return record
 
 

@@ -34,8 +34,8 @@ def join(
 
     Args:
         init_method: The `init_method` that the job's ranks passed to `init`: "tcp://host:port" or "file:///path".
-        pid: PID of one of the job's processes, in place of `init_method`. The process of any rank or the launching
-            process will do, if it runs on this host as the same user.
+        pid: PID of any rank's process or of the launching process, in place of `init_method`. The process must run on
+            this host as the same user.
         timeout: Maximum time until the job's ranks admit this rank, in seconds or as a `timedelta`.
         device: As for `init`.
         secret: The job's secret, as for `init`; not needed with `pid` or "file:///path".

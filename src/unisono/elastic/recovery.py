@@ -150,10 +150,10 @@ class Recovery:
             sampler.advance(1 if isinstance(sampler, GlobalBatchSampler) else samples)
 
     def recover(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
-        """Resume with the survivors and any new ranks. Collective over the survivors. Restart sampler iterators.
+        """Resume with the survivors and any new ranks. Collective over the survivors.
 
         Call this in an `except CommError` clause around the training step, or on all ranks at the same point to admit
-        new ranks. Ranks that die during the recovery are also excluded.
+        new ranks. Ranks that die during the recovery are also excluded. Restart the samplers' iterators afterwards.
 
         Args:
             grow, size, timeout: As for `Communicator.rebuild`.

@@ -87,7 +87,7 @@ class LaunchOverride(Protocol):
     """Replaces `init` and `launch` in a process that runs a script outside a job, for example to replay a rank."""
 
     def communicator(self) -> Communicator:
-        """Return a communicator, which is what `init` returns in this process."""
+        """Return the communicator that `init` returns in this process."""
         ...
 
     def results(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int) -> Any:
@@ -298,10 +298,10 @@ def launch(
         on_failure: With "end", after a rank raises an exception, all other ranks have 3 s to fail with their own error,
             and are then killed; `launch` raises the first error with that rank's traceback. With "continue", `launch`
             returns the survivors' results, and a failed rank's entry is its error. "replace" is like "end", except that
-            a rank whose process or host is lost is started again. A rank that was started again calls `fn` with a
-            communicator of only itself, and joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`,
-            while those wait in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements
-            of a rank are lost before they have joined. "replace" works with processes on this host, Ray and Dask.
+            a rank is started again if its process or host is lost. A restarted rank calls `fn` with a communicator that
+            contains only itself, and joins the other ranks through `un.elastic.Recovery` or `comm.rebuild`, while they
+            wait in `recover(size=...)` or `rebuild(size=...)`. The job ends if two consecutive replacements of a rank
+            are lost before they have joined. "replace" works with processes on this host, Ray and Dask.
         heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Number of torch threads per rank; if None, OMP_NUM_THREADS, or else an equal share of the cores.
         hosts: Groups of ranks to treat as if each were on a separate host, such as `[[0, 1], [2, 3]]`, to test

@@ -147,7 +147,7 @@ def _run_rank(watch: SocketControl, rank: int, attempt: int, size: int, payload:
 
 
 def _communicator(program: Program, control: SocketControl, rank: int, attempt: int, size: int) -> Communicator:
-    """Return the communicator of all ranks or, for a replacement, of only this rank."""
+    """Return the communicator of all ranks, or, for a replacement, one that contains only this rank."""
 
     def share_cores(comm: Communicator) -> None:
         here_too = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)

@@ -61,7 +61,7 @@ def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
 
 
 def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) -> list[Outcome]:
-    """Run a program on `size` workers of an executor; return the outcomes, beginning with that of the first lost rank.
+    """Run a program on `size` workers of an executor; return the outcomes, with the first lost rank's at the front.
 
     Args:
         on: The executor, or an engine that provides one.
@@ -143,8 +143,7 @@ class _LentRanks(Closing):
 
     def _ends(self, limit_s: float | None) -> list[Outcome]:
         dues = [self._start_by, *(due for due, _ in self._due.values())]
-        # While ranks have deadlines, check them every second: the engine may know before the deadline that a rank is
-        # lost.
+        # Check ranks with deadlines every second: the engine may know before the deadline that a rank is lost.
         limits = [limit_s, _EXPLAIN_WITHIN_S if self._due else None, *(due and seconds_left(due) for due in dues)]
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:

@@ -23,11 +23,11 @@ from unisono.launcher.script_job import Report, ScriptJob
 __all__ = ["MARKER"]
 
 MARKER = b"\0unisono host agent\n"
-"""Marker before the first frame. It ends with a newline, so that the launcher can read other output by lines."""
+"""Marker before the first frame. It ends with a newline, so that the launcher can read other output line by line."""
 
 
 class _Frames:
-    """Frames to the launcher."""
+    """Sends frames to the launcher."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -121,7 +121,7 @@ def _packed_result(result: Any, rank: int) -> bytes:
 
 
 def _packed_error(error: BaseException) -> bytes:
-    """Pickle an error with its traceback and causes, or a `RuntimeError` with its text if it cannot be pickled."""
+    """Pickle an error with its traceback and causes, or, if it cannot be pickled, a `RuntimeError` with its text."""
     pickling_support.install(error)
     try:
         data = dumps(error)

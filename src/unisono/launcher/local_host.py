@@ -107,7 +107,7 @@ class LocalHost:
             stderr=subprocess.PIPE,
             pass_fds=(alive, report),
             # Start each rank in its own session, so that Ctrl-C at the terminal reaches only the launcher, which
-            # forwards it, and the rank's children can be killed together with the rank.
+            # forwards it, and so that the rank's children can be killed together with the rank.
             start_new_session=True,
         )
         self._follow(rank, process)

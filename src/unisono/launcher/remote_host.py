@@ -217,7 +217,7 @@ class RemoteHost:
 
 
 def _environment() -> dict[str, str]:
-    """Return those of this process's environment variables that also make sense on another host."""
+    """Return the environment variables of this process that also make sense on another host."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -29,7 +29,7 @@ _PIECES = re.compile(rb"\r\n|\r?[^\r\n]*\n|\r?[^\r\n]+|\r")
 """Splits output into parts that start a new line or, after a carriage return, overwrite a line."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _ORDER = {"HostLostError": 0, "PeerLostError": 2, "AbortedError": 2}
-"""Sort keys of errors, 1 by default: the loss of a host may cause other errors, and the last two follow from others."""
+"""Sort keys of errors, 1 by default: a host's loss may cause other errors; the last two result from other errors."""
 
 
 @dataclass(frozen=True, slots=True)

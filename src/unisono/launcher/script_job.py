@@ -25,7 +25,7 @@ class Events(Protocol):
         ...
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        """Handle a rank's exit status, which is negative if a signal killed the rank, and its error report.
+        """Handle a rank's error report and exit status (negative if a signal killed the rank).
 
         Must not raise an exception, because the calling thread also reports when other ranks exit.
         """

@@ -44,9 +44,9 @@ AGENT_END_S = 10.0
 MPIRUN_START_S = 120.0
 """Seconds in which mpirun must start its ranks."""
 AGENT_START_S = 300.0
-"""Seconds in which the agent must start. By default, ranks on other hosts don't wait longer for its ranks, either."""
+"""Seconds in which the agent must start. By default, ranks on other hosts wait no longer than this for its ranks."""
 _MOST_UNJOINED = 2
-"""A rank is not replaced again after this many losses in a row of a replacement that had not yet joined."""
+"""A rank is not replaced again after this many consecutive replacements were lost before they joined."""
 
 
 @dataclass(slots=True)

@@ -119,8 +119,8 @@ def _spawn(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, comma
 
 def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     """Make this forked process look like a newly started interpreter."""
-    # Start a new session for the rank and its children, so that they can be killed together, and Ctrl-C at the terminal
-    # reaches only the launcher.
+    # Start a new session for the rank and its children, so that they can be killed together, and so that Ctrl-C at the
+    # terminal reaches only the launcher.
     os.setsid()
     os.dup2(order["stdout"], 1)
     os.dup2(order["stderr"], 2)

@@ -97,7 +97,7 @@ class Ray(Engine):
 
 
 class RayActors(Executor):
-    """Executor that runs each task on a new actor, in the placement group's next bundle, and later in any free bundle.
+    """Runs each task on a new actor, in the placement group's next bundle or, after the last bundle, in any free one.
 
     Args:
         ray: The module `ray`.

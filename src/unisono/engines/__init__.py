@@ -1,4 +1,4 @@
-"""Registry of engines, which provide ranks' processes and come from this package, entry points or `ENGINES.register`."""
+"""Registry of engines, which provide ranks' processes. Sources: this package, entry points and `ENGINES.register`."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ class SocketControl(ControlClient):
         timeout: Seconds to reach the server, and later to wait for answers that do not depend on other ranks.
         on_orphan: Called if the server disappears without announcing that it shuts down.
         reach_within_s: Seconds to reach the server; `timeout` if None.
-        host_rank: Rank of the job that hosts the server, named in the error if the server is lost; None if no rank
+        host_rank: Rank (in the job) that hosts the server, named in the error if the server is lost; None if no rank
             hosts it.
-        rank: This process's rank in the job, which error messages on other ranks name if this process has a different
+        rank: This process's rank in the job; error messages on other ranks name it if this process has a different
             secret.
 
     Attributes:
@@ -368,7 +368,7 @@ def connect(
 ) -> tuple[ClientConnection, ClientConnection]:
     """Open two connections to the server, for requests and for notifications. The server may start later.
 
-    If the secrets differ, the server is told `rank`, unless it is None.
+    If the secrets differ, `rank` is reported to the server, unless it is None.
 
     Raises:
         CommTimeoutError: No server answers at the address.

@@ -142,7 +142,7 @@ class ControlClient(ControlPlane, ABC):
         return body
 
     def _within(self, timeout: float) -> float:
-        """Seconds to wait for an answer: at most 1 if the server was silent, as a failing rank sends many requests."""
+        """Return `timeout`, but at most 1 s if the server was silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
     @property
@@ -164,7 +164,7 @@ class ControlClient(ControlPlane, ABC):
 
         Args:
             timeout: Seconds to wait for the answer.
-            give_up: Function that, given this request's number, returns a follow-up request, which ends the wait.
+            give_up: Function that takes this request's number and returns a follow-up request, which ends the wait.
                 Answers arrive in order, so once the follow-up request is answered, the original answer has arrived or
                 never will.
             words: The request.
@@ -220,7 +220,7 @@ class ControlClient(ControlPlane, ABC):
         return [callback for callback in callbacks if callback is not None]
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close at process exit: cleanly, or by reporting to every group the error that ends the process."""
+        """Close at process exit; if an error ends the process, first report it to every group."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group

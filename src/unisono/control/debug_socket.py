@@ -1,7 +1,7 @@
 """A debugger's access to a process whose ranks are held: a Unix socket for processes of the same user.
 
 A debugger can run any code in the process. Therefore, the socket exists only while the ranks are held, the kernel
-identifies the user who connects, and the control plane carries no debugger's requests, only "hold" and "go".
+identifies the user who connects, and the control plane carries none of a debugger's requests except "hold" and "go".
 
 Requests and answers are frames of JSON.
 """
@@ -70,11 +70,11 @@ class _HeldRank:
         }
 
     def _frames(self) -> list[FrameType]:
-        """Return the program's frames, innermost first, without those of launchers and installed packages."""
+        """Return the program's frames, innermost first, without frames of launchers and installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
         found: list[FrameType] = []
-        # Stop at the launcher's frame: multiprocessing calls the launcher from code given as a string, whose frame
-        # would pass for one of the program's.
+        # Stop at the launcher's frame: multiprocessing calls the launcher from code given as a string, and that code's
+        # frame looks like the program's.
         while (
             frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
         ):
@@ -272,5 +272,5 @@ class DebugConnection:
 
 
 def held_processes() -> list[tuple[int, int]]:
-    """Return, for each socket of held ranks on this host, its process ID, and its number within that process."""
+    """Return the process ID of each socket of held ranks on this host, and the socket's number in that process."""
     return names(_KIND)

@@ -39,7 +39,7 @@ TLS = "UNISONO_TLS"
 """Variable with a PEM file: this rank's key and certificate, and the certificates that it trusts."""
 ADVICE = f"Do all ranks have {TLS}, with certificates that the others trust?"
 TLS_RECORDS = b"\x15", b"\x16"
-"""Possible first bytes from a peer that speaks TLS: of an alert, and of a handshake message."""
+"""Possible first bytes from a peer that speaks TLS: the first byte of an alert, and of a handshake message."""
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 """A fatal alert, "protocol version"."""
 

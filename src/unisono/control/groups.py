@@ -63,7 +63,7 @@ class Groups:
     Methods send nothing: they return replies, each with the client that should receive it.
 
     Args:
-        on_failure: Called with the name and the cause of a group that has failed; returns further replies.
+        on_failure: Called with the name of a failed group and the cause of its failure; returns further replies.
         on_end: Called with the name of a group that all ranks have left; returns further replies.
     """
 
@@ -255,7 +255,7 @@ class Groups:
         return set() if group is None else set(range(group.size)) - group.left
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
-        """Return, for each client in any group, its first group and its rank in that group."""
+        """Return each client's first group, and its rank there; clients without a group are omitted."""
         return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
 
     def rank_of(self, client: int, name: str) -> int | None:

@@ -197,8 +197,8 @@ class Acceptor:
     Args:
         listener: The listening socket; the caller keeps ownership.
         secret: The secret that clients should know.
-        selector: The caller's selector. When the listener is readable, the caller calls `accept`; when a connection
-            whose data in the selector is a `Handshake` is readable, the caller passes that handshake to `advance`.
+        selector: The caller's selector. The caller calls `accept` when the listener is readable. A pending connection's
+            data in the selector is a `Handshake`, which the caller passes to `advance` when the connection is readable.
         on_refused: Called for each client that is refused because its secret or TLS settings differ, with the rank (or
             None) that it claims, its host, and the reason.
     """

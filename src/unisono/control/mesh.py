@@ -76,7 +76,7 @@ class Mesh:
         topic: Prefix of the keys in the control plane.
         ranks: The ranks to connect, including this one; the first one creates the secret.
         address: This host's address, for the other ranks.
-        apart: Ranks to which this rank does not connect, nor they to it.
+        apart: Ranks that this rank neither connects to nor accepts connections from.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def _take_leave() -> None:
 def end_at_once() -> None:
     """Let this process exit without delay after another process's failure.
 
-    For launchers that learn from reports, not from the order of exits, which process failed first.
+    For launchers that determine the first failure from reports, not from the order of exits.
     """
     _end_at_once.add(os.getpid())
 

@@ -72,7 +72,7 @@ class Rebuilds:
         return self.look(name)
 
     def request_admission(self, client: int, request: int) -> Outgoing:
-        """Request admission, as a newcomer, to the group that grows next."""
+        """Request admission to the group that grows next, as a newcomer."""
         self._applicants[client] = request
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 

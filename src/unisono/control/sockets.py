@@ -123,7 +123,8 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
         host: The host's address.
         error: The error that has ended the connection, if any.
 
-    Returns: The sentence, or an empty string if the host responds or the kernel does not report how long it is silent.
+    Returns: The sentence, or an empty string if the host responds or the kernel does not report how long the host has
+        been silent.
     """
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_KEEPIDLE"):
         return ""

@@ -90,7 +90,7 @@ class ControlState:
         return out + self._look(names)
 
     def _vacate(self, client: int, how: str) -> None:
-        """Undo a client's registration for a world group that ranks still join, so that the rank may register again."""
+        """Undo a client's registration for a world group while ranks still join, so that the rank may register again."""
         for (job, rank), (number, _, last) in list(self._registrations.items()):
             if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
                 self._registrations[job, rank] = number - 1, "", client
@@ -290,7 +290,7 @@ class ControlState:
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
             return [*out, (client, failed(request, cause))]
         self._registrations[job, rank] = number + 1, process, client
-        # The reason for an earlier absence explains no later one.
+        # The reason for an earlier absence does not apply to a later one.
         self._absences.pop(rank, None)
         name = f"{job}{number + 1}"
         return self._groups.join(client, request, name, rank, size, answer=name)
@@ -363,5 +363,5 @@ class ControlState:
 
 
 def _prefixes(name: str) -> tuple[str, ...]:
-    """Return the prefixes of a group's keys; those of torch's own groups start with "torch/"."""
+    """Return the prefixes of a group's keys; the keys of torch's own groups start with "torch/"."""
     return f"{name}/", f"torch/{name}/"

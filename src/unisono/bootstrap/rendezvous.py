@@ -260,8 +260,8 @@ class RankClaim:
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at a server's address, once all ranks have joined.
 
-    If the server closes, it belonged to an earlier `init`, so the call waits for the next server. If the server is lost
-    and its process may be restarted, the call waits, too.
+    If the server closes, it belonged to an earlier `init`, so the call waits for the next server. The call also waits
+    if the server is lost and its process may be restarted.
 
     Args:
         claim: This process's claim.
@@ -297,7 +297,7 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
 
     Raises:
         MismatchError: The process that runs the server has already claimed rank 0; if its group is still forming, the
-            group's ranks get the error, too.
+            group's ranks also get the error.
     """
     try:
         control = SocketControl(address, secret, _CLAIM_WITHIN_S)

@@ -176,7 +176,7 @@ def _first(*names: str) -> int | None:
 MAX_HOSTS = 65536
 """A host list with more names is considered a mistake, as in Slurm itself."""
 
-# Possessive, so that a text that is no list is not divided in all possible ways.
+# Possessive quantifiers, so that a text that is not a list is not divided in all possible ways.
 _TEXT = r"[^\[\],\s]++"
 _PART = rf"(?:{_TEXT}|\[{_TEXT}(?:,{_TEXT})*+\])"
 _LIST = re.compile(rf"{_PART}++(?:,{_PART}++)*+")
@@ -200,7 +200,7 @@ def expand(hostlist: str) -> list[str]:
     for item in re.findall(rf"{_PART}++", text):
         names = [""]
         for part in re.findall(_PART, item):
-            # Don't create more than are allowed, so that a short text cannot exhaust memory.
+            # Don't create more names than are allowed, so that a short text cannot exhaust memory.
             ends = list(islice(_choices(part), MAX_HOSTS + 1))
             if len(found) + len(names) * len(ends) > MAX_HOSTS:
                 raise ValueError(f"{text!r} stands for too many hosts; at most {MAX_HOSTS} are allowed")
@@ -210,7 +210,7 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _choices(part: str) -> Iterator[str]:
-    """Yield what a part of a name stands for: a text for itself, and brackets for each of their entries."""
+    """Yield what a part of a name stands for: plain text for itself, and brackets for each entry inside them."""
     for choice in part.strip("[]").split(","):
         numbers = _RANGE.fullmatch(choice) if part.startswith("[") else None
         if numbers is None:

@@ -53,7 +53,7 @@ def play(
 
     Args:
         path: The file to write; an existing file is replaced.
-        collective: Name of the collective, such as "all_reduce"; if it has a root, that is rank 0.
+        collective: Name of the collective, such as "all_reduce"; its root, if any, is rank 0.
         algorithm: Name of one of the collective's algorithms.
         size: Number of ranks, up to 32.
         nbytes: Message size in bytes; the message is divided into chunks.

@@ -19,8 +19,8 @@ def replay_trace(document: Mapping[str, Any]) -> Replay:
         document: The file's parsed JSON.
 
     Raises:
-        ValueError: The document has no message whose send and receive were both recorded, or too much to show on a
-            page.
+        ValueError: The document has no message whose send and receive were both recorded, or there is too much to show
+            on a page.
     """
     try:
         return _replay(document["traceEvents"])

@@ -30,7 +30,7 @@ def goal(
     for GOAL: Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
 
     Args:
-        collective: Name of the collective, such as "all_reduce"; if it has a root, that is rank 0.
+        collective: Name of the collective, such as "all_reduce"; its root, if any, is rank 0.
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes, as in `simulate`.

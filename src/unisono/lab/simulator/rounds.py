@@ -194,8 +194,8 @@ class Rotation:
     """Symbolic rank r of a group, or a number computed from r: ((r + shift) mod size) * scale + offset.
 
     You can add integers to a `Rotation`, multiply it by a positive integer, and take its remainder modulo size * scale;
-    the result is another `Rotation`, and any other operation, such as a comparison, raises TypeError, because its
-    result is not a rotation of the rank.
+    the result is another `Rotation`. Any other operation, such as a comparison, raises TypeError, because its result
+    is not a rotation of the rank.
 
     Args:
         size: Number of ranks.

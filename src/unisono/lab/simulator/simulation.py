@@ -84,7 +84,7 @@ def simulate(
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        collective: Name of the collective, such as "all_reduce"; if it has a root, that is rank 0.
+        collective: Name of the collective, such as "all_reduce"; its root, if any, is rank 0.
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes: the size of one rank's input or output, whichever is larger.

@@ -19,7 +19,7 @@ class RebuildRequest:
     Attributes:
         grow: Number of newcomers.
         members: Job-wide numbers of the group's members.
-        terms: The old communicator's settings, encoded, which newcomers receive.
+        terms: The old communicator's encoded settings, which newcomers receive.
         size: Total number of ranks in the new group, survivors and newcomers; 0 to use `grow`.
     """
 

@@ -39,7 +39,7 @@ def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) 
 
 
 def plain_host(host: str) -> str:
-    """Return the host without the brackets of an IPv6 address, and with its address in place of "localhost".
+    """Return the host without the brackets of an IPv6 address, and with 127.0.0.1 in place of "localhost".
 
     A link-local address gets a zone that is valid on this host: the given zone, or the interface from the environment.
 

@@ -68,8 +68,8 @@ class Pool(Executor):
         trusted: Whether the ranks of a communicator exchange pickles, which allow a sender to run any code on the
             receiver. If False, functions must be exposed (`unisono.rpc.expose`), and arguments and results must be
             plain values, as in `unisono.rpc`. All ranks must pass the same value.
-        on: Engine or executor, as for `launch`, that starts the processes; only if `workers` is a number. With `on`,
-            backend "auto" chooses "tcp", or "gloo" without a native core.
+        on: Engine or executor, as for `launch`, that starts the processes; allowed only if `workers` is a number. With
+            `on`, backend "auto" chooses "tcp", or "gloo" without a native core.
 
     Raises:
         ValueError: The number of workers or retries is invalid, or a pool cannot start ranks on this backend.

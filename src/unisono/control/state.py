@@ -22,9 +22,9 @@ _MOST_ABSENCES = 16
 class ControlState:
     """State of one job. Clients are identified by numbers, which the layer that transports the messages assigns.
 
-    Requests are tuples of a verb and its arguments: see the methods whose names begin with `_on_`. Each request gets one
-    reply, immediately or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's failure is reported
-    to all members as `(0, "failed", (group, *cause))`.
+    Requests are tuples of a verb and its arguments: see the methods whose names begin with `_on_`. Each request gets
+    one reply, immediately or later: `(request, "ok", value)` or `(request, "failed", cause)`. A group's failure is
+    reported to all members as `(0, "failed", (group, *cause))`.
 
     Args:
         on_end: Called with the name of a group that all ranks have left, so that holders can drop the group's objects.
@@ -90,7 +90,7 @@ class ControlState:
         return out + self._look(names)
 
     def _vacate(self, client: int, how: str) -> None:
-        """Undo a client's registration for a world group that ranks are joining, so that the rank may register again."""
+        """Undo a client's registration for a world group that ranks are joining, so the rank may register again."""
         for (job, rank), (number, _, last) in list(self._registrations.items()):
             if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
                 self._registrations[job, rank] = number - 1, "", client

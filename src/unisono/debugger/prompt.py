@@ -140,7 +140,7 @@ class Prompt(cmd.Cmd):
         return True
 
     def do_detach(self, _: str) -> bool:
-        """Leave the prompt. The ranks continue if the prompt is the program's own, and otherwise remain held."""
+        """Leave the prompt. The ranks continue if the program itself opened the prompt; otherwise, they remain held."""
         if self._lets_go:
             self._session.go()
         return True

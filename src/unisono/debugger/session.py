@@ -1,4 +1,4 @@
-"""A debugger's connection to the ranks of one job, which are held, that is, paused for debugging."""
+"""A debugger's connection to the ranks of one job while they are held, that is, paused for debugging."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return, by name and source line, when ranks started each collective or bucket that two or more ranks started."""
+    """Return when ranks started each collective or bucket that two or more ranks started, by name and source line."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
@@ -205,9 +205,9 @@ def find_straggler(
         core_waits: Seconds that each rank waited for a core, if known.
 
     Returns:
-        The straggler with the greatest total lateness, or None: "rank", "where" (the place), "last" (number of calls in
-        which the rank was last) and "of" (number of calls), "late_s" (median lateness), and "waited_s" (total time that
-        all other ranks waited for it).
+        The straggler with the greatest total lateness, or None. The keys are "rank", "where" (the place), "last"
+        (number of calls in which the rank was last), "of" (number of calls), "late_s" (median lateness), and "waited_s"
+        (total time that all other ranks waited for it).
 
     Example:
         >>> steps = [{0: 1e4 * step, 1: 1e4 * step + 5e3} for step in range(20)]

@@ -26,11 +26,11 @@ __all__ = ["TorchrunReport", "brief_error", "format_error", "hide_frames", "show
 _SETTING = "UNISONO_TRACEBACK"
 _MOST_LETTERS = 240
 _PATIENCE_S = 1.0
-"""Seconds that a rank that failed because of another rank's error waits for that rank to report it."""
+"""If another rank's error made this rank fail, seconds to wait for the other rank to report it."""
 _IS_SHOWN_ELSEWHERE = re.compile(r"rank \d+ (failed|gave up) in ")
 """Start of a `PeerLostError`'s message if the lost peer had failed with an error."""
 _STARTERS = ("<frozen runpy>", str(Path("IPython", "core", "interactiveshell.py")))
-"""Endings of the paths of files that start a user's program."""
+"""Path suffixes of the files that start a user's program."""
 
 
 def format_error(error: BaseException, rank: int | None = None, size: int | None = None) -> str:
@@ -113,7 +113,7 @@ def _files(error: BaseException | None) -> list[str]:
 
 
 def _shown(files: list[str]) -> list[int]:
-    """Return which frames of a traceback to show, given their files."""
+    """Return the indices of the frames to show, given the file of each frame in a traceback."""
     kept = [i for i, file in enumerate(files) if not file.startswith(NOT_THE_USERS) and not file.endswith(_STARTERS)]
     if _is_ours(files):
         # For an error that this library raised, also hide installed packages, such as the runner that called the user's

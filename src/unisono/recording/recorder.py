@@ -31,7 +31,7 @@ from unisono.wrappers.base import Wrapper
 __all__ = ["ATTRIBUTES", "REPLIES", "Recorded", "Recording", "begin", "described", "key_of"]
 
 ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
-"""Attributes of a transport on which a program or this library may depend, so that a replay must restore them."""
+"""Attributes of a transport that a program or this library may depend on, so a replay must restore them."""
 
 REPLIES: dict[str, int | None] = {
     "get": 1,
@@ -168,7 +168,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
 
 
 def described(call: Call) -> dict[str, Any]:
-    """Return a description of a call, equal on every transport, with digests of the data that the call sends."""
+    """Return a transport-independent description of a call, with digests of the data that the call sends."""
     fingerprint: Fingerprint = call.fingerprint
     arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
     return {

@@ -89,7 +89,7 @@ class RankReplay:
         raise MismatchError(f"this replay differs from the recording: {text}")
 
     def missing(self, group: Group, what: str) -> NoReturn:
-        """Raise the recorded abort's error, `RecordingEndError` or `MismatchError`, for an unrecorded call."""
+        """For an unrecorded call, raise `RecordingEndError`, `MismatchError`, or the error of a recorded abort."""
         if not self.log.holds(("call", group.name), ("send", group.name)):
             abort = self.log.peek(("abort", group.name))
             if abort is not None:
@@ -322,9 +322,9 @@ class _Futures:
     def ask(self, number: int, settle: Callable[[], object]) -> None:
         """Call `settle`, which completes a work's future, as soon as the future is next in the recorded order.
 
-        A program can add callbacks to a future only after receiving it. If a future is next in the order when the
-        program requests it, it completes immediately. Futures that waited for another future complete a little after
-        it, so that the program can first add callbacks to that future.
+        A program can add callbacks to a future only after receiving it. A future that is next in the order when the
+        program requests it completes immediately. Futures that waited for it complete a little later, so that the
+        program can first add callbacks to it.
         """
         with self._lock:
             self._asked.setdefault(number, []).append(settle)

@@ -1,4 +1,4 @@
-"""Torch's own backends for a group's tensors on other devices, as in "cpu:unisono,cuda:nccl"."""
+"""Torch's own backends for a group's tensors on devices other than the CPU, as in "cpu:unisono,cuda:nccl"."""
 
 from __future__ import annotations
 

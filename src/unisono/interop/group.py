@@ -58,8 +58,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     Any thread may call the group's methods, including autograd's threads. Python callers and torch's C++ code look up
     methods by name. Some names exist only for Python callers, and some only for C++.
 
-    Objects that may outlive the group, such as `Work`s, must not refer to the group: the group must leave the other
-    ranks as soon as the program drops it.
+    Objects that may outlive the group, such as `Work`s, must not refer to the group: this rank must leave the group as
+    soon as the program drops it.
 
     Args:
         store: Torch's store, used only by this group.
@@ -113,8 +113,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor chooses its tensors' device by the backend's name, and is sure to choose the CPU only
-        # for "gloo".
+        # Torch's ShardedTensor chooses its tensors' device by the backend's name, and only the name "gloo" reliably
+        # makes it choose the CPU.
         return "unisono" if self.others.names() else "gloo"
 
     @property

@@ -45,7 +45,7 @@ class Carrier(Backend):
 
 
 def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Register a CPU backend with a C++ group that has no backend; it forwards calls to one of our groups."""
+    """Give a C++ group that has no backend a CPU backend that forwards calls to one of our groups."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     # A group with a default backend reads its rank from that backend.
     carrier = Carrier(group)
@@ -54,7 +54,7 @@ def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def with_own_attach(group_class: type[Any]) -> None:
-    """If one of torch's own hooks is attached to one of our groups, attach it to the C++ group that runs hooks."""
+    """Patch torch's own hooks, so that a hook attached to our group is attached to the C++ group that runs hooks."""
     for name in ("FlightRecorderHook", "NanCheckHook"):
         if kind := getattr(torch._C._distributed_c10d, name, None):
             kind.attach = staticmethod(_attach_to(group_class, kind.attach))

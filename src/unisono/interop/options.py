@@ -40,8 +40,8 @@ class GroupOptions:
     """Options of a group, passed as `pg_options` to `init_process_group` or `new_group`. Must be equal on all ranks.
 
     Attributes:
-        transport: "shm", "tcp", "gloo" or "auto". "auto" chooses shared memory if all ranks are on one host and can use
-            it, and otherwise tcp; if a rank has no native core, or ranks have different builds of it, gloo.
+        transport: "shm", "tcp", "gloo" or "auto". "auto" chooses gloo if a rank has no native core, or if ranks have
+            different builds of it; otherwise shared memory if all ranks are on one host and can use it, else tcp.
         check: As for `unisono.init`.
         chunk_bytes: As for `unisono.init`.
 

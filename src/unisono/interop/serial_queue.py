@@ -158,7 +158,7 @@ _GRACE_S = 0.005
 
 
 class Progress:
-    """Background progress of messages, which torch users rely on, but not every transport provides.
+    """Completes messages in the background: torch users rely on this, but not every transport provides it.
 
     The background thread first gives waiting threads up to 5 ms to complete messages, and then requests the future of
     each message that is still incomplete, which starts a thread that completes the message.

@@ -66,7 +66,7 @@ class Case:
         return COLLECTIVES[self.call]
 
     def lengths(self) -> list[Row]:
-        """Return the numbers of elements: row s, column r is the length of rank s's tensor for rank r."""
+        """Return a matrix of lengths: row s, column r is the number of elements in rank s's tensor for rank r."""
         if not (self.uneven and self.what.uneven):
             return [(self.count,) * self.size] * self.size
         generator = torch.Generator().manual_seed(self.seed)
@@ -113,7 +113,7 @@ class Case:
         return tuple(row[rank] for row in self.lengths())
 
     def splits(self, rank: int) -> dict[str, Row]:
-        """Return the keyword arguments with uneven lengths for a collective on packed tensors; for other calls, none.
+        """Return the split sizes as keyword arguments, for a collective that takes them; empty for other calls.
 
         Args:
             rank: The calling rank.

@@ -32,7 +32,7 @@ _TIMEOUT_S = 10.0
 
 _Program = Callable[..., Any]
 Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
-"""Function of all ranks' outcomes and of a fault-free run's results that returns what is wrong, or None."""
+"""Function that takes all ranks' outcomes and a fault-free run's results, and returns what is wrong, or None."""
 
 
 class ChaosError(AssertionError):

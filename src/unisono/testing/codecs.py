@@ -288,10 +288,10 @@ Make = Callable[[], Codec]
 
 
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """Return the number of bytes that a rank sends to compute one average, counted at the senders; the mean over ranks.
+    """Return the mean number of bytes that a rank sends to compute one average, counted at the senders.
 
     The function starts ranks as threads, which choose algorithms as if latency were zero, as `wire_bytes` assumes. The
-    first average is not counted, because during it ranks also exchange messages that compare their calls.
+    first average is not counted, because ranks then also exchange messages to compare their calls.
 
     Args:
         make: Function that makes the codec.

@@ -176,7 +176,7 @@ class LinkReport:
     Attributes:
         processor: Fraction of one core that the relay has used since the previous report; 0 without a relay.
         rate: Bits per second that TCP delivered from host 0 to host 1, without headers.
-        round_trip: Round-trip time in seconds from host 0 to host 1, as the median of several UDP datagrams.
+        round_trip: Median round-trip time, in seconds, of several UDP datagrams from host 0 to host 1 and back.
     """
 
     processor: float
@@ -211,9 +211,9 @@ class Network(Closing):
 
     Raises:
         ValueError: The delay or the loss is invalid.
-        subprocess.CalledProcessError: On entry: the machine does not support a `Network`, or `tc` rejects the rate.
-            `unisono.testing.namespaced_ranks.obstacle()` returns in advance why the machine does not support a
-            `Network`, which needs Linux, root and iproute2.
+        subprocess.CalledProcessError: On entry: the machine does not support a `Network`, which needs Linux, root and
+            iproute2, or `tc` rejects the rate. To check for this support beforehand, call
+            `unisono.testing.namespaced_ranks.obstacle()`.
 
     Example:
         >>> from unisono.testing.namespaced_ranks import obstacle

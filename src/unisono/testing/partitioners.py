@@ -56,7 +56,7 @@ class PartitionResult(Protocol):
 
 
 Divide = Callable[[Sequence[int], Sequence[float], int], PartitionResult]
-"""Function of samples, fractions and a seed that divides the samples, such as `DataPartitioner`."""
+"""Function that takes samples, fractions and a seed, and divides the samples, such as `DataPartitioner`."""
 
 
 class Samples(torch.utils.data.Dataset[int]):

@@ -43,7 +43,7 @@ from unisono.transports.hierarchical import transport_named
 __all__ = ["run_with_torch"]
 
 _BACKEND = "unisono_test"
-"""Name of the backend that creates the groups of tests, in place of gloo or unisono in the tested code."""
+"""Name of the backend that replaces gloo and unisono in the tested code."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _runs = itertools.count()
 """Numbers for runs on processes. They make group names unique, because the control plane keeps names between runs."""

@@ -224,8 +224,8 @@ def receive_any_ends_with_an_error(world: World) -> None:
         aborted = comm.dup()
         unfit = comm.dup()
         left = comm.dup()
-        # Some backends connect two ranks only when these exchange their first message, and cannot detect before this
-        # message that a peer has left.
+        # Some backends connect two ranks only when they exchange their first message, and cannot detect until then that
+        # a peer has left.
         together(left)
         if comm.rank == 0:
             works = [aborted.irecv(numbers(comm, 0)), left.irecv(numbers(comm, 0))]

@@ -182,7 +182,7 @@ class Pattern:
         return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
 
     def _stretches(self, tensor: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pieces of at most one period, to avoid a copy of the message's size and to keep values in cache."""
+        """Yield pieces of at most one period, to avoid a copy as large as the message and to keep values in cache."""
         for low in range(0, tensor.numel(), PERIOD):
             part = tensor[low : low + PERIOD]
             offset = (start + low) % PERIOD

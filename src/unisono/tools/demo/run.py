@@ -162,7 +162,7 @@ def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _errors(ready: PreparedDemo, steps: int) -> tuple[float, float]:
-    """Return the largest difference in weights from one-rank training, and the largest ring all_reduce error."""
+    """Return the largest weight difference between one and several ranks, and the largest ring all_reduce error."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
     reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
@@ -207,7 +207,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
 
 
 def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
-    """Return the weights after training without communication on the same global batches as `ranks` ranks use."""
+    """Return the weights after one rank has trained, without communication, on the global batches of `ranks` ranks."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))

@@ -41,8 +41,8 @@ class StepShare(NamedTuple):
 
     Attributes:
         indices: Indices of the images in the share.
-        divisor: Number by which to divide the sum of the images' losses, so that the average of the ranks' results is
-            the mean loss of the step's global batch.
+        divisor: Number by which to divide the sum of the images' losses. The average of the results over all ranks is
+            then the mean loss of the step's global batch.
     """
 
     indices: torch.Tensor
@@ -68,7 +68,7 @@ class Batches:
         self.steps: int = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[StepShare]:
-        """Return a rank's shares of an epoch's steps; together, they contain each image of the rank's part once."""
+        """Return a rank's share of each step in an epoch. The shares contain each of the rank's images once."""
         counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
         divisors = [count / len(self._parts) for count in counts]
         return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]

@@ -1,4 +1,4 @@
-"""Train a small network on real handwritten digits on several ranks, and prove that the result equals that of one rank.
+"""Train a small network on real handwritten digits on several ranks, and prove that one rank gets the same result.
 
 The digits are a data set in scikit-learn; use --data to train on your own images.
 

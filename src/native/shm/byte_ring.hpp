@@ -41,8 +41,7 @@ struct ByteRing {
     // Returns where the next part of a message begins if a part ends at `count`: `count` rounded up to a cache line.
     static uint64_t padded(uint64_t count) { return (count + kCacheLine - 1) & ~(kCacheLine - 1); }
 
-    // Copy bytes into the ring (put) or out of it (get) from the position of `count` on, wrapping at the end of the
-    // ring.
+    // Copy bytes into the ring (put) or out of it (get), starting at the position of `count` and wrapping at the end.
     void put(uint64_t count, const char* from, uint64_t length) const {
         if (!length) return;
         const uint64_t first = contiguous(count, length);
@@ -77,13 +76,16 @@ struct RingMemory {
     static constexpr uint64_t kControlBytes = 2 * ByteRing::kCacheLine;
 };
 
-// The two rings, one per direction, between this rank and one peer, as a link's stream. `Rings` finds the rings of each
+// A link's stream over the two rings (one per direction) between this rank and one peer. `Rings` finds the rings of each
 // pair of ranks, and wakes the rank at the other end of a ring.
 template <class Rings>
 class RingStream {
   public:
     RingStream(const Rings& rings, int peer)
-        : rings_(&rings), peer_(peer), out_(rings.between(rings.rank(), peer)), in_(rings.between(peer, rings.rank())) {}
+        : rings_(&rings),
+          peer_(peer),
+          out_(rings.between(rings.rank(), peer)),
+          in_(rings.between(peer, rings.rank())) {}
 
     // Use the read-ahead buffer only for headers, because it costs an extra copy.
     static size_t read_ahead_bytes() { return sizeof(FrameHeader); }

@@ -319,8 +319,8 @@ def _write_file(
     """Write the portions in order, and finish the file. Digests are computed from the bytes as they are written.
 
     Returns:
-        The file's entry, and for each portion the tensor's name, its first byte in the tensor, its first and last byte
-        in the file, and the digests of its blocks.
+        The file's entry, and for each portion the tensor's name, its first byte in the tensor, its start and stop in
+        the file, and the digests of its blocks.
     """
     header = _header(save_id, portions)
     file_hash = hasher()

@@ -143,7 +143,7 @@ class SerialQueue:
 def _finish_all() -> None:
     """While the control plane is still running, complete the jobs that the program started but did not wait for.
 
-    No job may run once Python has finalized: Python then kills daemon threads that return from C++ code, which aborts
+    No job may run once Python is finalizing: Python then kills daemon threads that return from C++ code, which aborts
     the process.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:

@@ -206,7 +206,7 @@ class Network(Closing):
         seed: Seed that determines which packets the relay drops; packets are numbered in the order in which the relay
             reads them.
 
-    Cost: 0.1 s for two hosts. A relay runs at the highest priority, uses about 20 us of CPU time for each packet of up
+    Cost: 0.1 s for two hosts. A relay runs at a real-time priority, uses about 20 us of CPU time for each packet of up
     to 1,500 bytes, and adds about 0.1 ms to the delay; `report()` measures this CPU time and the delay.
 
     Raises:

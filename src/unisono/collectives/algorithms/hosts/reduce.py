@@ -1,7 +1,7 @@
 """Reduce across hosts with any numbers of ranks: the steps of the broadcast across hosts, in reverse.
 
 `sizes` lists the number of ranks on each host; ranks are numbered host by host. Cost: the same as for the broadcast,
-but each rank sends one message.
+but each rank except the root sends one message.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Case:
 
 
 def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return elements. If they are no integers, their sums and products over up to 16 ranks stay in the dtype's range."""
+    """Return elements; unless they are integers, sums and products over up to 16 ranks stay in the dtype's range."""
     dtype = case.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)

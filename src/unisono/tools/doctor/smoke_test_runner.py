@@ -94,7 +94,8 @@ def summed(comm: un.Communicator) -> dict[str, Any]:
     """Sum numbers over the ranks, check the sum, and time all_reduce.
 
     Returns:
-        size: Number of ranks. right: Whether the sum is right. small_s, large_s: Median seconds for 8 bytes and for 1 MiB.
+        size: Number of ranks. right: Whether the sum is right. small_s, large_s: Median seconds for 8 bytes and for
+        1 MiB.
     """
     tensor = torch.arange(_COUNT, dtype=torch.float64, device=comm.device) + comm.rank
     comm.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Quality of `algorithm="auto"`: its choice against the best algorithm, simulated and measured.
+"""Quality of `algorithm="auto"`: its choice compared with the best algorithm, simulated and measured.
 
     python benchmarks/auto_choice.py [--simulated] [--most-ranks 1024]
     python benchmarks/auto_choice.py --measured [--backends gloo shm] [--ranks 2 4 8] [--seconds 2] [--most 1M]

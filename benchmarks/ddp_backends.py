@@ -1,4 +1,4 @@
-"""Time and results of an unchanged DDP training step on backend "unisono" against gloo.
+"""Time and results of an unchanged DDP training step on backend "unisono", compared with gloo.
 
 Both train the same model side by side in one run, with DDP's best options for both (gradients as bucket
 views), one thread per rank, SGD. Each pair of steps ends with a comparison of gradients and weights: for 2 ranks

@@ -1,4 +1,4 @@
-"""Cost of shuffling 10^9 samples on a rank, against torch.randperm.
+"""Cost of shuffling 10^9 samples on a rank, compared with torch.randperm.
 
 Results are in docs/benchmarks.md. To measure on your machine:
 

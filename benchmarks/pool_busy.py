@@ -1,4 +1,4 @@
-"""Busy time of a pool's two workers, against concurrent.futures and mpi4py.futures.
+"""Busy time of a pool's two workers, compared with concurrent.futures and mpi4py.futures.
 
     python benchmarks/pool_busy.py [--tasks 10000] [--task-us 20] [--rounds 7] [--backends shm gloo]
 

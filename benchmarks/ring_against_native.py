@@ -1,4 +1,4 @@
-"""Speed of unisono's ring algorithm on backend gloo, against gloo's own all_reduce.
+"""Speed of unisono's ring algorithm on backend gloo, compared with gloo's own all_reduce.
 
 Results (2 ranks, 2 cores, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 

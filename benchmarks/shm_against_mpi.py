@@ -1,4 +1,4 @@
-"""Speed of shared memory in Python against Open MPI's Allreduce through mpi4py.
+"""Speed of shared memory in Python, compared with Open MPI's Allreduce through mpi4py.
 
 Results (2 ranks, 2 cores, float32, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 

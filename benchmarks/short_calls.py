@@ -1,4 +1,4 @@
-"""Time of each shared-memory operation on 8 B, and of all_reduce against another checkout.
+"""Time of each shared-memory operation on 8 B, and of all_reduce compared with another checkout.
 
 Results (2 ranks, 2 cores, one thread per rank) are in docs/benchmarks.md. To measure on your machine:
 

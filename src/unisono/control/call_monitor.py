@@ -72,6 +72,10 @@ class CallControl(SocketControl):
         except OSError:
             self._stop()
 
+    def settle(self) -> bool:
+        """Return whether the watched ranks have failed, once all calls that they have reported are compared."""
+        return bool(self._request("settle"))
+
     def compare(self, content: bytes, timeout: float | None) -> None:
         """Report a call, and wait until all ranks have made the same call, or until the timeout, if there is one.
 

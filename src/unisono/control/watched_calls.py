@@ -163,11 +163,18 @@ class WatchedCalls(ControlState):
         return [(client, (request, "ok", reports is not None))]
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
-        # The client has written its reports before this request.
-        return [*self._read_reports(client), *super().handle(client, request, words)]
+        # Clients may have written reports before this request, and before what led to it on another client.
+        return [*self._read_reports(), *super().handle(client, request, words)]
 
-    def _read_reports(self, client: int) -> Outgoing:
-        """Handle the reports that a client has written to shared memory."""
+    def _on_settle(self, client: int, request: int) -> Outgoing:
+        """Answer whether the watched ranks have failed, once all reports that they have written are compared."""
+        return [(client, (request, "ok", self._groups.cause(self._world) is not None))]
+
+    def _read_reports(self) -> Outgoing:
+        """Handle the reports that clients have written to shared memory."""
+        return [answer for client in list(self._present) for answer in self._read_reports_of(client)]
+
+    def _read_reports_of(self, client: int) -> Outgoing:
         here = self._present.get(client)
         if here is None or here.reports is None:
             return []
@@ -210,7 +217,8 @@ class WatchedCalls(ControlState):
         return [*super()._on_bye(client, request), *self._end(client, how)]
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
-        out = self._read_reports(client)
+        # A process that gloo aborts because of a mismatch is lost before its mismatch has been compared.
+        out = self._read_reports()
         if client not in self._present:
             return [*out, *super().lost(client, outage)]
         here = self._present[client]
@@ -325,10 +333,9 @@ class WatchedCalls(ControlState):
 
         The answer is whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call.
         """
-        out = [answer for each in list(self._present) for answer in self._read_reports(each)]
         blocked = self._blocked
         self._blocked = []
-        out += [*self._look_for_failed(), *self._look_for_cycle(blocked)]
+        out = [*self._look_for_failed(), *self._look_for_cycle(blocked)]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
                 out += self._compared(where, number, call)

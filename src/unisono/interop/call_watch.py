@@ -387,6 +387,10 @@ class Watch:
         If ranks' calls differed, and the program ends without another call that could raise the error, the process
         exits with an error status, because the program's result may be wrong.
         """
+        with contextlib.suppress(CommError):
+            # Calls are compared some time after they were reported.
+            if not self._raised and self._control.settle():
+                self._reported.wait(_CAUSE_S)
         if error is None and not self._raised and self._cause is not None and self._cause.kind == "MismatchError":
             self._end("has finished")
         self._raised = True

@@ -46,8 +46,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// First word of a signature whose second word is a hash of the call: kGeneralCall in rounds that only compare calls,
-// kStepsCall for calls that run an algorithm's steps.
+// Values for the first word of a signature whose second word is a hash of the call. kGeneralCall marks rounds that only
+// compare calls; kStepsCall marks calls that run an algorithm's steps.
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }

@@ -48,7 +48,7 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of the given rank's signature in the current round, n; valid until this rank arrives in the next
+    // The last word of the given rank's signature in the current round; valid until this rank arrives in the next
     // round. A rank overwrites its signature of round n in round n + 2, which it begins only after all ranks have
     // arrived in round n + 1.
     uint64_t payload(int rank) const {

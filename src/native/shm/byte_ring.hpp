@@ -117,7 +117,7 @@ class RingStream {
         return length;
     }
 
-    // Whether the wanted transfer can move bytes.
+    // Whether one of the `wanted` transfers (receiving bytes, or sending if there is room) can move bytes.
     bool is_ready(const Wanted& wanted) const {
         return (wanted.bytes && in_.available()) ||
                (wanted.room && out_.room(out_.written().load(std::memory_order_relaxed)) > 0);

@@ -59,8 +59,8 @@ struct StepsCall {
     bool hears_all = false;
     // Whether all ranks are known to make the same call.
     bool agreed = false;
-    // If each pair of ranks has its own message length: the lengths that this rank sends to each rank, and the lengths
-    // that it expects from each rank.
+    // The message lengths that this rank sends to each rank, and expects from each rank. Empty unless each pair of
+    // ranks has its own message length.
     std::vector<int64_t> sends, receives;
     uint64_t signature = 0;
     double deadline = 0;
@@ -108,7 +108,8 @@ class Executor {
     // before the next slice starts, and so adds the latencies of all steps to the call.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // Orders the rounds of "heard" frames by hosts. `hosts` contains the ranks on each host, equally many per host.
+    // Makes "heard" frames travel inside each host first, and then between hosts. `hosts` contains the ranks on each
+    // host, equally many per host.
     void set_hosts(const std::vector<std::vector<int>>& hosts) {
         const auto count = static_cast<int>(hosts.size()), each = static_cast<int>(hosts[0].size());
         heard_rounds_.clear();
@@ -162,13 +163,13 @@ class Executor {
         // Ranks are exchanging the lengths of their messages. A peer sends data only after the lengths that it received
         // have matched, so its data frames can remain unread on the link until this rank has received all lengths.
         lengths,
-        // A long call: "heard" frames travel before the first byte of data.
+        // A long call, or a round without data: ranks exchange all "heard" frames before the first byte of data.
         before_data,
         // A short call in which every rank's result needs all contributions: receiving the data proves that the calls
         // match.
         by_data,
-        // A short call in which some rank doesn't need every other rank's data: "heard" frames travel along with the
-        // data.
+        // A short call in which receiving the data would not prove that all calls match: ranks exchange "heard" frames
+        // while they exchange the data.
         beside_data,
     };
     Agreement agreement_of(const StepsCall& call, size_t nbytes) const {

@@ -18,8 +18,8 @@ namespace unisono {
 // no more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
-// The beginning of each frame, sent in native byte order, because ranks with different builds or architectures refuse
-// to connect.
+// The beginning of each frame, sent in native byte order. All ranks have the same byte order, because ranks with
+// different builds or architectures refuse to connect.
 struct FrameHeader {
     uint64_t signature;
     uint32_t call;

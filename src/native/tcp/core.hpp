@@ -20,8 +20,8 @@ namespace unisono {
 // Inside a host, collectives may travel through shared memory instead.
 class TcpCore : public Calls {
   public:
-    // For each host, its ranks in the whole group; empty if sockets link all ranks. Also this host's memory and
-    // doorbells, as `HostRings` needs them.
+    // `ranks` lists the ranks on each host, numbered as in the whole group; it is empty if sockets link all ranks.
+    // `memory` and `bells` are this host's shared memory and doorbells, which are passed to `HostRings`.
     struct Hosts {
         std::vector<std::vector<int>> ranks;
         std::shared_ptr<const PythonMemory> memory;

@@ -18,7 +18,7 @@
 namespace unisono {
 
 // The rings between the ranks of one host. Ranks are numbered as in the whole group. A rank sleeps in a poll that also
-// watches its sockets, so it is woken through a pipe, its doorbell, instead of a futex.
+// watches its sockets, so other ranks wake it through a pipe (its doorbell) instead of a futex.
 class HostRings {
   public:
     // `ranks` are the ranks on this host. `memory` has `nbytes(ranks.size())` bytes, which were zero before any rank
@@ -54,7 +54,7 @@ class HostRings {
         flag(rank_).store(1, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_seq_cst);
     }
-    // A peer that saw the flag may ring as late as after this call; the next sleep then ends too early.
+    // A peer that saw the flag may still ring after this call; the next sleep then ends too early.
     void end_sleep() const {
         flag(rank_).store(0, std::memory_order_relaxed);
         char rings[64];

@@ -37,8 +37,8 @@ __all__ = [
 def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
     """Return the tensors of all ranks, in rank order. Collective.
 
-    The gradient of rank r's tensor is the sum of all ranks' gradients of entry r of the result. `torch.cat` joins the
-    returned tensors along any dimension.
+    The gradient of rank r's tensor is the gradient of entry r of the result, summed over all ranks. `torch.cat` joins
+    the returned tensors along any dimension.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same shape on all ranks.
@@ -223,9 +223,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return the sum (or another reduction, `op`) of all ranks' tensors. Collective.
 
-    The gradient is the sum of all ranks' gradients of the result. For "avg", the gradient is the mean of all ranks'
-    gradients. For "min" and "max", the sum of the gradients is shared evenly among the elements that equal the result.
-    For "product", the sum of the gradients is multiplied by the product of the other ranks' elements.
+    For "sum", the gradient is the sum of all ranks' gradients of the result; for "avg", it is their mean. For "min" and
+    "max", the sum of the gradients is shared evenly among the elements that equal the result. For "product", the sum of
+    the gradients is multiplied by the product of the other ranks' elements.
 
     Args:
         tensor: Tensor of a floating-point or complex dtype, with the same number of elements on every rank.
@@ -449,7 +449,7 @@ def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> to
     Args:
         tensor: Tensor of a floating-point or complex dtype.
         comm: The communicator.
-        dst: The receiving rank, not this rank.
+        dst: The receiving rank; must not be this rank.
         tag: As for `Communicator.send`.
 
     Returns:
@@ -483,11 +483,10 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
 
     Args:
         tensor: Tensor with the shape, dtype and device that the result will have. The elements of `tensor` are not
-            used, and its gradient is zero. If `tensor` requires a gradient, a second backward pass must include this
-            gradient: in the graph, it depends on the token (see `send`) of the message that the first backward pass
-            sends.
+            used, and its gradient is zero. If `tensor` requires a gradient, a second backward pass must include that
+            gradient, whose graph contains the token (see `send`) of the message that the first backward pass sends.
         comm: The communicator.
-        src: The sending rank, not this rank.
+        src: The sending rank; must not be this rank.
         tag: As for `Communicator.recv`.
 
     Returns:
@@ -519,7 +518,7 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
 def _flat_list(
     tensors: Sequence[torch.Tensor], comm: Communicator, name: str, *, alike: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return one tensor per rank as a single flat tensor, and the number of elements of each.
+    """Return the tensors, one per rank, joined into a flat tensor, and each tensor's number of elements.
 
     If `alike` is true, all of `tensors` must have the same shape.
     """

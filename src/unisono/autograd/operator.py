@@ -202,7 +202,7 @@ def apply(
 
 
 def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
-    """Return the result of a collective, whose adjoint computes the gradient in the backward pass.
+    """Return the result of a collective; in the backward pass, the adjoint collective computes the gradient.
 
     `call` contains the arguments of `_call` from `name` on, with (rank, size) inserted after the handle.
     """

@@ -76,8 +76,8 @@ struct RingMemory {
     static constexpr uint64_t kControlBytes = 2 * ByteRing::kCacheLine;
 };
 
-// A link's stream over the two rings (one per direction) between this rank and one peer. `Rings` finds the rings of each
-// pair of ranks, and wakes the rank at the other end of a ring.
+// A link's stream over the two rings (one per direction) between this rank and one peer. `Rings` finds the rings of
+// each pair of ranks, and wakes the rank at the other end of a ring.
 template <class Rings>
 class RingStream {
   public:

@@ -102,8 +102,8 @@ def _nothing() -> None:
 class Rendezvous:
     """This process's rank in the job, and its connection to the control plane.
 
-    The process has already joined the group of all ranks, but is notified of failures only if it joins the group again,
-    with a callback.
+    The process has already joined the group of all ranks. To be notified of failures, it must join the group again, and
+    pass a callback.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.

@@ -176,7 +176,7 @@ def _first(*names: str) -> int | None:
 MAX_HOSTS = 65536
 """A host list with more names is considered a mistake, as in Slurm itself."""
 
-# Possessive quantifiers, so that a text that is not a list is not divided in all possible ways.
+# Use possessive quantifiers, so that the match does not backtrack through all possible divisions of an invalid text.
 _TEXT = r"[^\[\],\s]++"
 _PART = rf"(?:{_TEXT}|\[{_TEXT}(?:,{_TEXT})*+\])"
 _LIST = re.compile(rf"{_PART}++(?:,{_PART}++)*+")
@@ -210,7 +210,7 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _choices(part: str) -> Iterator[str]:
-    """Yield what a part of a name stands for: plain text for itself, and brackets for each entry inside them."""
+    """Yield the alternatives for a part of a name: the text itself, or each entry of the list in brackets."""
     for choice in part.strip("[]").split(","):
         numbers = _RANGE.fullmatch(choice) if part.startswith("[") else None
         if numbers is None:

@@ -148,7 +148,7 @@ def open_archive(
         A mapping of names to tensors, which is also a context manager that closes its files.
 
     Raises:
-        NoCheckpointError, CorruptError, FormatError, StorageError: As `load`.
+        NoCheckpointError, CorruptError, FormatError, StorageError: As for `load`.
 
     Cost: reads the manifest. The first access to each tensor reads its bytes once, to check them.
 

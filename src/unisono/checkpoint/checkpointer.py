@@ -102,7 +102,7 @@ class Checkpointer:
             Whether the step was saved, that is, whether `every` divides `step`.
 
         Raises:
-            CheckpointError, MismatchError, TypeError, ValueError: As `save` does.
+            CheckpointError, MismatchError, TypeError, ValueError: As for `save`.
         """
         self._unsaved = step, state
         self._stepped = True
@@ -118,14 +118,14 @@ class Checkpointer:
         been copied.
 
         Args:
-            step: Number of the step, the same on all ranks; replaces an earlier checkpoint of this step.
+            step: Number of the step, the same on all ranks. An earlier checkpoint of this step is replaced.
             state: As for `un.checkpoint.save`.
 
         Raises:
             ValueError: `step` is negative, or has more than 10 digits.
-            CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`. With `background`, `save` also raises
-                the error of a failed previous save. `save` also raises `CheckpointError` if another `Checkpointer` has
-                saved to the directory since this object's last save.
+            CheckpointError, MismatchError, TypeError: As for `un.checkpoint.save`. With `background`, `save` also
+                raises the error of a failed previous save. `save` also raises `CheckpointError` if another
+                `Checkpointer` has saved to the directory since this object's last save.
         """
         step = index(step)
         if not 0 <= step < 10**10:
@@ -235,8 +235,8 @@ class Checkpointer:
             self.save(*self._unsaved)
         self.wait()
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
-            # Every training step is saved. Step boundaries that were passed after the last `step` call, for example
-            # before an evaluation, do not belong to a training step.
+            # Every training step is saved. Step boundaries passed after the last `step` call, for example before an
+            # evaluation, do not belong to a training step, so count them as saved.
             boundaries.saved_at = boundaries.passed
         if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(

@@ -85,7 +85,7 @@ class CollectiveScope:
                     raise
                 failed = error
             except Exception as error:
-                # Any error must be reported to the other ranks.
+                # Catch every error, because it must be reported to the other ranks.
                 failed = error
             return None, self._error_report(failed)
 
@@ -217,7 +217,7 @@ class SaveHandle:
             self._error = error
             _log.error("saving %s failed: %s", self.path, error)
         finally:
-            # Free the copy of the state, which `_work` refers to.
+            # Drop the function, which keeps the copy of the state in memory.
             self._work = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -227,7 +227,7 @@ class SaveHandle:
             timeout: Seconds or a `timedelta`; None for no limit.
 
         Raises:
-            CheckpointError, MismatchError, TypeError: As `save`.
+            CheckpointError, MismatchError, TypeError: As for `save`.
             CommTimeoutError: The save is still in progress.
         """
         limit = None if timeout is None else resolve_timeout(timeout)
@@ -293,7 +293,7 @@ class SaveQueue:
 # The save queue of each communicator; not an attribute of `Communicator`, because that class must not depend on
 # checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# For saves without a communicator: the last save to each path; the next save to that path waits for it.
+# The last save to each path, for saves without a communicator. The next save to the same path waits for it.
 _alone: dict[str, SaveHandle] = {}
 # Protects `_alone` while `begin` removes finished saves, because several threads may call `begin` at once.
 _alone_lock = threading.Lock()

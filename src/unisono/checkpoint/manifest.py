@@ -378,9 +378,9 @@ def cost_of(text: bytes | bytearray) -> int:
 def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit for a checkpoint whose files have `nbytes` bytes.
 
-    Loading may use twice the size of the checkpoint's files, plus `GRANTED` bytes. Only up to `HELD` bytes of tensors
-    are in memory twice, so the memory for second copies of all other tensors is available to the checkpoint's plain
-    values.
+    Loading may use twice the size of the checkpoint's files, plus `GRANTED` bytes. At most `HELD` bytes of tensors are
+    in memory twice, so the checkpoint's plain values may take the memory that second copies of all other tensors would
+    need.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

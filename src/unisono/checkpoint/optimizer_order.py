@@ -37,9 +37,10 @@ def in_order_of(
     Args:
         optimizer: The optimizer to load the state into.
         node: The saved state.
-        beside: For each parameter, the name of its tensor in the checkpoint; failing that, the optimizer's own name for
-            it; failing that, its shape. None if unknown.
-        known: Names of saved tensors, by the `memory_of_tensor` of the corresponding tensors in this process.
+        beside: For each parameter, the name of its tensor in the checkpoint, else the optimizer's own name for it, else
+            its shape. None if nothing is known.
+        known: Maps the `memory_of_tensor` of each tensor in this process to the name of the saved tensor that it
+            matches.
         entries: All saved tensors.
         path: The optimizer's location in the state.
     """
@@ -87,7 +88,7 @@ def _size(node: Node, entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _is_counted(groups: Sequence[Mapping[str, Node]]) -> bool:
-    """Return whether parameters are numbered in order, as in torch; skips long lists, which have not been read yet."""
+    """Return whether parameters are numbered in order, as in torch. Ignores long lists: they are not in memory yet."""
     numbers = [number for group in groups for number in elements_of(group.get("params")) or ()]
     return all(type(number) is int for number in numbers) and all(b > a for a, b in pairwise(numbers))
 

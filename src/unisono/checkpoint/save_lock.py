@@ -33,9 +33,9 @@ _running: set[str] = set()
 class SaveLock:
     """Lock of a save: a small file in the manifest's directory that names the writing process.
 
-    If a dead writer ran on this host, its lock is taken over once the process is gone; if the writer ran on another
-    host, once the lock is an hour old. On storage without a `lock` method, two concurrent writers go undetected, but do
-    not remove each other's files.
+    A lock whose writer ran on this host can be taken over once that process is gone; a lock from another host, once it
+    is an hour old. On storage without a `lock` method, two concurrent writers go undetected, but do not remove each
+    other's files.
 
     Args:
         storage: Storage of the checkpoint's path.

@@ -72,7 +72,7 @@ class Source(Protocol):
         ...
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Start to read bytes `start` to `stop` ahead, without waiting for them."""
+        """Start to prefetch bytes `start` to `stop`, without waiting for them."""
         ...
 
     def close(self) -> None:
@@ -425,7 +425,7 @@ class LocalSource:
         if fd >= 0:
             os.close(fd)
 
-    # A caller that reads only one tensor from an archive may never close the archive.
+    # Close files also if the caller doesn't: it may read one tensor from an archive, and never close the archive.
     __del__ = close
 
 

@@ -463,7 +463,7 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
     elif isinstance(node, list):
         inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
     else:
-        # Add a suffix, because the path may equal a tensor's name, which is another key in `PreparedState.describe`.
+        # Add a suffix, because `PreparedState.describe` also has tensors' names as keys, and one may equal the path.
         return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
     if not inside:
         return {path: json.dumps(node)}

@@ -32,7 +32,7 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
     Raises:
         CorruptError: The checkpoint is damaged. The error's `tensors` names all tensors affected by the damage; the
             message names the first few.
-        NoCheckpointError, FormatError, StorageError: As `load`.
+        NoCheckpointError, FormatError, StorageError: As for `load`.
 
     Cost: one pass over the files, at the speed of the disk.
 

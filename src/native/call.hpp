@@ -54,7 +54,7 @@ struct Signature {
 // Functions that a waiting thread calls.
 class WaitCallbacks {
   public:
-    // Called by a waiting thread before it might sleep.
+    // Called by a waiting thread before it may go to sleep.
     virtual void before_sleep() {}
     // Whether the wait should end, for example because of a signal.
     virtual bool interrupted() { return false; }

@@ -117,7 +117,7 @@ class RingStream {
         return length;
     }
 
-    // Whether one of the `wanted` transfers (receiving bytes, or sending if there is room) can move bytes.
+    // Whether a `wanted` transfer can move bytes: bytes can be read, or there is room to write.
     bool is_ready(const Wanted& wanted) const {
         return (wanted.bytes && in_.available()) ||
                (wanted.room && out_.room(out_.written().load(std::memory_order_relaxed)) > 0);

@@ -48,7 +48,7 @@ class Core : public Calls {
         });
     }
 
-    // Methods for messages that Python code, not the core, copies to and from the rings.
+    // Methods for messages that Python code copies to and from the rings, instead of the core.
     auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }

@@ -1,4 +1,4 @@
-// Byte rings of a group whose ranks all share a host, and meet in a barrier.
+// Byte rings of a group whose ranks are all on one host, and wake each other through a shared barrier.
 #pragma once
 
 #include <algorithm>

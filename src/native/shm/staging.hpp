@@ -48,8 +48,8 @@ class StagedRounds {
     }
 
     Outcome arrive_and_wait(CollectiveCall& call, bool first) {
-        // Check for signals here, because in a long call whose ranks keep pace, no wait lasts long enough to check for
-        // them.
+        // Check for signals here: if the ranks keep pace during a long call, no wait lasts long enough to check for
+        // signals.
         if (!first && call.callbacks->interrupted_lately()) return Status::interrupted;
         return shared_barrier.arrive_and_wait(first ? &call.signature : nullptr, call.deadline, *call.callbacks);
     }

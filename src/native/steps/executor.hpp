@@ -1,4 +1,4 @@
-// Runs collectives over links to other ranks: all of this rank's steps of an algorithm in one native call. No rank
+// Runs collectives over links to other ranks. One native call runs all of this rank's steps of an algorithm. No rank
 // writes to its caller's memory or returns before it knows that every rank makes the same call. Each frame contains the
 // call's signature, for comparison. If every rank's result depends on all contributions, receiving the data proves that
 // the calls match. Short calls receive into internal memory, and copy the result to the caller's memory once the calls
@@ -59,7 +59,7 @@ struct StepsCall {
     bool hears_all = false;
     // Whether all ranks are known to make the same call.
     bool agreed = false;
-    // The message lengths that this rank sends to each rank, and expects from each rank. Empty unless each pair of
+    // Lengths of the messages that this rank sends to each rank, and expects from each rank. Empty unless each pair of
     // ranks has its own message length.
     std::vector<int64_t> sends, receives;
     uint64_t signature = 0;

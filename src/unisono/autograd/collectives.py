@@ -274,7 +274,7 @@ def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any =
     Args:
         tensor, comm: As for `all_reduce`.
         op: One of sum, avg.
-        dst: Rank that gets the sum. `dst` may precede `op`, as in `Communicator.reduce`.
+        dst: Rank that gets the sum. As in `Communicator.reduce`, `op` and `dst` may be passed in either order.
 
     Returns:
         A new tensor with the shape of `tensor`.

@@ -115,7 +115,7 @@ def _take_place(names: Sequence[str]) -> None:
                 f"`env -u {' -u '.join(there)}`"
             )
         if agent and agent == agent_then:
-            # This process descends from a rank that torchrun started, but its variables have changed, and torchrun's
-            # agent serves no store at the address in the new variables.
+            # This process descends from a rank that torchrun started, but its variables have changed. Don't look for
+            # the agent's store: there is none at the address in the new variables.
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

@@ -210,7 +210,7 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _choices(part: str) -> Iterator[str]:
-    """Yield the alternatives for a part of a name: the text itself, or each entry of the list in brackets."""
+    """Yield the alternatives for a part of a name: the text itself, or each entry in brackets, with ranges expanded."""
     for choice in part.strip("[]").split(","):
         numbers = _RANGE.fullmatch(choice) if part.startswith("[") else None
         if numbers is None:

@@ -211,7 +211,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
         on_bytes = _progress(options, early.nbytes + late.nbytes)
         passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
-            # Creating tensors may fail on one rank, if memory is short or the device is missing.
+            # Prepare on all ranks or none: creating tensors fails on a rank that lacks the memory or the device.
             loaders: list[TensorLoader] = []
 
             def prepare() -> Any:

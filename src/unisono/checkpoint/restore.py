@@ -596,7 +596,7 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
 
 
 def _with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """Return a module's state with the saved versions of its submodules as metadata; version 1 if none was saved."""
+    """Return a module's state, with its submodules' saved versions as metadata (version 1 if none was saved)."""
     made = OrderedDict(state)
     versions = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
     vars(made)["_metadata"] = OrderedDict({**versions, **saved})

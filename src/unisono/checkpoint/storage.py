@@ -425,7 +425,7 @@ class LocalSource:
         if fd >= 0:
             os.close(fd)
 
-    # Close files also if the caller doesn't: it may read one tensor from an archive, and never close the archive.
+    # Close the file even if the caller never closes the archive, for example after reading one tensor.
     __del__ = close
 
 

@@ -295,7 +295,8 @@ def _check_files(
 ) -> list[list[int]] | None:
     """Return the identities of the files that ranks share; None if the page cache does not keep file contents.
 
-    Checks that each file that this rank will read has its full size, and checks the bytes if the options ask for it.
+    Checks that the files to be read by this rank have their full size, and checks their bytes if the options ask for
+    it.
     """
     mine = [*shares[rank], *own]
     read = chain(*shares, own) if files.cached else mine

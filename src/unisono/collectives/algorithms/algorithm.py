@@ -30,7 +30,7 @@ class AlgorithmFile(Protocol):
     - `chunks(size)`: the number of chunks in a message; by default 1 for a barrier, 2p for an all_to_all, and p for
       other collectives. Only algorithms for all_reduce, reduce and broadcast may choose the number of chunks freely. In
       an all_to_all, each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
-    - `unsupported(size)`: the reason why the algorithm does not support this number of ranks; an empty string if it
+    - `unsupported(size)`: the reason why the algorithm does not support this number of ranks, or an empty string if it
       does.
     - `SAME_BITS = False`, if ranks may get differently rounded sums, so that the algorithm is used only for reductions
       that do not round.
@@ -56,7 +56,7 @@ class AlgorithmFile(Protocol):
         ...
 
     def cost(self, size: int, numel: int) -> Cost:
-        """Return the exact cost, which must equal the prover's count.
+        """Return the exact cost; `un.algorithms.verify` checks it against the steps.
 
         Args:
             size: Number of ranks, at least 2.
@@ -156,7 +156,7 @@ class Algorithm:
         return replace(self, options={**self.options, **options})
 
     def unsupported(self, size: int) -> str:
-        """Return the reason why the algorithm does not support a number of ranks; an empty string if it does.
+        """Return why the algorithm does not support a number of ranks, or an empty string if it does.
 
         Args:
             size: Number of ranks, at least 1.
@@ -281,7 +281,7 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return a bit mask of the contributions that a rank's chunk must contain at the end; 0 if it may contain any.
+    """Return a bit mask of the contributions that a rank's chunk must contain at the end; 0 if any will do.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -316,7 +316,7 @@ def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
 
     Args:
         parts: Parts to reduce; at least one.
-        plus: Function that reduces two parts, given the earlier part first.
+        plus: Function that reduces two parts; its first argument is the earlier one.
 
     Example:
         >>> balanced("abcde", lambda low, high: f"({low}+{high})")

@@ -1,6 +1,6 @@
 """In-order binary tree with any number of places, on which double binary trees are based.
 
-All left subtrees are complete, so that odd places are leaves. Source: Sanders, Speck and Träff, "Two-tree
+All left subtrees are complete, so all odd-numbered places are leaves. Source: Sanders, Speck and Träff, "Two-tree
 algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, section 2.
 """
 

@@ -1,8 +1,8 @@
 """Butterfly exchanges among a power-of-two number of ranks: in each step, every rank exchanges data with one peer.
 
-A place is a part of the message that one rank owns at the end. Places are ordered such that every message of a
-reduction is contiguous: for any choice of peers, the ranks that a rank can reach in the remaining steps own adjacent
-places.
+A place is a part of the message that one rank owns at the end. Places are ordered so that every message of a reduction
+is contiguous: whichever peers are used, a message contains the places of all ranks that its receiver can reach in the
+remaining steps, and these places are adjacent.
 """
 
 from __future__ import annotations

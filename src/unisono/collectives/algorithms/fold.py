@@ -48,8 +48,8 @@ def folded(
     Args:
         rank, size: This rank, and the number of ranks.
         chunks: Number of chunks in the message.
-        among: The algorithm for powers of two: a function that, given a node's number and the number of nodes, returns
-            the node's steps.
+        among: Function that returns a node's steps in the algorithm for powers of two, given the node's number and the
+            number of nodes.
         scattered: Whether each rank's result is only the chunk with the rank's number, as in a reduce_scatter.
     """
     first = heads(size)

@@ -35,7 +35,7 @@ def steps(rank: int, size: int, segments: int = 2) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int, segments: int = 2) -> Cost:
-    # In each of the two laps around the ring, each rank sends all chunks of the ring but one. The rank that sends the
-    # most omits the last two chunks, which are the shortest.
+    # In each of the two laps around the ring, a rank skips one chunk. The rank that sends the most skips the last two
+    # chunks, which are the shortest.
     kept = elements(numel, size * segments, (size - 2) * segments, size * segments)
     return Cost(2 * (size - 1), 2 * (size - 1) * segments, 2 * numel - kept)

@@ -34,7 +34,7 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
         place = (rank + tree) % size + 1
         way = path(place, size)
         for receives, others in enumerate((way[-2:-1], children(place, size))):
-            # The first segment moves up from depth d to depth d - 1 in round `depth` - d.
+            # In a tree of depth D, the first segment moves up from depth d to depth d - 1 in round D - d.
             start = depth - len(way) + 1 - receives
             for other, segment in product(others, range(segments)):
                 chunk = tree * segments + segment

@@ -1,11 +1,11 @@
 """Halving and doubling: ranks exchange halves, quarters, ... until each owns a chunk; then the steps run in reverse.
 
 Neighbours exchange first, and distances double in each round, so that sums are balanced. If p is not a power of two,
-some adjacent ranks form pairs, and each pair first reduces to its first rank, so that q ranks remain, where q is a
-power of two. The pairs share the result at the end. Cost: 2 log2(q) rounds; each rank sends 2(q-1)/q of the message,
-which is the minimum. If p is not a power of two, there are 2 more rounds, in each of which some ranks send a whole
-message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3; for pairs of
-ranks, Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4.5.
+some adjacent ranks form pairs. Each pair first reduces to its first rank, which leaves q ranks, a power of two. At the
+end, the first rank of each pair sends the result to the second. Cost: 2 log2(q) rounds; each rank sends 2(q-1)/q of the
+message, which is the minimum. If p is not a power of two, there are 2 more rounds, in each of which some ranks send a
+whole message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3; for pairs
+of ranks, Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4.5.
 """
 
 from __future__ import annotations

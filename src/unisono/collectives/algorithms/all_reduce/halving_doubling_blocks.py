@@ -2,7 +2,7 @@
 
 Each block performs the halvings separately. The smallest block then sends its ranks' chunks to the next larger block,
 which adds them and sends the sums to the block after it, and so on. To distribute the results, all steps run in
-reverse, with sends and receives exchanged. Cost: 2 log2(q) rounds, where q is the size of the largest block, and 2 more
+reverse, with sends and receives swapped. Cost: 2 log2(q) rounds, where q is the size of the largest block, and 2 more
 if there are several blocks. Unlike in `halving_doubling`, no rank ever sends its whole message to another rank. Source:
 Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 4.
 """
@@ -38,7 +38,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     start = places(doubling, block)[node] * width
 
     def owned_by(other: int) -> tuple[Move, ...]:
-        """Return messages that exchange this rank's chunks with their owners in another block."""
+        """Return messages between this rank and the owners of its chunks in another block."""
         ranks = owners(doubling, blocks[other])
         wide = blocks[0] // blocks[other]
         run = min(width, wide)

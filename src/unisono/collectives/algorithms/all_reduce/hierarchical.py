@@ -4,8 +4,8 @@
 two sizes, as equal as possible. At each inner level, every member of a group receives one part of the message from all
 other members, and reduces it. At the next level outwards, ranks of different groups that own the same part of the
 message form a group. The outermost level works like `halving_doubling`, or like `bruck` if its size is not a power of
-two. To distribute the results, all steps run in reverse, with sends and receives exchanged. Cost: 2 rounds for each
-inner level. N groups at the outermost level take 2 log2(N) more rounds, with log2(N) rounded up, in which each group
+two. To distribute the results, all steps run in reverse, with sends and receives swapped. Cost: 2 rounds for each inner
+level, plus 2 log2(N) rounds for N groups at the outermost level, with log2(N) rounded up. In these rounds, each group
 sends 2(N-1)/N of the message. Source: Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize
 collective operation performance", IPDPS 2000, for several levels. Unlike in the paper by Karonis et al., each level
 here consists of a reduce-scatter and an all-gather.

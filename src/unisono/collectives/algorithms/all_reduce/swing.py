@@ -1,9 +1,9 @@
 """Swing all-reduce: Swing's reduce_scatter, then the same messages in reverse.
 
-Each chunk is owned by the rank with the same number, so messages consist of several runs. The number of ranks must be a
-power of two. Cost: 2 log2(p) rounds; each rank sends 2(p-1)/p of the message, which is the minimum. If the message does
-not divide evenly into chunks, ranks send different amounts, depending on how many of the longer chunks they send.
-Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024, section 3.
+Each rank owns the chunk with its number, so a message consists of several runs of adjacent chunks. The number of ranks
+must be a power of two. Cost: 2 log2(p) rounds; each rank sends 2(p-1)/p of the message, which is the minimum. If the
+message does not divide evenly into chunks, ranks send different amounts, depending on how many of the longer chunks
+they send. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024, section 3.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # One pair per run of adjacent chunks; each pass of the loop merges two runs into one. A pair is the number of
-    # longer chunks in the run, and the largest number of longer chunks that one of the run's owners sends to the
-    # others.
+    # Each run of adjacent chunks has a pair of numbers: how many of its chunks are longer, and the largest number of
+    # longer chunks that one owner in the run sends to the other owners. Each pass of the loop merges every two
+    # neighbouring runs.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:
         pairs = zip(runs[::2], runs[1::2], strict=True)

@@ -33,7 +33,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def _chunk(rank: int, way: int, travelled: int, size: int) -> int:
-    """Return the chunk in which a rank keeps a part that must move `way` ranks, and has moved `travelled` so far.
+    """Return the chunk in which a rank keeps a part that has moved `travelled` of its `way` ranks so far.
 
     A part starts in the input, then alternates between scratch memory and its final place in the output.
     """

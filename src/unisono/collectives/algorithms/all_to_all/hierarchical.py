@@ -1,10 +1,10 @@
 """Hierarchical all-to-all: first inside groups of consecutive ranks, then between the groups.
 
-In the first round, each rank collects the data that its group's members have for the ranks at its own position in all
-groups. In the second round, ranks at the same position in different groups exchange the collected data, with one
-message per group instead of one per rank. Cost for groups of q ranks: 2 rounds; each rank sends q - 1 + p/q - 1
-messages, in total up to twice its input. Only for parts of equal length. Source: Träff and Rougier, "MPI collectives
-and datatypes for hierarchical all-to-all communication", EuroMPI 2014.
+In the first round, each rank collects its group's data for all ranks that have the same position in their groups as it
+has. In the second round, ranks at the same position in different groups exchange the collected data, with one message
+per group instead of one per rank. Cost for groups of q ranks: 2 rounds; each rank sends q - 1 + p/q - 1 messages, in
+total up to twice its input. Only for parts of equal length. Source: Träff and Rougier, "MPI collectives and datatypes
+for hierarchical all-to-all communication", EuroMPI 2014.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _group(size: int) -> int:
 
 
 def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
-    """Return the chunk in which a rank keeps, between the rounds, one of the parts that it has collected.
+    """Return the chunk in which a rank keeps a collected part between the two rounds.
 
     The part comes from position `source` in the rank's group, and goes to group `other`.
     """

@@ -41,8 +41,8 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
 def _place(rank: int, size: int, tree: int) -> tuple[int, int, list[int]]:
     """Return a rank's parent, depth and children in a tree.
 
-    Rank 0 is the parent of the root of a tree over positions 1 to p-1. Positions are numbered from left to right, so
-    that all leaves have odd positions. In the second tree, ranks at odd and even positions are swapped.
+    A tree covers positions 1 to p-1, and rank 0 is the parent of its root. Positions are numbered from left to right,
+    so that all leaves have odd positions. In the second tree, ranks at odd and even positions are swapped.
     """
     last = size - 1
 

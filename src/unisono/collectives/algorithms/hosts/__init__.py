@@ -1,7 +1,7 @@
-"""Algorithms for ranks on several hosts, by collective, for transports that know their hosts; not in the registry.
+"""Algorithms for ranks on several hosts, used by transports that know their hosts. They are not in the registry.
 
-All have the option `sizes`: the number of ranks on each host. Hosts have consecutive ranks. In a rooted collective,
-rank 0 is the root. The algorithms in `EVEN` need equally many ranks on each host.
+All have the option `sizes`: the number of ranks on each host. The ranks on a host are consecutive. In a rooted
+collective, rank 0 is the root. The algorithms in `EVEN` need equally many ranks on each host.
 """
 
 from __future__ import annotations

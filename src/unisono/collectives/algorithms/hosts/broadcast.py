@@ -36,7 +36,7 @@ def cost(size: int, numel: int, sizes: tuple[int, ...] = ()) -> Cost:
 
 def _rounds(sizes: tuple[int, ...]) -> int:
     hosts = len(sizes)
-    # The round in which each host's first rank has sent its last message to another host.
+    # For each host, the number of rounds until its first rank has sent its last message to another host.
     ended = [0] * hosts
     for bit in reversed(range((hosts - 1).bit_length())):
         for host in range(0, hosts - (1 << bit), 2 << bit):

@@ -38,7 +38,7 @@ def counted(rounds: int, steps: Callable[[int], Iterator[Step]], size: int, nume
     Args:
         rounds: Number of steps on the longest chain of messages.
         steps: Function that returns a rank's steps.
-        size, numel, chunks: Number of ranks, and of elements and chunks in the message.
+        size, numel, chunks: Number of ranks, of elements in the message, and of chunks in the message.
     """
     sent = [[move for step in steps(rank) for move in step.send] for rank in range(size)]
     most = max(sum(elements(numel, chunks, *run) for move in moves for run in move.runs) for moves in sent)

@@ -1,10 +1,10 @@
 """Recursive halving: ranks exchange halves, quarters, ... of the message with peers at distances 1, 2, 4, ...
 
-Neighbours are paired first, so that sums are balanced. If p is not a power of two, some adjacent ranks form pairs, and
-each pair first reduces to its first rank, so that q ranks remain, where q is a power of two. Cost: log2(q) rounds, in
-which each rank sends (q-1)/q of the message. If p is not a power of two, there are 2 more rounds, in which one rank of
-each pair sends its whole message and then receives its result. Source: Rabenseifner, "Optimization of collective
-reduction operations", ICCS 2004, section 3.
+Neighbours exchange first, so that sums are balanced. If p is not a power of two, some adjacent ranks form pairs. Each
+pair first reduces to its first rank, which leaves q ranks, a power of two. Cost: log2(q) rounds, in which each rank
+sends (q-1)/q of the message. If p is not a power of two, there are 2 more rounds, in which one rank of each pair sends
+its whole message and then receives its result. Source: Rabenseifner, "Optimization of collective reduction operations",
+ICCS 2004, section 3.
 """
 
 from __future__ import annotations

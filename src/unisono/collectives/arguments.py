@@ -46,7 +46,7 @@ def make_call(
     lengths: tuple[int, ...] = (),
     scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
-    """Return a call, and a tensor (or None) with the call's dtype, device and shape; the engine sets the other fields.
+    """Return a call, whose remaining fields the engine sets, and a tensor (or None) with its dtype, device and shape.
 
     Args:
         what: The collective.

@@ -181,9 +181,9 @@ class PartialSums(Pieces):
         return found
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        # Look up this rank's own contributions before marking the chunks as received. If a step receives several
-        # contributions to a chunk, only the first call of `targets` for that chunk finds this rank's own contribution,
-        # so `_store` uses the target from the first call.
+        # Look up this rank's own contributions first: once a chunk is marked as received, `regions` returns the memory
+        # of its partial sum instead. If a step receives several contributions to a chunk, only the first target
+        # therefore holds this rank's own, and `_store` uses that target.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)

@@ -104,14 +104,15 @@ class Programs:
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
 
     def _across_hosts(self, collective: str, root: int, nbytes: int) -> Program | None:
-        """Return the steps of an algorithm for several hosts, with ranks numbered host by host from the root on."""
+        """Return the steps of an algorithm for several hosts, with ranks numbered host by host, the root first."""
         hosts = sorted(self._hosts, key=lambda ranks: root not in ranks)
         order = [rank for ranks in hosts for rank in sorted(ranks, key=lambda rank: rank != root)]
         algorithm = across_hosts(collective, tuple(map(len, hosts)), short=nbytes * (len(hosts) - 1) <= _SHORT_BYTES)
         if algorithm is None:
             return None
         steps = algorithm.steps(order.index(self._rank), self._size)
-        # The core numbers the ranks' parts from the root on, even if an all_gather is one half of a call with a root.
+        # The core numbers the ranks' parts starting with the root's, also in an all_gather that is half of a rooted
+        # call.
         chunks = [(rank - root) % self._size for rank in order] if collective in EVEN else ()
         number = xxhash.xxh3_64_intdigest(algorithm.label.encode())
         return self._module.Program(encoded(steps, order, chunks), algorithm.chunks(self._size), self._size, number)
@@ -141,7 +142,7 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """Interface to the messages that Python, rather than the native core, moves for a rank.
+    """Interface to those messages of a rank that are moved by Python instead of the native core.
 
     Attributes:
         lock: Lock to hold while moving bytes.
@@ -289,7 +290,7 @@ class NativeCalls(ABC):
 
     # -- blocking messages ---------------------------------------------------------------------------
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """Implement `FastPath`. True only while no other messages are in flight."""
+        """Implement `FastPath`. Returns True only while no other messages are in flight."""
         return (
             self._messages is not None
             and self._messages.idle
@@ -351,7 +352,7 @@ class NativeCalls(ABC):
         self.check(failure, call.fingerprint)
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
-        """Compare all ranks' calls in separate rounds without data; return when all are known to match."""
+        """Compare all ranks' calls in separate rounds that carry no data; return when all are known to match."""
         counts = [*fingerprint.sends, *fingerprint.receives]
         digest = hash_of(fingerprint.compared(shapes=shapes)[1:])
         self.check(self.core.compare(digest, counts, deadline), fingerprint)
@@ -413,9 +414,9 @@ class NativeTransport(Transport):
         return not call.lengths and self.calls.carries(call)
 
     def compare(self, call: Call, deadline: float) -> None:
-        """Compare a call in a separate round if the core cannot run it, or if it belongs to a backward pass.
+        """Compare all ranks' calls in a separate round if the core cannot run the call, or if it is in a backward pass.
 
-        The core itself compares the forward calls that it can run, in their first round.
+        The core itself compares all other calls, in their first round.
         """
         if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
             self.calls.compare(call.fingerprint, deadline)
@@ -448,7 +449,7 @@ def check_builds(backend: str, builds: Sequence[str]) -> None:
 
 
 def known_dtypes() -> list[tuple[str, int]]:
-    """Return the names and widths of all dtypes, in the order of their numbers."""
+    """Return the names of all dtypes and their sizes in bytes, in the order of `DTYPE_CODES`."""
     return [(str(dtype).removeprefix("torch."), dtype.itemsize) for dtype in DTYPES]
 
 

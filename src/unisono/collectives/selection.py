@@ -190,7 +190,7 @@ class Needs(NamedTuple):
 
 
 def message_bytes(call: Call, size: int) -> int:
-    """Return the whole message's size in bytes, equal on all ranks unless each pair of ranks has its own length."""
+    """Return the whole message's size in bytes; equal on all ranks unless lengths differ between pairs of ranks."""
     family = FAMILIES[call.name]
     if call.lengths:
         return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize

@@ -65,7 +65,7 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
 
 
 def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
-    """Return a message of `count` chunks from `start` on, which continues with chunk 0 after the last chunk.
+    """Return a message of `count` chunks, beginning with `start`; the last chunk is followed by chunk 0.
 
     Args:
         peer: The other rank.
@@ -104,10 +104,10 @@ class Step(NamedTuple):
     """Messages that one rank sends and receives concurrently.
 
     Attributes:
-        send: Messages to send, whose data is read before any received data of this step is written.
-        recv: Messages to receive. Messages match in order: the n-th message that this step receives from a peer is the
-            n-th that the peer's matching step sends to this rank. A run that is overwritten must not overlap another
-            received run, or a run that is sent in this step.
+        send: Messages to send. Their data is read before any data received in this step is written.
+        recv: Messages to receive. The n-th message that this step receives from a peer is the n-th message that the
+            peer's matching step sends to this rank. A run that is overwritten must not overlap another received run, or
+            a run that is sent in this step.
         reduce: Whether received data is reduced into the existing data instead of overwriting it. All contributions to
             a chunk, including this rank's own, are reduced in a balanced binary tree over the ranks in ascending order;
             if the number of ranks is odd, the tree's first half is longer. Every rank that reduces the same
@@ -143,7 +143,7 @@ class Step(NamedTuple):
 
 
 def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
-    """Return steps in reverse order, with sends and receives exchanged.
+    """Return steps in reverse order, with sends and receives swapped.
 
     Mirroring turns a reduce into a broadcast, and a reduce_scatter into an all_gather; with `reduce`, it turns a
     broadcast into a reduce, and an all_gather into a reduce_scatter.
@@ -160,7 +160,7 @@ def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
 
 
 class Cost(NamedTuple):
-    """Exact cost of an algorithm for a number of ranks and a message size; the prover verifies declared costs.
+    """Exact cost of an algorithm for a number of ranks and a message size. `un.algorithms.verify` checks it.
 
     Attributes:
         rounds: Number of steps on the longest chain of messages that depend on each other.

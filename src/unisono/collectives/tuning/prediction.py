@@ -132,7 +132,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     seconds = far * table.between.alpha + (cost.rounds - far) * near.alpha
     moving = max(moving, cost.rounds * least * near.beta)
     reducing = reduced * table.gamma
-    # While the first message of a round is being reduced, further messages of the round arrive.
+    # Reducing a message overlaps with receiving the round's next messages, except for one message per round.
     beside = min(moving, reducing) * cost.rounds / max(1, cost.rounds, cost.messages)
     seconds += max(moving, reducing) + beside + cost.messages * table.overhead
     if not 0 < table.cores < per_host:

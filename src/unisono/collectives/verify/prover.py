@@ -147,8 +147,8 @@ def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
 def _counted(checker: ModelChecker, numel: int) -> Cost:
     parts = checker.size if checker.collective == "all_to_all" else checker.chunks
     lengths = [elements(numel, parts, chunk, chunk + 1) for chunk in range(parts)]
-    # In an all_to_all, chunk n has the length of part n % `parts`, even if chunk n is a scratch chunk, because
-    # algorithms use scratch chunks only if all parts are equally long.
+    # In an all_to_all, chunk n is as long as part n % `parts`. This is true even of scratch chunks, because algorithms
+    # use them only if all parts are equally long.
     lengths = (lengths * (checker.chunks // parts + 1))[: checker.chunks]
     return Cost(
         max(model.rounds for model in checker.models),
@@ -230,7 +230,7 @@ class ModelChecker:
         return happened
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
-        """Return, by rank, `model` and all models whose steps exchange messages with its step, even indirectly."""
+        """Return, by rank, `model` and all models whose steps exchange messages with its step, directly or not."""
         group = {model.rank: model}
         queue = [model]
         for member in queue:

@@ -35,8 +35,7 @@ class Agreements:
     """Compares values that must be equal on all ranks; the next collective compares the values passed to `agree`.
 
     Communicators over the same ranks share the values passed to `agree`. A collective compares only the values that its
-    own thread has passed to `agree` on any communicator over the same ranks, because ranks may run the collectives of
-    several threads in different orders.
+    own thread has passed, because ranks may run the collectives of several threads in different orders.
 
     Args:
         failures: The communicator's `Failures`, through which mismatches are raised.
@@ -68,7 +67,7 @@ class Agreements:
         self._values.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Take this thread's pending values as a separate call, which ranks compare first; None if there are none."""
+        """Remove this thread's pending values; return them as a separate call to compare, or None if there are none."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self._values if thread == here)
         if not taken:
@@ -164,7 +163,7 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
 
 
 def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
-    """Return a value's kind and, if it is a container, its elements with their locations (otherwise None)."""
+    """Return a value's kind, and its elements with their locations, or None if it is not a container."""
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         value = value.state_dict()

@@ -44,7 +44,7 @@ from unisono.wrappers.trace import observed, waits_of
 
 __all__ = ["Engine"]
 
-# Shortcut for the fast path, which checks the phase in every call.
+# Saves an attribute lookup in the fast path, which checks the phase in every call.
 _OPEN = Phase.OPEN
 
 
@@ -115,7 +115,7 @@ class Engine:
         self.parent: Engine | None = None
         self.ending: Teardown = Teardown(self.transport, self.control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
-        # Don't run this finalizer at process exit: the control plane's handle then closes communicators that are still
+        # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
         # open.
         self._dropped.atexit = False
         HOLD.add(self)
@@ -383,8 +383,7 @@ class Engine:
         call = self._make(at, what, output, input, op, root, algorithm, timeout, splits, lengths, origin, scale)
         if self.is_inside:
             raise self._called_inside(what.name)
-        # Add the scale, and take the pending values for this call, only after all checks: a rejected collective must
-        # leave the pending values unchanged.
+        # Change the pending values only after all checks, because a rejected collective must leave them unchanged.
         if scale is not None and self.checked:
             self.agreements.add(scale, "scale")
         fingerprint = call.fingerprint
@@ -406,8 +405,8 @@ class Engine:
                 self._perform(call, transport, then)
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
-            # Wait one default timeout longer than the collective may take, so that the hang report, which names the
-            # missing ranks, is finished before this wait ends.
+            # If the collective times out, a hang report names the missing ranks. Wait one default timeout longer than
+            # the collective may take, so that the report is finished before this wait ends.
             done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:
@@ -445,15 +444,15 @@ class Engine:
             self._perform(second, transport)
 
     def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
-        """Return once the collective may write to memory, because all ranks have compared it and the pending values."""
+        """Compare the collective and the pending values on all ranks; then the collective may write to memory."""
         if call.agreed is not None:
-            # Set `steps`, because some transports compare a call here only if it has steps, and otherwise later, for
-            # example in `run`.
+            # This call is only compared, never run. Set `steps`, because some transports compare a call without steps
+            # only later, for example in `run`.
             transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
         transport.compare(call, deadline)
 
     def _start(self, call: Call, transport: Transport) -> Work:
-        """Start a collective on a transport that makes progress by itself; the thread that waits completes it."""
+        """Start a collective on a transport that makes progress by itself; a thread that waits for it completes it."""
         with self._carrying_out(call):
             self._compare(call, transport, clock.now() + call.timeout)
             call.staging.begin()
@@ -464,7 +463,7 @@ class Engine:
                 work.wait(seconds_left(deadline))
                 call.staging.end()
 
-        # If the group has failed, a wait immediately raises the first cause.
+        # If the group has failed, the work counts as completed, because a wait immediately raises the first cause.
         return Deferred(complete, call.timeout, lambda: work.is_completed() or self.life.cause is not None)
 
     @contextmanager

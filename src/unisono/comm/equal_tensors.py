@@ -36,8 +36,8 @@ def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm,
     """Raise `MismatchError` on every rank unless all ranks hold the same elements, bit for bit. Collective.
 
     Args:
-        named: Tensors with their names: the same names, shapes and dtypes on all ranks.
-        comm: The ranks to compare.
+        named: Tensors with their names; names, shapes and dtypes are the same on all ranks.
+        comm: Communicator of the ranks to compare.
         complaint, advice: Beginning and end of the error text.
     """
     if not named:

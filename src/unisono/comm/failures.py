@@ -53,8 +53,8 @@ class Failures:
         self._life = activity.life
         self._group = activity.group
         self._backend = backend
-        # Whether a background comparison of collectives has failed, and whether the program has seen an error of the
-        # group.
+        # `_differed`: a background comparison of collectives has failed. `_raised`: the program has seen an error of
+        # the group.
         self._differed = False
         self._raised = False
         self._process = os.getpid()
@@ -176,7 +176,7 @@ def weak_method(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
-    """Return the error to raise for the group's first failure, of which this rank's own error is a consequence."""
+    """Return the error to raise for the group's first failure, which has caused this rank's own error."""
     if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
         # Use the hang report of the first error: by the time of a later report, ranks may have continued.
         if "\n" in first.message:

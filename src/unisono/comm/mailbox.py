@@ -110,8 +110,8 @@ class PointToPointMailbox(Mailbox):
         try:
             self._wait_for(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # After an interrupt, the message may or may not arrive; after a timeout, by contrast, posted messages
-            # remain in flight.
+            # After an interrupt, the message may or may not arrive, so no message can follow it. After a timeout, by
+            # contrast, posted messages remain in flight.
             self.abort_message(peer, error)
             raise
 
@@ -170,7 +170,7 @@ class PointToPointMailbox(Mailbox):
                 return
 
     def wake(self) -> None:
-        # A SimpleQueue's `put` may be called in a finalizer.
+        # A finalizer may call `wake`, because a SimpleQueue's `put` is reentrant.
         self._bell.put(-1)
 
     def close(self) -> None:

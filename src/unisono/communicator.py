@@ -75,11 +75,11 @@ class Communicator(Place):
 
     You create one with `unisono.init` or `unisono.launch`, with `from_group` around an existing torch process group,
     with `from_mpi` around an MPI communicator, or with `split`, `subgroup` and `dup` of another communicator. All ranks
-    that methods take or return are ranks of this communicator. Every call that accepts a CPU tensor also accepts NumPy
-    arrays, DLPack objects, buffers such as bytearrays, numbers and lists of numbers. Results can be written to all of
-    these types except single numbers and read-only memory. A communicator belongs to the thread that first uses it.
-    After a failure that may leave ranks out of step (anything but wrong arguments), the communicator is broken: later
-    calls immediately raise the error of the first failure.
+    that are passed to methods, or returned, are ranks in this communicator. Every call that accepts a CPU tensor also
+    accepts NumPy arrays, DLPack objects, buffers such as bytearrays, numbers and lists of numbers. Results can be
+    written to all of these types except single numbers and read-only memory. A communicator belongs to the thread that
+    first uses it. After a failure that may leave ranks out of step (anything but wrong arguments), the communicator is
+    broken: later calls immediately raise the error of the first failure.
 
     Args:
         transport: A connected transport, one per rank.
@@ -950,8 +950,8 @@ class Communicator(Place):
             algorithm: Name of an all_gather algorithm; see `all_reduce`.
             async_op: Return a `ResultWork` immediately; its `result()` waits for the tensors, and returns them.
                 `tensor` belongs to the `ResultWork` until `result` has returned.
-            timeout: Seconds or a `timedelta`, for the exchange of shapes and again for the tensors; the communicator's
-                timeout if None.
+            timeout: Seconds or a `timedelta`, once for the exchange of shapes and once for the tensors; the
+                communicator's timeout if None.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 

@@ -240,7 +240,7 @@ class PointToPointWork(ChainedWork):
 
 
 def _end(staging: Staging, failed: Callable[[BaseException], BaseException]) -> None:
-    """Put the received data in place. After an error, the next wait must not try again."""
+    """Put the received data in place. After an error, a later wait does not try again."""
     with torch.no_grad(), staging.entered():
         try:
             staging.end()

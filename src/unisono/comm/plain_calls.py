@@ -92,7 +92,7 @@ class PlainCalls:
         self._transport.compare(call, deadline)
         early = flat.dtype in HALVES
         if average and early:
-            # The sum of half-precision numbers could overflow.
+            # Divide first, because the sum of half-precision numbers could overflow.
             divide(flat, self._plain.group.size)
         self._plain.run(call).wait(max(deadline - clock.now(), 0.0))
         if average and not early:

@@ -191,8 +191,8 @@ def run_uneven(
     except MismatchError as error:
         raise engine.failures.report(error, what.name) from None
     except (TypeError, ValueError):
-        # Count the collective for the data, although no rank runs it, because an asynchronous call reserves that
-        # collective's number in advance.
+        # No rank runs the collective for the data, but it counts, because an asynchronous call reserves its number in
+        # advance.
         engine.activity.calls += 1
         raise
     engine.block(

@@ -137,7 +137,8 @@ class Communicator(Place):
             raise
         unchecked = not transport.checks and group.size > 1
         if (check == "full" and not transport.full) or (check == "auto" and unchecked):
-            # Ranks in one process, and transports that compare calls themselves, need no extra connections.
+            # Calls are compared over extra connections, unless the ranks share a process or the transport compares
+            # calls itself.
             from unisono.transports.tcp.collectives import TcpCollectives
 
             connect = TcpCollectives.connect if control.connectable and not transport.checks else None
@@ -1107,8 +1108,8 @@ class Communicator(Place):
             src: The rank that sends.
             trusted: Whether to allow every type that cloudpickle supports, which lets peers run code on this rank. Must
                 be the same on all ranks.
-            timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
-                timeout if None.
+            timeout: Seconds or a `timedelta`, once for the exchange of lengths and once for the values; the
+                communicator's timeout if None.
 
         Raises:
             TypeError: The value cannot be sent; raised on all ranks.
@@ -1637,7 +1638,7 @@ class Communicator(Place):
             )
         except CommError as error:
             raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None
-        # All ranks have joined, so no rank is still in a call on the old communicator.
+        # Retire the engine only now that all ranks have joined: no rank is still in a call on the old communicator.
         self._engine.retire()
         members = rebuilt.members
         new = Group(rebuilt.name, members.index(group.members[group.rank]), members)
@@ -1860,7 +1861,7 @@ class Communicator(Place):
         latest = self.latest
         latest._engine.failures.check_open("request_stop")
         latest._control.request_stop(latest._engine.group, reason)
-        if latest is not self.latest:  # `rebuild` may have read the requests before this request arrived.
+        if latest is not self.latest:  # `rebuild` may have missed this request, so repeat it.
             self.request_stop(reason)
 
     @property

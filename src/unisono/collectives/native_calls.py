@@ -58,7 +58,7 @@ class Programs:
         module: The native core.
         rank, size: This rank, and the number of ranks.
         latency_s, second_per_byte: Latency of a message in seconds, and seconds per byte.
-        hosts: For each host, its ranks, if messages between hosts cost more than others; empty if they don't.
+        hosts: Each host's ranks, if messages between hosts cost more than others; empty if they don't.
 
     Attributes:
         ops, families: The core's numbers for reduce operations and for collectives, by name.

@@ -373,8 +373,8 @@ class Engine:
             splits, lengths: See `make_call`.
             origin: In a backward pass, the number and source line of this collective's counterpart in the forward pass.
             scale: Factor for each contribution to a sum.
-            then: Function that returns the call for the second half of a two-part collective, once the first half is
-                done. The argument of `then` is a function that makes a `Call` from arguments like those of `run`.
+            then: Function that is called when the first half of a two-part collective is done, and returns the call for
+                the second half. Its argument is a function that makes a `Call` from arguments like those of `run`.
         """
         if self.owner != get_ident() or self.life.phase is not _OPEN:
             self.enter(what.name)

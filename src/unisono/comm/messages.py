@@ -113,7 +113,7 @@ class AnySource:
 
 
 class Matching(Work):
-    """Queued any-source receive; waiting for it, or testing it, serves the queue."""
+    """Queued any-source receive; waiting for it, or testing it, starts queued receives that have a sender."""
 
     def __init__(
         self, queue: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float

@@ -80,7 +80,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
     """
     events: list[TraceEvent] = []
     clocks = [] if comm is None else [ClockReading(comm)]
-    # A simulated rank's wait for a processor takes no virtual time.
+    # Don't measure a simulated rank's wait for a core, because it takes no virtual time.
     waited = None if comm is not None and comm.backend == "sim" else core_wait_s()
     try:
         with recording(events.append):

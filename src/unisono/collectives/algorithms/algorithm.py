@@ -32,7 +32,7 @@ class AlgorithmFile(Protocol):
       an all_to_all, each rank sends chunks 0 to p-1 and receives chunks p to 2p-1; further chunks are scratch memory.
     - `unsupported(size)`: the reason why the algorithm does not support this number of ranks, or an empty string if it
       does.
-    - `SAME_BITS = False`, if ranks may get differently rounded sums, so that the algorithm is used only for reductions
+    - `SAME_BITS = False`, if ranks may get differently rounded sums; the algorithm is then used only for reductions
       that do not round.
     - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of ranks.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.

@@ -1,8 +1,8 @@
 """Bidirectional ring all-reduce: half of the message goes around the ring one way, and half the other way.
 
-Cost: 2(p-1) rounds of 2 messages each; each rank sends 2(p-1)/p of the message, which is the minimum, half of it in
-each direction. Best for long messages over full-duplex links to two neighbours. Source: two opposite rings as in
-Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+Cost: 2(p-1) rounds of 2 messages each; each rank sends the minimum, 2(p-1)/p of the message, half of it in each
+direction. Best for long messages over full-duplex links to two neighbours. Source: two opposite rings as in Patarasu
+and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
 
 from __future__ import annotations

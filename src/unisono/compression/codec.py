@@ -64,9 +64,9 @@ class Codec(ABC):
 
         Collective. The result replaces `flat`, and is bitwise identical on all ranks.
 
-        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. If a rank also encodes
-        a sum of contributions, it subtracts p times the loss of that encoding from its own `kept`, so that error
-        feedback compensates for this loss. With only one rank, the contribution is still encoded and decoded, with the
+        The result is the mean of `kept` over all p ranks, up to rounding in the bucket's dtype. A rank that also
+        encodes a sum of contributions subtracts p times that encoding's loss from its own `kept`, so that error
+        feedback compensates for the loss. With only one rank, the contribution is still encoded and decoded, with the
         same kind of loss.
 
         Args:
@@ -93,7 +93,7 @@ class Codec(ABC):
             used: For each shape, whether its parameter is used; the same on all ranks.
 
         Raises:
-            CommError, TypeError, ValueError: As `average` does.
+            CommError, TypeError, ValueError: As for `average`.
 
         Example:
             >>> codec = un.compression.error_feedback("topk")

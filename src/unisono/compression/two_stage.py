@@ -1,4 +1,4 @@
-"""Two-stage codecs: each rank decodes and sums one piece of every rank's bucket, and sends the sum, encoded, to all.
+"""Two-stage codecs: each rank decodes and sums one piece of every rank's bucket, and sends the encoded sum to all.
 
 The stages are a reduce-scatter and an all-gather; in each, a rank sends one message to every peer. Pieces are decoded
 before they are added, so a codec need not support sums of encoded data, and each rank knows every compression error
@@ -171,13 +171,13 @@ class TwoStage(Codec):
 
 
 def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None:
-    """Add the second stage's error in the mean, multiplied by the number of ranks, to this rank's piece of `kept`."""
+    """To this rank's piece of `kept`, add the second stage's error in the mean, times the number of ranks."""
     mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
     mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)
 
 
 class HalfPrecision(TwoStage):
-    """Codec that sends every number as `half`.
+    """Codec that sends every number in the dtype `half`.
 
     Sums are computed in float32 (float64 for float64 buckets), and rounded once.
 

@@ -42,8 +42,8 @@ class SocketControl(ControlClient):
 
     The handle has one connection for requests and answers, and another for notifications, such as group failures. The
     thread that waits for an answer reads it itself, because being woken by another thread would take longer than the
-    answer itself. A daemon thread reads the notifications, and runs the callbacks passed to `join` and as `on_orphan`,
-    which must not send requests on this handle.
+    answer itself. A daemon thread reads the notifications, and runs the callbacks: `on_orphan`, and those passed to
+    `join`. Callbacks must not send requests on this handle.
 
     Args:
         address: Host and port of the server. The server may start later than this client.
@@ -229,7 +229,7 @@ class SocketControl(ControlClient):
             waiter.awake.wait(deadline - clock.now())
 
     def _wake_others(self) -> None:
-        """Wake all waiting threads, so that one of them takes over reading; it is unknown which are asleep."""
+        """Wake all waiting threads, because it is unknown which are asleep; one of them takes over reading."""
         for other in list(self._waiters.values()):
             if other.reply is None:
                 other.awake.set()

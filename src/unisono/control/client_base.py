@@ -164,12 +164,12 @@ class ControlClient(ControlPlane, ABC):
 
         Args:
             timeout: Seconds to wait for the answer.
-            give_up: Function that takes this request's number and returns a follow-up request, which ends the wait.
+            give_up: Function that takes this request's number, and returns a follow-up request to send on timeout.
                 Answers arrive in order, so once the follow-up request is answered, the original answer has arrived or
                 never will.
             words: The request.
             group: Group whose rank numbers appear in error texts.
-            unanswered: Error text if the follow-up request is answered and the original is not; None if the follow-up
+            unanswered: Error text for the case that only the follow-up request is answered; None if the follow-up
                 request always makes the server answer the original.
         """
         waiter = self._begin(*words)
@@ -362,8 +362,8 @@ class ControlClient(ControlPlane, ABC):
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
         def unreported(_number: int) -> tuple[Any, ...]:
-            # Fail the whole group: if only this rank gave up, it would pass a step boundary at which the other ranks
-            # may later stop.
+            # Fail the whole group. If only this rank gave up, it would pass this step boundary, at which the other
+            # ranks may later stop.
             return "unreported", group.name, timeout, hang_report(self, group).report
 
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)
@@ -387,7 +387,7 @@ def _forget(number: int) -> tuple[str, int]:
 
 
 def _end_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the kind and text of the event for a program that exits with open communicators."""
+    """Return the kind and text of the event to record if a program exits with open communicators."""
     return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 

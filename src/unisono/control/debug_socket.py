@@ -48,9 +48,9 @@ class _HeldRank:
 
     @property
     def thread(self) -> int:
-        """Identifier of the held thread, or else of the one that makes the rank's calls; 0 without open communicators.
+        """Identifier of the held thread or, if none is held, of the calling thread; 0 without open communicators.
 
-        The two differ if several threads use the rank's communicators.
+        The two threads differ if several threads use the rank's communicators.
         """
         known = self.activities.open()
         return HOLD.thread_in(known) or (known[-1].owner if known else 0)

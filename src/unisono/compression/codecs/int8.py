@@ -72,8 +72,9 @@ class Int8(TwoStage):
         """Write integers as bytes.
 
         Args:
-            steps: Integers from -`steps` to `steps`, or NaN, of shape (pieces, elements); may be overwritten.
-            coded: Output: uint8, of shape (pieces, bytes).
+            steps: Integers with magnitudes of at most the codec's `steps`, or NaN, of shape (pieces, elements); may be
+                overwritten.
+            coded: Tensor to write to, uint8, of shape (pieces, bytes).
 
         Example:
             >>> codec, coded, out = un.compression.int4(), torch.empty(1, 1, dtype=torch.uint8), torch.empty(1, 2)
@@ -89,7 +90,7 @@ class Int8(TwoStage):
 
         Args:
             coded: Output of `pack`.
-            out: Output, with the shape and dtype of the numbers.
+            out: Tensor to write to, with the shape and dtype of the numbers.
 
         Example:
             >>> codec, out = un.compression.int8(), torch.empty(1, 2)

@@ -806,7 +806,7 @@ class Communicator(Place):
 
         Args:
             output: Any shape and strides, with p times as many elements as `input` for p ranks, of the same dtype.
-            input: This rank's tensor: any shape and strides, the same number of elements on every rank.
+            input: This rank's tensor, of any shape and strides; the same number of elements on every rank.
             algorithm, async_op, timeout: See `all_reduce`.
 
         Returns: See `all_reduce`.

@@ -306,7 +306,7 @@ class Messages:
         return self._returned(record, (), work, staging)
 
     def _note(self, operation: str, messages: Sequence[Message]) -> tuple[str, None, str, Place]:
-        """Record a batch for reports; return the arguments of `Activity.enter`."""
+        """Record a batch for reports; return the arguments for `Activity.enter`."""
         record = operation, None, _detail(messages), callers_place()
         self._engine.activity.note(*record)
         return record

@@ -28,7 +28,7 @@ def encode_each(objs: Sequence[Any] | None, rank: int, size: int, trusted: bool)
     try:
         values = [] if objs is None else list(objs)
     except TypeError:
-        # A value that is not iterable contains no value for any rank.
+        # `objs` is not iterable; the check of its length below reports this error to all ranks.
         values = []
     parts = [encode(value, rank, trusted) for value in values]
     if len(parts) != size:

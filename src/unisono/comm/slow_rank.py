@@ -140,7 +140,7 @@ class SlowRank:
         if other and self._samples is not None:
             self._samples.stop()
             self._samples = None
-        # In a simulation, a sampling thread would take turns with the simulated ranks.
+        # Don't sample in a simulation, where the sampling thread would take turns with the simulated ranks.
         if other and named is not None and comm.backend != "sim":
             self._samples = _StackSamples(self._activity)
 

@@ -295,8 +295,8 @@ class ControlClient(ControlPlane, ABC):
             raise error_of(known.cause, group)
 
         def withdraw(_number: int) -> tuple[Any, ...]:
-            # The "withdraw" request notifies the other ranks, which raise the same error. The reply to the "exchange"
-            # request contains the outcome.
+            # The "withdraw" request notifies the other ranks, which raise the same error. It also ensures that the
+            # server answers the "exchange" request, with the outcome.
             report, deadlock, *_ = hang_report(self, group)
             return "withdraw", group.name, topic, timeout, report, deadlock
 

@@ -105,7 +105,7 @@ def _refuse_pass_phrase(path: str) -> NoReturn:
 
 
 def refuse_unencrypted(backend: str) -> None:
-    """Raise `ValueError` for a backend that opens connections by itself, if connections must be encrypted."""
+    """Raise `ValueError` if connections must be encrypted, because this backend opens connections without TLS."""
     if os.environ.get(TLS):
         raise ValueError(
             f"backend {backend!r} does not encrypt, and {TLS} is set: pass 'tcp' or 'shm+tcp', or unset it"
@@ -146,7 +146,8 @@ class EncryptedSocket(socket.socket):
     """The near end of a relay, with the addresses and options of the encrypted connection.
 
     Attributes:
-        outage: Result of `unisono.control.sockets.outage` when the relay closed the connection; empty until then.
+        outage: Result of `unisono.control.sockets.outage` at the time when the relay closed the connection; empty
+            before.
         failure: The error that has ended the connection.
     """
 
@@ -222,7 +223,7 @@ class _Pipe:
                 self._rank_ended = data == b""
                 self._tls.write(data or b"")
         finally:
-            # The bytes to send include the alert that tells the peer why it is not trusted.
+            # Send even after an error: the alert that tells the peer why it is not trusted may be among these bytes.
             self._outgoing += self._to_send.read()
             _write(self._connection, self._outgoing, ended=self._rank_ended)
         _write(self._far, self._incoming, ended=self._peer_ended)
@@ -253,7 +254,7 @@ class _Pipe:
             return clock.now() > self._deadline
         if self._outgoing or not self._rank_ended:
             return False
-        # A socket that was only shut down for sending does not report a hang-up.
+        # poll reports a hang-up only if the rank has closed its end, not if it has only shut down sending.
         hung_up = select.poll()
         hung_up.register(self._far, 0)
         return bool(hung_up.poll(0))
@@ -348,7 +349,7 @@ class _TLSRelay:
     def _flush(self) -> None:
         deadline = clock.now() + _FLUSH_S
         while clock.now() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
-            # The relay's thread sends while this thread sleeps.
+            # Only wait: the relay's thread does the sending.
             time.sleep(0.005)
 
     def invalidate_after_fork(self) -> None:

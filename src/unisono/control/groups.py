@@ -16,7 +16,7 @@ class ExchangeEntry(NamedTuple):
     """One rank's value in an exchange, and the request that is answered with all ranks' values.
 
     Attributes:
-        agree: Whether None suffices as the answer if all ranks contributed the same bytes.
+        agree: Whether to answer with None instead of the values if all ranks contributed the same bytes.
     """
 
     client: int
@@ -148,7 +148,7 @@ class Groups:
         return True
 
     def leave(self, client: int, name: str) -> Outgoing:
-        """Leave a group cleanly: only ranks that wait for this rank, now or later, are notified."""
+        """Leave a group cleanly. Other ranks learn of it only if they wait for this rank, now or later."""
         rank = self._ranks.get(client, {}).pop(name, None)
         if rank is None:
             return []

@@ -68,7 +68,7 @@ class Handshake:
 
     @property
     def rank(self) -> int | None:
-        """The client's rank: verified once `advance` has returned a channel, and only claimed before."""
+        """The client's rank: unverified until `advance` has returned a channel."""
         return self._hello.rank
 
     def start(self) -> None:

@@ -77,7 +77,7 @@ def path_of(kind: str, pid: int, number: int) -> str:
 
 
 def opened(kind: str) -> socket.socket | None:
-    """Return a new socket that listens on one of this process's names.
+    """Return a new socket that listens on one of this process's names in the abstract namespace.
 
     Returns None if no name is free, or if the platform is not Linux.
     """
@@ -163,7 +163,7 @@ def names(kind: str) -> list[tuple[int, int]]:
 def _ancestors(pid: int) -> list[int]:
     """Return a process's parent, grandparent, and so on.
 
-    A launcher is not the parent of ranks that it starts through a fork server.
+    Its parent alone does not lead to the launcher: a rank started through a fork server is the launcher's grandchild.
     """
     parent = int(process_stat(pid)[1])
     found: list[int] = []

@@ -42,7 +42,7 @@ class KeyValueStore:
         return total, self.set(key, b"%d" % total)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
-        """Return the key's value after the call (`expected` if still absent), and the requests that waited for it."""
+        """Set the key if its value is `expected`; return the resulting value, and the requests that awaited the key."""
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             return desired, self.set(key, desired)

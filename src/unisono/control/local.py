@@ -61,7 +61,7 @@ class LocalHub:
         self._deliver(lambda: self._state.handle(client, number, words))
 
     def hold(self, reason: str | None) -> None:
-        """Hold or release all ranks directly; a request would cost simulated ranks virtual time."""
+        """Hold all ranks, or release them, without a request: in a simulation, a request would take virtual time."""
         from unisono.control.debug_socket import DEBUGGED
 
         ranks = [control.as_held() for control in list(self._controls.values())]

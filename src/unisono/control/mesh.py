@@ -102,8 +102,8 @@ class Mesh:
         Args:
             timeout: Seconds for the lower ranks to publish their addresses.
             within_s: Seconds within which all lower ranks must answer.
-            conclude: Function that receives the errors from connecting to lower ranks, exchanges them between ranks,
-                and raises unless all ranks succeeded.
+            conclude: Function that receives this rank's errors, exchanges them with the other ranks, and raises an
+                error if any rank has failed to connect.
 
         Raises:
             CommError: A rank is missing, or `conclude` raised.
@@ -177,7 +177,7 @@ class Mesh:
 
 
 def _reserve(listener: socket.socket, connections: int) -> None:
-    """Raise an error if this many connections cannot be opened, rather than let a peer wait in vain to be accepted."""
+    """Raise an error if the process cannot open this many connections; otherwise, a peer would wait in vain."""
     try:
         with contextlib.ExitStack() as copies:
             for _ in range(connections + _SPARE):

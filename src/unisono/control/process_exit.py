@@ -33,7 +33,7 @@ __all__ = [
 CLOSE_HANDLES = 20
 CLOSE_SERVERS = 10
 _GRACE_S = 2.0
-# Processes whose launcher determines the first failure from their reports, not from the order in which they exit.
+# IDs of processes whose launcher determines the first failure from reports, not from the order of exits.
 _end_at_once: set[int] = set()
 
 
@@ -89,13 +89,13 @@ def end_at_once() -> None:
 def exit_with_children() -> NoReturn:
     """Exit immediately, along with everything that this rank has started, because its launcher is gone."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-        # This rank's children are in its process group.
+        # This rank leads a process group, to which its children belong.
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def raise_failed_saves() -> None:
-    """If a background save has failed, and this rank's program has not seen the error yet, raise it."""
+    """Raise the error of a failed background save, unless this rank's program has already received it."""
     for raise_failed in BACKGROUND_SAVES:
         raise_failed()
 

@@ -55,8 +55,8 @@ class Rebuilds:
         """Request an attempt to rebuild a group, as one of its members.
 
         All members must pass the same `grow` and `size`; a member that passes neither accepts the other members'
-        `size`. If ranks are lost while newcomers join, the newcomers pass neither `grow` nor `size`, because they do
-        not know the size.
+        `size`. If ranks of the new group are lost while it forms, its members rebuild it; the newcomers among them pass
+        neither, because they do not know the intended size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:
@@ -72,7 +72,7 @@ class Rebuilds:
         return self.look(name)
 
     def request_admission(self, client: int, request: int) -> Outgoing:
-        """Request admission to the group that grows next, as a newcomer."""
+        """As a newcomer, request admission to the next group that grows."""
         self._applicants[client] = request
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 

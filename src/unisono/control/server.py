@@ -159,7 +159,7 @@ class ControlServer:
             return over
 
     def _nap_s(self) -> float | None:
-        # Read it once: `stay` may clear it at any time.
+        # Read `_end_at` only once, because `stay` may set it to None in another thread at any time.
         end_at = self._end_at
         left_s = None if end_at is None else max(0.0, end_at - clock.now())
         return min((wait for wait in (left_s, self._acceptor.wait_s()) if wait is not None), default=None)
@@ -182,7 +182,7 @@ class ControlServer:
                 else:
                     self._handle(connection, frame.content)
             self._watch(connection)
-        # No matter what a client sends, or fails to send, only its own connection ends.
+        # Whatever a client sends may end only its own connection, never the server.
         except Exception as error:
             _log.debug("control connection %d ended: %s", connection.number, error)
             connection.error = error
@@ -229,7 +229,7 @@ class ControlServer:
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        """Disconnect a client, whichever of its connections broke; without a goodbye, its groups consider it lost."""
+        """Close a client's connections after one has ended; unless it said goodbye, report it as lost to its groups."""
         known = self._known.pop(connection.serves, None)
         news = self._news.pop(connection.serves, None)
         away = "" if news is None else news.outage()
@@ -282,7 +282,8 @@ class Connection:
     """Connection of an authenticated client, with a non-blocking socket.
 
     Attributes:
-        serves: Number of the client: the `number` of the client's first connection.
+        serves: Number of the client, which is the `number` of its first connection (a client has up to two
+            connections).
         clean_exit: Whether the client has announced that it will leave.
         watched: Socket events that the selector reports for this connection.
         waiting: Whether bytes are queued because the client has not yet read earlier bytes.

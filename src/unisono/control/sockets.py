@@ -132,7 +132,7 @@ def outage(peer: socket.socket, host: str, error: BaseException | None = None) -
         silence_s = _tcp_info(peer, _LAST_ACK_AT) * 1e-3
         allowed_s = _MOST_MISSED * peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
     except OSError:
-        # A relay has closed the connection.
+        # The connection is encrypted, and its relay has already closed the socket.
         return str(getattr(peer, "outage", ""))
     if silence_s < allowed_s and not isinstance(error, TimeoutError):
         return ""
@@ -279,7 +279,7 @@ class Hello:
 
     @staticmethod
     def versions(hello: bytes) -> str:
-        """Return the error text for this package's hello with a different protocol number; empty for other hellos."""
+        """Return an error text if the hello is from another version of this package; otherwise, an empty string."""
         number = hello[len(_NAME) : len(_WORD)]
         if not hello.startswith(_NAME) or number == _PROTOCOL or not number.isdigit():
             return ""
@@ -388,7 +388,7 @@ def _read_or_create(directory: Path) -> bytes:
     refuse_if_shared(directory, os.stat(directory, follow_symlinks=False), stat.S_IWGRP | stat.S_IWOTH)
     path = directory / "secret"
     if not path.exists():
-        # If another process is faster, its secret is just as good.
+        # If another process creates the file first, use its secret.
         with contextlib.suppress(FileExistsError):
             write_aside(path, secrets.token_hex(32), os.link)
     with path.open("rb") as file:
@@ -400,7 +400,7 @@ def _read_or_create(directory: Path) -> bytes:
 
 
 def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
-    """Raise `CommError` if another user owns the file, or has a `forbidden` permission (mode bits)."""
+    """Raise `CommError` if another user owns the file, or if its mode has any of the `forbidden` bits."""
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid != os.geteuid():

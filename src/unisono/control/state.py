@@ -29,8 +29,8 @@ class ControlState:
     Args:
         on_end: Called with the name of a group that all ranks have left, so that holders can drop the group's objects.
         on_left: Called with the label of a client that has disconnected, with or without a goodbye.
-        restarts: Whether a rank that left or was lost while ranks were still joining may join again, also from a new
-            process; otherwise, this is an error on the other ranks.
+        restarts: Whether a rank that leaves or is lost while the group is still forming may join again, even from a new
+            process. If False, its absence is an error on the other ranks.
 
     Values in an exchange are opaque bytes, so "equal" means identical bytes. Memory is bounded: finished exchanges are
     dropped, as are groups that all ranks have left.
@@ -79,7 +79,7 @@ class ControlState:
         return handler(client, request, *arguments)
 
     def called(self, client: int, content: bytes) -> Outgoing:
-        """Reject a call on a torch group: only `WatchedCalls` compares such calls."""
+        """Raise an error, because only the subclass `WatchedCalls` compares calls on torch's groups."""
         raise ValueError("this control plane compares no calls of torch's groups")
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
@@ -165,7 +165,7 @@ class ControlState:
         return [*self._groups.join(client, request, name, rank, size, members), *self._stops.joined(client, name)]
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
-        """Answer immediately, or, with `last`, once all ranks have left or the group has failed."""
+        """Leave a group. With `last`, answer only once all ranks have left or the group has failed."""
         if last and self._groups.knows(name) and self._groups.cause(name) is None:
             self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._look([name])]
@@ -222,7 +222,7 @@ class ControlState:
 
     # -- stopping at the same step -----------------------------------------------------------------
     def _on_stop(self, client: int, request: int, name: str | None, reason: str) -> Outgoing:
-        """Ask all ranks of a group to stop, or, without a name, the ranks of all groups.
+        """Ask all ranks of a group to stop; without a name, ask the ranks of all groups.
 
         Answer with the number of clients.
         """
@@ -290,7 +290,7 @@ class ControlState:
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
             return [*out, (client, failed(request, cause))]
         self._registrations[job, rank] = number + 1, process, client
-        # The reason for an earlier absence does not apply to a later one.
+        # The rank is present now; the reason for its absence must not appear in the error text for a later absence.
         self._absences.pop(rank, None)
         name = f"{job}{number + 1}"
         return self._groups.join(client, request, name, rank, size, answer=name)
@@ -303,9 +303,9 @@ class ControlState:
     def _on_bye(self, client: int, request: int) -> Outgoing:
         """Leave all groups cleanly; the connection may end now."""
         names = self._groups.names(client)
-        # A rank that looks for rank 0 elsewhere may return to this server, because rank 0 withdraws its address between
-        # two calls of `init`, but then often keeps its server. If the rank counted as having left, it would register
-        # for the world group after the one in which the other ranks wait for it.
+        # A rank that disconnects may return to this server: between two calls of `init`, rank 0 withdraws its address,
+        # so the rank searches for rank 0 elsewhere, but rank 0 often keeps its server. If the rank's registration still
+        # counted, it would then join the world group after the one in which the other ranks wait for it.
         self._vacate(client, "left again")
         out = [*self._forget(client), *self._groups.leave_all(client), *self._look(names)]
         return [*out, (client, (request, "ok", None))]

@@ -73,7 +73,7 @@ class ControlStore(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    # Torch's C++ code calls the methods `deleteKey` and `getNumKeys`.
+    # Torch's C++ code calls these methods by their C++ names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

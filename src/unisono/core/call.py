@@ -195,7 +195,7 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
         if differing == ["agreed"]:
             return disagreement(sides)
         if "operation" in differing:
-            # A different operation explains all other differences.
+            # If ranks called different operations, don't report the other differences, which follow from that.
             differing = ["operation"]
         elif differing != ["algorithm"]:
             # The algorithm follows from the other values, so report only the other values that differ.

@@ -52,13 +52,13 @@ def real() -> float:
 
 
 def stop() -> tuple[float, float | None]:
-    """Stop the clock if it is running; return the total seconds of earlier stops, and when this one began."""
+    """Stop the clock if it is running. Return the total duration of earlier stops, and the start time of this one."""
     stood_s, stopped_at = _stands
     return _stand(stood_s, _python() if stopped_at is None else stopped_at)
 
 
 def go() -> tuple[float, float | None]:
-    """Resume a stopped clock from where it stopped; return the same pair as `stop`."""
+    """Resume a stopped clock at the time at which it stopped. Return the total duration of all stops, and None."""
     stood_s, stopped_at = _stands
     return _stand(stood_s if stopped_at is None else stood_s + _python() - stopped_at, None)
 

@@ -220,7 +220,7 @@ class Activity:
         inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
-        # A fast-path call is added to `calls` only after it has ended.
+        # Count the current call as well, because a fast-path call is added to `calls` only after it has ended.
         come = now[1] if inside and now is not None else None
         return {
             "group": self.group.name,
@@ -355,7 +355,7 @@ def callers_place() -> Place:
 
 
 def callers_places() -> tuple[Place, Place]:
-    """The result of `callers_place`, and the nearest user code, which differs for calls by an installed package."""
+    """The result of `callers_place`, and the nearest user code; they differ if an installed package makes the call."""
     place = callers_place()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):

@@ -168,7 +168,7 @@ class FrameChannel:
             raise InvalidFrameError("a frame is not authentic")
         self._decoded += 1
         del self._arrived[:end]
-        # This lookup is faster than `Kind(kind)`.
+        # Look the kind up in the tuple, because `Kind(kind)` is slower.
         return Frame(kinds[kinds.index(kind)], number, content)
 
     def take(self, into: memoryview) -> int:
@@ -220,7 +220,7 @@ class FrameChannel:
 
 
 def frame_bytes(head: bytes | memoryview) -> int:
-    """Return the length of the frame that begins with these bytes, at least `HEAD_BYTES` of them, in bytes."""
+    """Return the size in bytes of the frame that begins with `head`, which contains at least `HEAD_BYTES` bytes."""
     length: int = _HEAD.unpack_from(head)[0]
     return HEAD_BYTES + length
 

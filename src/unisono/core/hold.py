@@ -34,7 +34,7 @@ class Hold:
 
     Attributes:
         held: Whether the ranks are held.
-        on_go: Called before the ranks continue, in the thread that continues them.
+        on_go: Called before the ranks are released, in the thread that releases them.
     """
 
     def __init__(self) -> None:
@@ -79,16 +79,16 @@ class Hold:
                 _set_core(clock.stop())
                 known = set(map(id, activities))
                 for engine in self._known():
-                    # The phase does not change for an engine that is held already, so a second `stop` does not add it
-                    # again.
+                    # If `stop` is called twice, `change` returns False for engines that are held already, so they are
+                    # listed once.
                     if id(engine.activity) in known and engine.activity.life.change("hold"):
                         self._held.append(engine)
             self.held = True
 
     def go(self) -> None:
         """Release all held ranks."""
-        # Call the observers first, because they close the debugger's socket: any code can be run through it, so it must
-        # not outlast the hold. Call them without the lock, because they take their own locks.
+        # Call the observers first: they close the debugger's socket, through which any code can be run, before the
+        # ranks continue. Call them without the lock, because they take their own locks.
         for observe in self.on_go:
             observe()
         with self._lock:
@@ -110,7 +110,8 @@ class Hold:
                 return False
             self._steps.add(thread)
             for engine in self._held:
-                # The program's next line may be the first one that uses a communicator without an owner.
+                # Also release engines without an owner: this thread's next line may make the first call on their
+                # communicator.
                 if engine.owner in (thread, None):
                     engine.activity.life.change("go")
         gate.release()
@@ -141,13 +142,13 @@ class Hold:
             self._gates[here] = gate, activity
             # Suspend the engines that `step` has resumed.
             for engine in self._held:
-                # This thread might be the first to call a communicator that has no owner, as in `step`.
+                # Also suspend engines without an owner: `step` released them, because this thread may use them first.
                 if engine.owner in (here, None):
                     engine.activity.life.change("hold")
         try:
             gate.acquire()
         finally:
-            # Remove the gate, which is still registered after an interrupt.
+            # After an interrupt, the gate is still registered, so remove it.
             self._gates.pop(here, None)
         if here in self._steps:
             self._steps.discard(here)
@@ -170,7 +171,7 @@ def hold_ranks(control: ControlPlane, activity: Activity, why: str, show: Callab
         control: Control plane of the ranks.
         activity: This rank's activity in a group.
         why: What happened on this rank.
-        show: Function that opens a prompt here; None if the debugger has to attach.
+        show: Function that opens the debugger's prompt in this process; None to let the user attach a debugger.
     """
     group = activity.group
     rank = group.members[group.rank]

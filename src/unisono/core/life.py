@@ -37,7 +37,7 @@ TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
 
 
 class Life:
-    """The phase of a communicator, changed only by `change`. An event without an entry leaves the phase unchanged:
+    """A communicator's phase, which changes only in `change`. This table gives the next phase, if it changes at all:
 
     =======  =====  ====  ======  =======  ======  =======
     phase    hold   go    fail    close    drain   retire
@@ -50,9 +50,9 @@ class Life:
     RETIRED
     =======  =====  ====  ======  =======  ======  =======
 
-    hold, go: A debugger holds and releases the ranks. fail: The group has failed. close: The program closes the
-    communicator. drain: All calls made before `close` have ended, so a failure has nothing to abort. retire: `rebuild`
-    has made another communicator.
+    The events: "hold" and "go": a debugger holds and releases the ranks; "fail": the group has failed; "close": the
+    program closes the communicator; "drain": all calls made before `close` have ended, so a failure has nothing to
+    abort; "retire": `rebuild` has created another communicator.
 
     Attributes:
         phase: The current phase.

@@ -130,7 +130,7 @@ def _has_history(tensor: torch.Tensor) -> bool:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Return whether `vmap` or another transform of `torch.func` has wrapped a tensor.
 
-    False while a region is being compiled, because Dynamo cannot trace the check.
+    Returns False while torch.compile compiles the caller, because Dynamo cannot trace the check.
     """
     return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
@@ -376,7 +376,7 @@ def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
         tensor = whole.tensor
         read_only = bool(whole.flags & 1)
     except ValueError:
-        # DLPack has no flags before version 1.0.
+        # A capsule from before DLPack 1.0 has no flags, so it does not say whether it is read-only.
         tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
         read_only = False
     return read_only, bool(tensor.strides) and any(tensor.strides[i] < 0 for i in range(tensor.ndim))
@@ -393,7 +393,7 @@ def _of_memory(view: memoryview, name: str, *, written: bool) -> torch.Tensor:
     shape = view.shape or ()
     if not view.nbytes:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    # Pass the view, not the object that it views: while a view exists, the memory cannot be resized.
+    # Pass the view rather than the underlying buffer, because the buffer cannot be resized while a view exists.
     memory = bytearray(view) if view.readonly else view
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -428,7 +428,7 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
     """Write `low` op `high` to `out`, which may be one of them.
 
-    Ranks get equal bits if `low` comes from the lower rank.
+    All ranks get identical bits if `low` always comes from the lower rank.
     """
     COMBINE[op](low, high, out=out)
 

@@ -105,8 +105,8 @@ def _overridden() -> Iterator[None]:
         operators = generator_operators() if OWN_GENERATORS else []
         for operator in operators:
             library.impl(operator, _given_a_generator(operator), "BackendSelect", with_keyset=True)
-        # Keep the functions until the next registration: `_destroy` would free them, although a thread that belongs to
-        # no rank may be waiting for the GIL to run one of them.
+        # Keep the functions until the next registration. Otherwise, `_destroy` would free them while a thread that
+        # belongs to no rank may still be waiting for the GIL to run one of them.
         keep = getattr(torch.library, "get_kernel", None)
         _kept[:] = [keep(operator, "BackendSelect") for operator in operators if keep is not None]
         with replaced([*_of_torch(), *_of_python(), *_of_numpy(), *_of_threads()]):
@@ -192,7 +192,7 @@ def generator_operators() -> list[Any]:
 
 @functools.cache
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
-    """Return an operator's implementation, which passes the calling rank's generator if none is given."""
+    """Return a replacement for an operator that passes the calling rank's generator if the caller passes none."""
     cpu = _c.DispatchKey.CPU
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
     # `redispatch_boxed` releases the GIL while the kernel runs; a kernel from `torch.library.get_kernel` would not.

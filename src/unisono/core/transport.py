@@ -242,7 +242,8 @@ class Transport(ABC):
         `reconfigure` also works if this transport is broken.
 
         Args:
-            group: The live ranks of this transport's group, which all call this, and newcomers, which call `connect`.
+            group: The new group: live ranks of this transport's group, all of which call `reconfigure`, and newcomers,
+                which call `connect`.
         """
         return self.split(group)
 
@@ -317,7 +318,7 @@ class Transport(ABC):
         """
 
     def plain(self) -> Transport | None:
-        """Return the transport that runs native calls on the caller's own tensors, for `PlainCalls`, or None.
+        """Return the transport on which `PlainCalls` runs native calls on the caller's own tensors; None if it cannot.
 
         The result is this transport itself, or the transport inside a wrapper that only compares collectives.
         """
@@ -350,7 +351,7 @@ class Transport(ABC):
         return Deferred(partial(call.steps, over or self, call), call.timeout)
 
     def returned(self, work: Work) -> Work:
-        """Return the `Work` for the caller of an asynchronous operation: a recording's wrapper, or the work itself.
+        """Return the `Work` to pass to an asynchronous operation's caller: `work`, or a wrapper that a recording needs.
 
         Args:
             work: The operation's `Work`.
@@ -380,7 +381,7 @@ Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 
 
 def share_capabilities(transport: Transport, other: Transport, *names: str) -> None:
-    """Copy declared capabilities to a transport from another transport, through which it sends.
+    """Copy declared capabilities to `transport` from `other`, through which it sends.
 
     Args:
         transport, other: The transport to update, and the transport through which it sends.
@@ -395,7 +396,7 @@ def renewed(transport: Transport, group: Group) -> Transport:
 
 
 class FastPath(Protocol):
-    """Blocking operations directly on the caller's tensors, each with one native call.
+    """Blocking operations that work directly on the caller's tensors, each in one native call.
 
     Fast-path operations interoperate with `Transport.run` on other ranks, so some ranks may use the fast path while
     others use `run`. The fast path compares the ranks' collectives itself.

@@ -413,7 +413,7 @@ class EpochProgress:
         ended: Whether an iteration has reached the end.
         through: Whether ranks whose part is one sample longer have used their last sample; meaningful once this rank
             has used all its samples. None if unknown.
-        over: Whether the pass was loaded from a complete state for the requested epoch, so that it must not start over.
+        over: Whether the loaded state had already completed the requested epoch, so that the pass must not start over.
     """
 
     state: dict[str, Any]
@@ -441,7 +441,7 @@ class EpochProgress:
 
     def end(self) -> None:
         self.ended = True
-        # This rank's loop is over, and all other ranks' loops will be over before any rank saves a state.
+        # By the time any rank saves a state, all ranks have left this loop, and so have used their last samples.
         self.through = True if self.complete and self.through is False else self.through
 
 

@@ -28,9 +28,9 @@ class Balanced(AssignmentPartitioner):
               as much as the most expensive part of the best division, and no part costs more than share * (total + (p -
               1) * largest cost).
             - "same_count": also balances the number of samples (within one), so that ranks make the same number of
-              training steps. If the samples are sorted by cost and cut into groups of p, the last one padded with zero
-              costs, two parts' costs differ by at most the largest cost difference within a group. Supports equal
-              shares only.
+              training steps. Two parts' costs differ by at most the largest cost difference within a group, where the
+              groups are p samples each, in order of cost, and zero costs fill the last group. Supports equal shares
+              only.
             - "runs": each part is a run of adjacent samples. A part's cost differs from its share of the total by at
               most the cost of the most expensive sample.
 
@@ -147,11 +147,11 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
     """Return the index of each cost's part, and a bound on how far the parts' loads differ.
 
-    Two parts' sizes differ by at most one cost.
+    Two parts' numbers of costs differ by at most one.
 
     The samples are sorted by cost and cut into groups of `parts` samples. Each group gives one sample to every part;
     the most expensive sample goes to the least loaded part. Two parts' loads differ by at most the largest difference
-    between the first and last cost of a group, if the last group is padded with zero costs.
+    between the first and last cost of a group, where zero costs fill the last group.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

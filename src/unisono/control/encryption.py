@@ -84,8 +84,8 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
         context.load_cert_chain(path, password=lambda: _refuse_pass_phrase(path))
         context.load_verify_locations(path)
         status = os.stat(path)
-        # Like ssh, check only a key that this user owns: another user's key (such as root's in a container) is that
-        # user's responsibility.
+        # Like ssh, check the permissions of the key only if this user owns it: another user's key (such as root's in a
+        # container) is that user's responsibility.
         if status.st_uid == os.getuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise CommError(
                 f"{TLS} is {path!r}, whose key is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run "
@@ -254,7 +254,7 @@ class _Pipe:
             return clock.now() > self._deadline
         if self._outgoing or not self._rank_ended:
             return False
-        # poll reports a hang-up only if the rank has closed its end, not if it has only shut down sending.
+        # `poll` reports a hang-up only if the rank has closed its end, not if it has only shut down sending.
         hung_up = select.poll()
         hung_up.register(self._far, 0)
         return bool(hung_up.poll(0))

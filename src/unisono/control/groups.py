@@ -13,7 +13,7 @@ __all__ = ["ExchangeEntry", "Groups"]
 
 
 class ExchangeEntry(NamedTuple):
-    """One rank's value in an exchange, and the request that is answered with all ranks' values.
+    """One rank's value in an exchange, and the rank's request, to be answered with all ranks' values.
 
     Attributes:
         agree: Whether to answer with None instead of the values if all ranks contributed the same bytes.
@@ -239,7 +239,7 @@ class Groups:
     def complete(self, name: str) -> bool:
         """Return whether every rank has joined at some point.
 
-        True for an unknown group, because a group is forgotten only once all its ranks have joined and left.
+        Returns True for an unknown group, because a group is dropped only once all its ranks have joined and left.
         """
         group = self._groups.get(name)
         return group is None or group.complete

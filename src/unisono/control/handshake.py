@@ -220,7 +220,7 @@ class Acceptor:
         selector.register(listener, selectors.EVENT_READ)
 
     def wait_s(self) -> float | None:
-        """Seconds until `tidy` has something to do; None without a pending client."""
+        """Seconds until `tidy` has something to do; None if no client is pending."""
         deadlines = [handshake.deadline for handshake in self._pending.values()]
         return max(0.0, min(deadlines) - clock.now()) if deadlines else None
 

@@ -163,7 +163,7 @@ def names(kind: str) -> list[tuple[int, int]]:
 def _ancestors(pid: int) -> list[int]:
     """Return a process's parent, grandparent, and so on.
 
-    Its parent alone does not lead to the launcher: a rank started through a fork server is the launcher's grandchild.
+    The parent alone would not lead to the launcher: a rank started through a fork server is the launcher's grandchild.
     """
     parent = int(process_stat(pid)[1])
     found: list[int] = []

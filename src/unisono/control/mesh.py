@@ -48,8 +48,8 @@ def say_farewell(connections: Sequence[socket.socket], broken: BaseException | N
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
-        # Limit the silence, because the kernel would otherwise keep retransmitting to a lost host even after this
-        # process has ended.
+        # Limit how long the peer's host may be silent. Otherwise, the kernel would keep retransmitting to a lost host
+        # even after this process has ended.
         limit_silence(connection, _AFTER_CLOSE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)

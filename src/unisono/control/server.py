@@ -182,7 +182,7 @@ class ControlServer:
                 else:
                     self._handle(connection, frame.content)
             self._watch(connection)
-        # Whatever a client sends may end only its own connection, never the server.
+        # Whatever a client sends, or fails to send, may end only its own connection, not the server.
         except Exception as error:
             _log.debug("control connection %d ended: %s", connection.number, error)
             connection.error = error

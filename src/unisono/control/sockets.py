@@ -93,8 +93,8 @@ def tune(peer: socket.socket) -> None:
 def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S) -> None:
     """End a connection once the host at the other end has been silent for `silence_s`, plus up to `probe_s` seconds.
 
-    The kernels probe and answer, so a process that is computing or stopped is not silent. A peer that accepts no bytes
-    because its buffers are full also counts as silent.
+    The hosts' kernels send and answer the probes, so a process that is computing or stopped does not count as silent. A
+    peer that accepts no bytes because its buffers are full also counts as silent.
 
     Args:
         peer: The connection.
@@ -178,8 +178,8 @@ def port_range() -> range | None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on exactly this address, or, for a name of this host, on all of its addresses.
 
-    Different hosts may resolve a name to different addresses; a host often resolves its own name to a loopback address.
-    For port 0, the socket listens on any port allowed for ranks.
+    For a name, it listens on all addresses, because hosts may resolve the name differently: a host often resolves its
+    own name to a loopback address. For port 0, the socket listens on any port allowed for ranks.
 
     Raises:
         CommError: Listening on the address failed (the message gives the reason and the fix), or the allowed ports are
@@ -279,7 +279,7 @@ class Hello:
 
     @staticmethod
     def versions(hello: bytes) -> str:
-        """Return an error text if the hello is from another version of this package; otherwise, an empty string."""
+        """Return an error text if this package's hello has another protocol number; otherwise, an empty string."""
         number = hello[len(_NAME) : len(_WORD)]
         if not hello.startswith(_NAME) or number == _PROTOCOL or not number.isdigit():
             return ""

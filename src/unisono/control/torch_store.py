@@ -73,7 +73,7 @@ class ControlStore(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    # Torch's C++ code calls these methods by their C++ names.
+    # Torch's C++ code looks up these methods by their C++ names, `deleteKey` and `getNumKeys`.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

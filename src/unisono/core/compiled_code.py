@@ -35,7 +35,7 @@ def leave_out_of_graphs() -> None:
 
     The package (except for the files of `_TRACED`) then runs uncompiled, as does the code that it calls, such as the
     `step` of an optimizer that updates shards. By default, Dynamo traces every Python frame below a compiled one into a
-    graph, in which messages, locks, backward hooks and inference mode would have no effect or run only once, or could
+    graph. There, messages, locks, backward hooks and inference mode would have no effect, would run only once, or could
     not be traced. `torch.compiler.disable` on each public function would import Dynamo, which takes a second, and would
     add 0.6 us to each call; a rule for whole files avoids both costs.
     """

@@ -200,7 +200,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchanging(self, name: str) -> Iterator[None]:
-        """Return a context that marks a call as running: one that all ranks make, but that has no collective number."""
+        """Return a context that marks an unnumbered call of all ranks, such as a split, as running; see `ALL_RANKS`."""
         self.enter(name, None, "", callers_place(), (self.post(name, ALL_RANKS, 0),))
         try:
             yield

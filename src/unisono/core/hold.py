@@ -41,9 +41,9 @@ class Hold:
         self.held: bool = False
         self.on_go: list[Callable[[], None]] = []
         self._engines: weakref.WeakValueDictionary[int, _Holdable] = weakref.WeakValueDictionary()
-        # This list also contains engines that are released for a single step.
+        # The held engines, including those that are released for a single step.
         self._held: list[_Holdable] = []
-        # The gate at which each thread waits, and the communicator whose call led there.
+        # By held thread: the lock at which the thread waits, and the activity of the communicator that it called.
         self._gates: dict[int, tuple[_thread.LockType, Activity]] = {}
         self._steps: set[int] = set()
         # The control plane's thread calls `stop` and `go`, and must not wait for a rank, so no thread holds this lock

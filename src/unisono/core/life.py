@@ -37,7 +37,7 @@ TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
 
 
 class Life:
-    """A communicator's phase, which changes only in `change`. This table gives the next phase, if it changes at all:
+    """A communicator's phase, set only by `change`. The table shows the next phase; an empty cell means no change:
 
     =======  =====  ====  ======  =======  ======  =======
     phase    hold   go    fail    close    drain   retire

@@ -72,7 +72,7 @@ class Options:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def host_of(self, member: int) -> str | None:
-        """Return a name for the host of rank `member` of the job, according to `hosts`; None if it is not listed."""
+        """Return a name for the host of the job's rank `member`; None if `hosts` does not list the rank."""
         return next((f"host {number}" for number, ranks in enumerate(self.hosts or ()) if member in ranks), None)
 
 
@@ -351,7 +351,7 @@ class Transport(ABC):
         return Deferred(partial(call.steps, over or self, call), call.timeout)
 
     def returned(self, work: Work) -> Work:
-        """Return the `Work` to pass to an asynchronous operation's caller: `work`, or a wrapper that a recording needs.
+        """Return the `Work` for an asynchronous operation's caller: `work`, or its wrapper in a recording or replay.
 
         Args:
             work: The operation's `Work`.

@@ -127,7 +127,7 @@ class Completion(Work):
 
 
 class CountdownWork(Completion):
-    """Work for one `post`: completes once `arrived` was called for each message, or fails with the first error."""
+    """Work for one `post`: completes once `arrived` has been called for each message, or fails with the first error."""
 
     def __init__(self, timeout_s: float, messages: Sequence[Message]) -> None:
         super().__init__(timeout_s, messages)

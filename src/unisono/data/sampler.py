@@ -413,7 +413,8 @@ class EpochProgress:
         ended: Whether an iteration has reached the end.
         through: Whether ranks whose part is one sample longer have used their last sample; meaningful once this rank
             has used all its samples. None if unknown.
-        over: Whether the loaded state had already completed the requested epoch, so that the pass must not start over.
+        over: Whether the requested epoch was already complete in the loaded state, so that the pass must not start
+            over.
     """
 
     state: dict[str, Any]

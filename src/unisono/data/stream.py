@@ -22,9 +22,9 @@ class StreamPartition(IterableDataset[T_co]):
     """This rank's share of a stream that every rank reads: each sample goes to exactly one worker of one rank.
 
     Samples are assigned to ranks round-robin, so the ranks' counts differ by at most one. Within a rank, whole batches
-    are assigned to the workers of a `DataLoader` round-robin. So at any time, and for any number of workers, the
-    samples that a training loop has used are the first ones of its rank's share. A state can therefore be loaded with a
-    different number of ranks and workers.
+    are assigned to the workers of a `DataLoader` round-robin. So the samples that a training loop has used are always
+    the first ones of its rank's share, for any number of workers. A state can therefore be loaded with a different
+    number of ranks and workers.
 
     A loader's persistent workers (`persistent_workers=True`) do not see `set_epoch`, and so keep the epoch in which
     they started. After a resume, persistent workers raise `RuntimeError` when the second epoch begins.
@@ -153,7 +153,7 @@ class StreamPartition(IterableDataset[T_co]):
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
-        # Use a range so long that no hole and no committed sample lies beyond its end.
+        # Choose a range that includes all holes and all committed samples.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self._position(int(number)) for piece in pieces for number in piece]

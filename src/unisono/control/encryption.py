@@ -84,7 +84,7 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
         context.load_cert_chain(path, password=lambda: _refuse_pass_phrase(path))
         context.load_verify_locations(path)
         status = os.stat(path)
-        # Like ssh, check the permissions of the key only if this user owns it: another user's key (such as root's in a
+        # Like ssh, check the permissions only of a key that this user owns: another user's key (such as root's in a
         # container) is that user's responsibility.
         if status.st_uid == os.getuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise CommError(
@@ -146,8 +146,7 @@ class EncryptedSocket(socket.socket):
     """The near end of a relay, with the addresses and options of the encrypted connection.
 
     Attributes:
-        outage: Result of `unisono.control.sockets.outage` at the time when the relay closed the connection; empty
-            before.
+        outage: Result of `unisono.control.sockets.outage`, once the relay has closed the connection; empty until then.
         failure: The error that has ended the connection.
     """
 

@@ -13,7 +13,7 @@ __all__ = ["ExchangeEntry", "Groups"]
 
 
 class ExchangeEntry(NamedTuple):
-    """One rank's value in an exchange, and the rank's request, to be answered with all ranks' values.
+    """One rank's value in an exchange, and the rank's request for all ranks' values.
 
     Attributes:
         agree: Whether to answer with None instead of the values if all ranks contributed the same bytes.

@@ -117,8 +117,8 @@ def _close_all(error: BaseException | None) -> None:
 
 def _what_ends_the_process() -> BaseException | None:
     """Return the uncaught exception that ends the process, if there is one."""
-    # In a multiprocessing child, the exception is still being handled here; in a script, Python has already printed it
-    # and saved it in `sys.last_value`.
+    # In a multiprocessing child, the exception is still being handled here; in a script, it has been printed, and is in
+    # `sys.last_value`.
     error = sys.exception()
     if error is None and not hasattr(sys, "ps1"):
         error = getattr(sys, "last_value", None)

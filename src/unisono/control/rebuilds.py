@@ -55,8 +55,8 @@ class Rebuilds:
         """Request an attempt to rebuild a group, as one of its members.
 
         All members must pass the same `grow` and `size`; a member that passes neither accepts the other members'
-        `size`. If ranks of the new group are lost while it forms, its members rebuild it; the newcomers among them pass
-        neither, because they do not know the intended size.
+        `size`. If ranks are lost while newcomers join, the new group's members rebuild it; the newcomers among them
+        pass neither, because they do not know the intended size.
         """
         rank = self._groups.rank_of(client, name)
         if rank is None:

@@ -282,8 +282,7 @@ class Connection:
     """Connection of an authenticated client, with a non-blocking socket.
 
     Attributes:
-        serves: Number of the client, which is the `number` of its first connection (a client has up to two
-            connections).
+        serves: Number of the client, which is the `number` of its first connection.
         clean_exit: Whether the client has announced that it will leave.
         watched: Socket events that the selector reports for this connection.
         waiting: Whether bytes are queued because the client has not yet read earlier bytes.

@@ -290,7 +290,7 @@ class ControlState:
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
             return [*out, (client, failed(request, cause))]
         self._registrations[job, rank] = number + 1, process, client
-        # The rank is present now; the reason for its absence must not appear in the error text for a later absence.
+        # Drop the reason for the rank's absence, which would be wrong for a later absence.
         self._absences.pop(rank, None)
         name = f"{job}{number + 1}"
         return self._groups.join(client, request, name, rank, size, answer=name)

@@ -1,4 +1,4 @@
-"""Identifies processes: process IDs alone are valid only on one host and are reused. Also, interpreter options."""
+"""Identifies processes (their IDs are reused, and differ between hosts), and returns the interpreter's options."""
 
 from __future__ import annotations
 

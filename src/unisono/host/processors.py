@@ -66,8 +66,8 @@ def model() -> str:
 def visible() -> int:
     """Return the number of processors in this process's affinity mask.
 
-    If a launcher binds ranks, or the platform has no affinity masks, `visible` returns the number of processors in the
-    machine: a bound rank's mask lacks the processors of the other ranks.
+    If the platform has no affinity masks, or if a launcher binds ranks, `visible` returns the machine's number of
+    processors: a bound rank's mask lacks the other ranks' processors.
     """
     of_the_machine = os.cpu_count() or 1
     # The script that sbatch runs is not a Slurm step, so it is not bound: it may use all of the job's processors on

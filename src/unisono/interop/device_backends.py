@@ -107,14 +107,14 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A C++ group of the same ranks; calls on the C++ group run torch's operators, which call the unisono group."""
+        """A C++ group of the same ranks. Its methods call torch's operators, which in turn call the unisono group."""
         group = self._group
         made = self._named(dist.ProcessGroup(self._store, group.rank(), group.size()))
         take_calls(made, group)
         return made
 
     def hooked(self) -> Any:
-        """Return the C++ group `through`, which from now on handles all calls, so that its hooks run; see `Carrier`.
+        """Send all later calls through the C++ group `through`, so that its hooks run, and return it; see `Carrier`.
 
         Raises `UnavailableError` before torch 2.14.
         """
@@ -225,8 +225,8 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             through = self.others.through
             with CALLS.kept() as works:
                 ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
-            # With hooks, C++ returns an object that can only wait for our work, so return our work itself. Calls with
-            # fake tensors create no work.
+            # If the group has hooks, C++ returns an object that can do nothing but wait for our `Work`, so return our
+            # `Work` itself. Calls with fake tensors create no `Work`.
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:

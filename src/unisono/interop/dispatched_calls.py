@@ -52,7 +52,8 @@ class _Calls(threading.local):
     """Per-thread state of the calls in progress.
 
     Attributes:
-        making: Whether the thread is making a call whose operator has already been called.
+        making: Whether an operator is calling one of our groups on this thread, so the operator must not be called
+            again.
         kind: Reduce operation that the Python caller passed, for versions of torch whose operators hide it.
     """
 
@@ -65,7 +66,8 @@ class _Calls(threading.local):
     def kept(self) -> Iterator[list[Any]]:
         """Yield a list of the `Work`s created in the block.
 
-        C++ returns a `Work` as the same Python object only while Python refers to that object.
+        The list keeps these objects alive, because C++ returns a `Work` as the same Python object only while Python
+        refers to that object.
         """
         works: list[Any] = []
         self._works.append(works)
@@ -75,7 +77,7 @@ class _Calls(threading.local):
             self._works.pop()
 
     def make(self, group: Any, name: str, args: Sequence[Any]) -> Any:
-        """Call a method of one of our groups, for a call whose operator has already been called."""
+        """Call a method of one of our groups on behalf of an operator, so that the operator is not called again."""
         self.making = True
         try:
             work = getattr(group, name)(*args)
@@ -124,7 +126,7 @@ class Operator:
         return dist.ReduceOp.RedOpType(boxed.op())
 
     def made(self, call: Callable[[str, Sequence[Any]], Any], args: Sequence[Any]) -> Any:
-        """Make an operator's call on one of our groups, using `call`, which takes the method's name and arguments.
+        """Run the operator as a method of one of our groups; `call` takes the method's name and arguments.
 
         Returns: What the operator returns.
 
@@ -151,8 +153,8 @@ class Operator:
                 device=args[0].device if self.name == "barrier" else None,
             )
             given.append(options)
-        # Every operator takes its tensors first, as our methods do, and then the group. Only the barrier operator has a
-        # tensor argument that our method lacks.
+        # Like our methods, every operator takes its tensors first. The group follows them. Only the barrier operator
+        # has a tensor argument that our method lacks.
         tensors = () if self.name == "barrier" else args[: self.group]
         boxed = call(self._method, [*tensors, *given]).boxed()
         return boxed if self._returns == 1 else (args[0], boxed)
@@ -172,7 +174,7 @@ _lock = threading.Lock()
 
 
 def take_calls(called: dist.ProcessGroup, group: Any) -> None:
-    """From now on, pass operators that are called on a process group to one of our groups. Idempotent.
+    """Forward all later operator calls on a process group to one of our groups. Idempotent.
 
     Args:
         called: The group that operators are called on: our group, or a C++ group that only our group refers to.

@@ -24,7 +24,7 @@ def add_torch_words(error: CommError) -> None:
     if isinstance(error, PeerLostError):
         words = "Connection closed by peer"
     elif isinstance(error, CommTimeoutError):
-        # In milliseconds, as torch writes it: programs and tests search for "timeout after 10ms".
+        # Write the limit in milliseconds, as torch does, because programs and tests search for "timeout after 10ms".
         limit = "the limit" if error.waited_s is None else f"{1000 * error.waited_s:.0f}ms"
         words = f"Timed out waiting; timed out after {limit}; wait timeout after {limit}"
     else:

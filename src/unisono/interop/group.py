@@ -160,7 +160,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     get_backend: Callable[[UnisonoGroup, torch.device], Any] = _get_backend
 
-    # Attributes that torch reads from a backend; this group is the backend for CPU tensors.
+    # Torch reads these attributes from a backend, and this group is the backend for CPU tensors.
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
     supports_window = supports_shrinking = use_pg_for_symm_mem_rendezvous = False
 
@@ -536,7 +536,7 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
 def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) -> None:
     """Replace integers with their mean, truncated as in NCCL.
 
-    Lightning requires integer means of all backends but gloo.
+    PyTorch Lightning expects every backend except gloo to average integers.
     """
     comm.all_reduce(tensor, "sum", timeout=timeout)
     tensor.div_(comm.size, rounding_mode="trunc")

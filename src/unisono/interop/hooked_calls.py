@@ -54,7 +54,7 @@ def with_backend(made: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def with_own_attach(group_class: type[Any]) -> None:
-    """Patch torch's own hooks, so that a hook attached to our group is attached to the C++ group that runs hooks."""
+    """Patch torch's own hooks, so that attaching one to our group attaches it to the C++ group that runs hooks."""
     for name in ("FlightRecorderHook", "NanCheckHook"):
         if kind := getattr(torch._C._distributed_c10d, name, None):
             kind.attach = staticmethod(_attach_to(group_class, kind.attach))

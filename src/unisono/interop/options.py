@@ -124,14 +124,14 @@ class UnisonoWork(dist.Work):
 
     A torch `Work` consists of a C++ object and a Python object. When Python passes it to torch's C++ code, as
     `DDP.join` does, C++ refers only to the C++ object, but looks up methods on the Python object. The last 1,024 Python
-    objects per process are therefore kept alive, because there is no way to know how long C++ needs them. `Work`
-    objects kept alive drop large tensors, which `DDP.join` does not need, because it reduces a single number.
+    objects per process are therefore kept alive, because there is no way to know how long C++ needs them. To save
+    memory, these objects drop large tensors; `DDP.join` does not need them, because it reduces a single number.
 
     Args:
         work: The operation in flight, or None if the operation is done.
         tensors: The future's result.
-        waits: Whether `get_future` waits for the work, because C++ code such as DDP's would otherwise wait for the
-            future in a way that blocks all other simulated ranks.
+        waits: Whether `get_future` waits for the work. If it returned early, C++ code such as DDP's would wait for the
+            future, and that would block all other simulated ranks.
     """
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, waits: bool = False) -> None:

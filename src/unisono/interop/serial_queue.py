@@ -19,7 +19,8 @@ __all__ = ["Job", "Progress", "SerialQueue"]
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
-# Global, because the jobs of all queues are completed at process exit; weak, so that a queue is freed with its group.
+# The dictionary is global, because the jobs of all queues are completed at process exit, and has weak references, so
+# that a queue is freed with its group.
 _queues: weakref.WeakValueDictionary[int, SerialQueue] = weakref.WeakValueDictionary()
 
 
@@ -60,7 +61,7 @@ class SerialQueue:
     def __init__(self, name: str) -> None:
         self._threads = DaemonThreadPool(name)
         self._waiting: deque[_QueuedJob] = deque()
-        # Held by the thread that is running jobs.
+        # The thread that is running jobs holds this lock.
         self._turn = threading.Lock()
         self._driver: int | None = None
         self._starting = threading.Lock()
@@ -160,8 +161,8 @@ _GRACE_S = 0.005
 class Progress:
     """Completes messages in the background: torch users rely on this, but not every transport provides it.
 
-    The background thread first gives waiting threads up to 5 ms to complete messages, and then requests the future of
-    each message that is still incomplete, which starts a thread that completes the message.
+    The background thread first gives waiting threads up to 5 ms to complete messages. It then requests the future of
+    each message that is still incomplete, because requesting it starts a thread that completes the message.
     """
 
     def __init__(self, name: str) -> None:

@@ -107,10 +107,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 _FOREVER_S = 3.0e8
-# Each agent's communicator and store; global, as in torch's RPC, because the agent owns neither of them, and `shutdown`
-# has no argument that could hold them.
+# Communicator and store of each agent. As in torch's RPC, they are global: the agent owns neither of them, and
+# `shutdown` has no parameter for them.
 _made: weakref.WeakKeyDictionary[Peers, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
-# Global, so that each `init_rpc` uses a new name: an earlier `init_rpc` may have used the same store.
+# The counter is global, so that each `init_rpc` uses a new name, even in a store that an earlier `init_rpc` used.
 _numbers = itertools.count()
 
 

@@ -1,4 +1,4 @@
-"""Builds the replay of a recorded run from a file written by un.trace; such a file has messages but no chunks."""
+"""Builds the replay of a recorded run from a file written by un.trace, which contains messages but no chunks."""
 
 from __future__ import annotations
 

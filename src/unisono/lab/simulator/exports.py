@@ -34,8 +34,8 @@ def goal(
         algorithm: A name, an `AlgorithmFile` from `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks.
         nbytes: Message size in bytes, as in `simulate`.
-        gamma: Time to reduce one received byte, in seconds. Unless `gamma` is 0, the schedule has a `calc` operation,
-            in nanoseconds, for each message that is reduced.
+        gamma: Time to reduce one received byte, in seconds. Unless `gamma` is 0, the schedule has a `calc` operation
+            for each message that is reduced, with its time in nanoseconds.
         itemsize: Element size in bytes; chunks contain whole elements.
 
     Raises:

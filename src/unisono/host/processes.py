@@ -12,7 +12,7 @@ __all__ = ["exit_status", "interpreter_flags", "process_space", "process_stat", 
 
 def interpreter_flags() -> list[str]:
     """Return the command-line options of this interpreter, as multiprocessing passes them to child processes."""
-    # Python has no public equivalent of `_args_from_interpreter_flags`.
+    # `_args_from_interpreter_flags` is private, but Python has no public equivalent.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 

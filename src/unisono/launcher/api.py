@@ -131,21 +131,21 @@ def init(
             torch; the last two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; if None, they are read from the environment.
         timeout: Timeout for joining, and default timeout for every operation, in seconds or as a `datetime.timedelta`.
-        heartbeat: Time after which an unresponsive host and its ranks are considered lost, at least 2 s. A waiting
-            call's own timeout may be shorter than the heartbeat, and the end of a process is detected immediately.
-            Defaults to the variable UNISONO_HEARTBEAT (in seconds; set by `unisono run --heartbeat`), or else to the
-            timeout.
+        heartbeat: Time after which an unresponsive host and its ranks are considered lost, at least 2 s. Errors may
+            come earlier: a waiting call's own timeout may be shorter than the heartbeat, and the end of a process is
+            detected immediately. Defaults to the variable UNISONO_HEARTBEAT (in seconds; set by
+            `unisono run --heartbeat`), or else to the timeout.
         device: Device of this rank's tensors; if None, "cuda:<i>" with nccl, where i is the local rank modulo the
             number of visible GPUs, and "cpu" with other backends.
         secret: Key with which ranks authenticate each other. Defaults to the variable UNISONO_SECRET, or else to this
             user's key file, which the first rank on a host creates (mode 0600).
         check: "auto" compares the ranks' calls before each collective (with nccl, while the collective runs); "off"
             disables this check.
-        deterministic: Whether floating-point sums and products are reduced in one fixed order: along a balanced binary
-            tree, whose nodes split their ranks into halves, with the first half larger if the sizes differ. The result
-            at each node of the tree is rounded to the tensor's dtype. Algorithms that reduce in the fixed order give
-            bitwise identical results for every chunk size and on every transport; all other algorithms are refused.
-            Fixed-order reduction disables the native core and other native collectives.
+        deterministic: Whether floating-point sums and products are reduced in one fixed order, along a balanced binary
+            tree. Each node of the tree splits its ranks into halves; if their sizes differ, the first is larger. The
+            result at each node of the tree is rounded to the tensor's dtype. Algorithms that reduce in the fixed order
+            give bitwise identical results for every chunk size and on every transport; all other algorithms are
+            refused. Fixed-order reduction disables the native core and other native collectives.
         chunk_bytes: Maximum size of the messages into which an algorithm splits a tensor; the same on all ranks.
         wrap: Function that takes the transport and returns a wrapper around it, for tracing or fault injection.
         interface: Network interface, such as "eth0", through which ranks on other hosts reach this rank. Defaults to
@@ -470,7 +470,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
 
 
 def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
-    """Return a job's ranks, which will be processes, started by mpirun if the transport requires that."""
+    """Return a job's ranks as processes, which mpirun starts if the transport requires it."""
     if job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import MpirunRanks
 

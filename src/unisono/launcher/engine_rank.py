@@ -111,12 +111,12 @@ def run_rank(
                 return _run_rank(watch, rank, attempt, size, payload, secret)
 
         outcome = run_reported(rank, program)
-        # Hooks on a model form reference cycles, which keep the communicator's file descriptors open until the cycles
-        # are collected.
+        # Collect garbage now: hooks on a model form reference cycles, which keep the communicator's file descriptors
+        # open until the cycles are collected.
         gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        # The caller was killed, so this worker of the caller's process pool would wait forever for its next task.
+        # Exit, because the caller was killed, and this worker of its process pool would wait forever for its next task.
         exit_with_children()
     return outcome
 

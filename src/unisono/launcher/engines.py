@@ -96,8 +96,8 @@ class _LentRanks(Closing):
     """Ranks on an executor, as seen by the process that started them.
 
     A rank's future completes when the rank has ended. The control plane also notices immediately when the rank's
-    process disconnects, even if the executor does not. A rank's future gets a deadline when the rank's process
-    disconnects, because an executor may lose the result of a rank that has ended, and the future then never completes.
+    process disconnects, even if the executor does not. An executor may lose the result of a rank that has ended, so
+    that the rank's future never completes. Therefore, the future gets a deadline when the rank's process disconnects.
     An event contains the rank, the index of its attempt, and either its future or a flag that shows whether the rank
     had finished when its process disconnected.
     """
@@ -114,8 +114,8 @@ class _LentRanks(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # Deadlines of ranks, each with a check function, which takes the rank and whether the deadline has passed, and
-        # returns the rank's outcome, or None if the rank may still report.
+        # Deadlines of ranks, and their check functions. A check function takes a rank and whether its deadline has
+        # passed. It returns the rank's outcome, or None if the rank may still report.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
@@ -195,8 +195,8 @@ class _LentRanks(Closing):
         why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
         if not why:
             return None
-        # This rank has finished its program, so keep the default, `reported=True`: if the loss were unreported, the
-        # rank would be started again.
+        # Keep the default, `reported=True`: this rank has finished its program, and `reported=False` would start it
+        # again.
         text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
         return Outcome(rank, error=PeerLostError(text, peer=rank))
 
@@ -234,7 +234,7 @@ class _LentRanks(Closing):
         return self._start_by is None
 
     def first_lost(self) -> int | None:
-        """Return the rank that the control plane lost first: after a loss, executors may kill all other workers."""
+        """Return the rank that the control plane lost first, because executors may then kill all other workers."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)
         return None

@@ -96,7 +96,7 @@ def sets_environment(command: Sequence[str]) -> bool:
     """Return whether a script's source sets an environment variable; True if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            # Ignore warnings here, because the ranks compile the script again and print them.
+            # Ignore warnings here: the ranks compile the script again, and then print the same warnings.
             warnings.simplefilter("ignore")
             nodes = [*ast.walk(ast.parse(_text(command)))]
     except (SyntaxError, ValueError):
@@ -160,7 +160,7 @@ def fork_ranks(
     ]
     written = [writer for pair in outputs for _, writer in pair]
     template = subprocess.Popen(
-        # Include the script and its arguments, so that `ps` shows them.
+        # Pass the script and its arguments on the command line, so that `ps` shows them.
         [
             sys.executable,
             *interpreter_flags(),

@@ -144,7 +144,7 @@ class LocalHost:
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
         """Forward a stream as it arrives, but hold an incomplete line back briefly to wait for its end."""
         left = b""
-        # The reader of the launcher's output may be gone, for example with `| head`.
+        # Ignore a broken pipe: the reader of the launcher's output may be gone, for example with `| head`.
         with source, suppress(BrokenPipeError):
             while True:
                 chunk = b""

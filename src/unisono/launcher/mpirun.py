@@ -114,8 +114,8 @@ class MpirunRanks(LinkedRanks):
         return "ended before it could report; see its output and mpirun's"
 
     def close(self) -> None:
-        # Close the links last, because ranks may still be sending reports: closing `_opened` waits for mpirun, and thus
-        # for its ranks.
+        # Close the links last. Ranks may still be sending reports, and closing `_opened` waits until mpirun and its
+        # ranks have ended.
         self._opened.close()
         for link in self.links.values():
             link.close()

@@ -229,8 +229,8 @@ def dump(program: Any, found: bool) -> bytes:
         return by_value(program)
     except TypeError:
         if found:
-            # Ignore errors of the second attempt to pickle, which may be of any type: the first error names the object
-            # that cannot be sent.
+            # Ignore errors of any type in the second attempt to pickle: the first error names the object that cannot be
+            # sent.
             with suppress(Exception):
                 return pickle.dumps(program)
         raise

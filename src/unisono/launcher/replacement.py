@@ -63,7 +63,7 @@ def admitted(
     wrap: Callable[[Transport], Transport] | None,
     on_joined: Callable[[Communicator], None] = lambda comm: None,
 ) -> Communicator:
-    """Join a running job, whose ranks rebuild their communicator to include this rank, and return the communicator.
+    """Join a running job, and return its communicator, which the job's ranks rebuild to include this rank.
 
     If ranks are lost while the new communicator is created, all ranks try again until the deadline.
 

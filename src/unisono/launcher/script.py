@@ -153,7 +153,7 @@ class _Attempt:
             try:
                 _write_bytes(data, target)
             except BrokenPipeError:
-                # The reader of this process's output is gone, for example with `| head`.
+                # The reader of this process's output is gone, for example with `| head`. Handle this like SIGPIPE.
                 self._events.put((-1, signal.SIGPIPE))
                 raise
 

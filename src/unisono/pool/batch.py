@@ -99,7 +99,8 @@ def results(
                     part = arrived.get(timeout=None if until is None else max(0.0, until - clock.now()))
                 except queue.Empty:
                     if until is not None and clock.now() < until:
-                        # While a debugger stops the ranks, our clock also stops, but the timeout of `get` does not.
+                        # Keep waiting: while a debugger stops the ranks, our clock also stops, but the timeout of `get`
+                        # does not.
                         continue
                     raise TimeoutError(f"{done} of {size} results arrived in time") from None
                 parts[part[0]] = part

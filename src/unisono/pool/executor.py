@@ -43,8 +43,8 @@ _Initialize = Callable[[], object] | None
 class Pool(Executor):
     """`concurrent.futures` executor whose workers are new processes or the ranks of a communicator.
 
-    `Pool(4)` starts 4 processes, on this host or through `on`, an engine or executor. The processes exit when the pool
-    shuts down. Tasks and results are pickled, and functions are sent as in `launch`.
+    `Pool(4)` starts 4 processes, on this host or on the engine or executor passed as `on`. The processes exit when the
+    pool shuts down. Tasks and results are pickled, and functions are sent as in `launch`.
 
     `Pool(comm)` is collective: rank 0 submits tasks, and the other ranks run them. If rank 0 is the only rank, it runs
     the tasks in a thread. In a `with` statement, the other ranks run tasks until rank 0 shuts the pool down; their
@@ -68,7 +68,7 @@ class Pool(Executor):
         trusted: Whether the ranks of a communicator exchange pickles, which allow a sender to run any code on the
             receiver. If False, functions must be exposed (`unisono.rpc.expose`), and arguments and results must be
             plain values, as in `unisono.rpc`. All ranks must pass the same value.
-        on: Engine or executor, as for `launch`, that starts the processes; allowed only if `workers` is a number. With
+        on: Engine or executor that starts the processes, as for `launch`; allowed only if `workers` is a number. With
             `on`, backend "auto" chooses "tcp", or "gloo" without a native core.
 
     Raises:
@@ -371,8 +371,8 @@ class OwnRanks:
         try:
             life()
         except BaseException as error:
-            # The constructor raises an error that arrives while it is waiting for the pool. A later error is never
-            # read, but the tasks of a lost worker fail anyway.
+            # If the constructor is still waiting for the pool, it raises this error. A later error is never read, but
+            # the tasks of a lost worker fail anyway.
             self._begun.put(error)
 
     def _be(self, comm: Communicator, initialize: _Initialize) -> None:
@@ -384,9 +384,9 @@ class OwnRanks:
         self._over.wait()
 
     def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
-        """Start the worker processes, wait until they exit, and raise an error.
+        """Start the worker processes, and raise an error when they have exited.
 
-        If the constructor is still waiting for the workers, it raises the error; otherwise, the error is ignored.
+        If the constructor is still waiting for the workers, it raises this error; otherwise, the error is ignored.
         """
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]

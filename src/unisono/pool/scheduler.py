@@ -83,7 +83,7 @@ class CallScheduler:
 
     def close(self) -> None:
         """Accept no more batches."""
-        # Don't take the lock: the garbage collector may call this in a thread that already holds it.
+        # Don't take the lock: the garbage collector may call `close` in a thread that already holds the lock.
         self._closed = True
 
     def drop(self, batch: TaskBatch) -> None:

@@ -140,7 +140,7 @@ class RankReplay:
         if self.begun:
             raise ValueError("un.record was called twice in a replay")
         self.begun = True
-        # The rounding of sums depends on the number of threads.
+        # Restore the number of threads, because the rounding of sums depends on it.
         torch.set_num_threads(self.header["threads"])
         RNG().load_state_dict(self.header["random"])
 
@@ -322,8 +322,8 @@ class _Futures:
     def ask(self, number: int, settle: Callable[[], object]) -> None:
         """Call `settle`, which completes a work's future, as soon as the future is next in the recorded order.
 
-        A program can add callbacks to a future only after receiving it. A future that is next in the order when the
-        program requests it completes immediately. Futures that waited for it complete a little later, so that the
+        A program can add callbacks to a future only after receiving it. If a future is next in the order when the
+        program requests it, it completes immediately. Futures that waited for it complete a little later, so that the
         program can first add callbacks to it.
         """
         with self._lock:
@@ -476,8 +476,8 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not contain the time at which a stop was requested, so let the first step boundary read the
-        # recorded decision, if there is one.
+        # The recording does not contain the time at which a stop was requested. Therefore, act as if a stop were
+        # pending: the first step boundary then reads the recorded decision, if there is one.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 

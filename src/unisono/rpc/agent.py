@@ -98,10 +98,11 @@ class Agent:
         self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]
         register(self)
         close_at_exit(self)
-        # The communicator may outlive a closed agent, and must not keep the agent's objects alive.
+        # Use a weak reference: the communicator may outlive a closed agent, and must not keep the agent's objects
+        # alive.
         comm.after_close(partial(_close, weakref.ref(self)))
         self.dispatcher.handlers.update(self._handlers())
-        # Start receiving last, because other ranks may already be calling.
+        # Receive messages only now that the agent is complete, because other ranks may already have sent calls.
         self.receiver.start()
 
     # -- messages ------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class Agent:
 
         Returns: The started thread.
         """
-        # Copy the context, because a thread that a remote function starts belongs to the same call as that function.
+        # Copy the context variables: a thread that a remote function starts belongs to the same call as that function.
         context = copy_context()
         context.run(self._adopt_thread)
         thread = threading.Thread(

@@ -60,7 +60,7 @@ _BYE_S = 0.5
 
 
 class CallTypeError(TypeError, RuntimeError):
-    """Raised for a value of a type that calls do not support. The error is a RuntimeError too, as in torch's RPC."""
+    """Raised for a value whose type remote calls do not support. As in torch's RPC, this is also a RuntimeError."""
 
 
 class MessageChannel:
@@ -181,7 +181,7 @@ class MessageChannel:
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
-        """Return whether a message may arrive despite an error in `post`: on a timeout, unless the receiver is lost."""
+        """Return whether a message may arrive although `post` failed: after a timeout, unless the receiver is lost."""
         return isinstance(error, CommTimeoutError) and peer not in self.box.lost
 
     def post(self, peer: int, content: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
@@ -307,7 +307,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 
 # -- tensors ---------------------------------------------------------------------------------------
 def _find(cls: type[Any]) -> Encoder | None:
-    """Return the encoder for a type in calls. Outside calls, tensors are encoded with the default encoder."""
+    """Return the encoder for a type in remote calls. Elsewhere, tensors are encoded with the default encoder."""
     if issubclass(cls, torch.Tensor):
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):
@@ -375,7 +375,7 @@ def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
         raise ValueError(f"a tensor of {name!r} was sent")
     body = view.bodies[view.tensors]
     view.tensors += 1
-    # Torch's operations disagree about a bool whose byte is neither 0 nor 1.
+    # Convert the bytes of a bool to 0 or 1, because torch's operations disagree about other values.
     return (body.ne(0) if dtype == torch.bool else body.view(dtype)).reshape(shape), at
 
 
@@ -437,7 +437,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 # -- any object, among ranks that trust each other -------------------------------------------------
 class _CallPickler(FunctionPickler):
-    """Pickler that leaves references and supported tensors to the encoders of calls."""
+    """Pickler that leaves references and supported tensors to the encoders for remote calls."""
 
     def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:
         super().__init__(file)
@@ -490,7 +490,7 @@ def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _install() -> None:
-    """Register the encoders and decoders of calls in `unisono.serialization`. Idempotent."""
+    """Register the encoders and decoders for remote calls in `unisono.serialization`. Idempotent."""
     if _find not in finders:
         finders.insert(0, _find)
         # Register the most frequent class directly, because `_find` is slower.

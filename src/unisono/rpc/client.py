@@ -132,7 +132,7 @@ class Client:
 
     Attributes:
         calls: The pending calls.
-        replies: Object that ends the calls, with replies or errors.
+        replies: Object that completes calls, with replies or errors.
         closed: Whether the client is closed, and rejects calls.
     """
 
@@ -170,7 +170,7 @@ class Client:
         A function without a name is sent only to trusted peers.
         """
         if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            # A tensor could be unpacked into arguments, but the caller probably just forgot a comma.
+            # Also reject a tensor: it could be unpacked into arguments, but the caller probably just forgot a comma.
             raise TypeError(
                 f"args must be a tuple of arguments, not a {type(args).__name__}; for a single argument pass args=(x,)"
             )
@@ -195,7 +195,7 @@ class Client:
         if not call.done:
             self._wait(call)
             if not call.done and not self.replies.give_up(call, call.timeout_error()):
-                # Another thread is about to complete the call.
+                # Another thread is about to complete the call, so wait for it.
                 call.sleep(SEND_S)
         return self.replies.result(call)
 
@@ -218,7 +218,8 @@ class Client:
         try:
             self._request(call, key, args, kwargs, new.number)
         except CommError:
-            # Despite the error, the request may have reached the owner.
+            # The request may have reached the owner despite the error, so notify the owner that the reference is not
+            # needed.
             self._references.dropped(peer, new)
             raise
         except Exception:
@@ -255,7 +256,7 @@ class Client:
                 raise call.timeout_error()
         # Add the call before sending it, because the reply may arrive before `post` returns.
         if calls.add(call):
-            # The receiving thread may be asleep until a deadline later than this call's.
+            # Wake the receiving thread, which may be asleep until a deadline later than this call's.
             channel.box.wake()
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
@@ -265,7 +266,7 @@ class Client:
                 calls.retract(call)
                 rollback(undo)
                 raise
-            # The peer may still receive the request, and then serves it or finds it cancelled.
+            # The peer may still receive the request. It then serves the request, or finds that it was cancelled.
             calls.abandon(call)
             self.replies.cancel(call)
             raise
@@ -285,7 +286,7 @@ class Client:
 
     def close(self) -> None:
         """Reject new calls, and end open calls with an error."""
-        # Set this first: a thread that is sending a new call adds it to the table, and checks `closed` only afterwards.
+        # Set `closed` first: a thread that sends a new call adds the call to the table, and only then checks `closed`.
         self.closed = True
         for call in self.calls.open():
             self.replies.fail(call, self.closed_error())

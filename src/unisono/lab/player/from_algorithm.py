@@ -27,7 +27,7 @@ Times = Mapping[tuple[int, int, int, tuple[tuple[int, int], ...]], tuple[float, 
 
 
 class _MatchedMove(NamedTuple):
-    """A message: the algorithm's moves that send and receive it, with the index of each move's step."""
+    """The two moves of an algorithm that send and receive one message, each with the index of its step."""
 
     sender: int
     sent_in: int
@@ -187,7 +187,7 @@ def _rounds(programs: list[list[Step]], pairs: list[_MatchedMove]) -> list[list[
 def _carried(
     first: tuple[tuple[int, ...], ...], messages: Mapping[_MatchedMove, Message]
 ) -> dict[_MatchedMove, list[int]]:
-    """Return the contents of each message's chunks (`Change.members`) when the sender's step began."""
+    """Return, for each message, the contents (`Change.members`) that its chunks had when the sender's step began."""
     contents = [list(row) for row in first]
     carried = {}
     before: dict[tuple[int, int], list[int]] = {}

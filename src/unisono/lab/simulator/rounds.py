@@ -87,7 +87,7 @@ class Rounds:
             self.messages += self.size * len(sends)
 
     def _check_links(self, sends: list[_ShiftedSend]) -> None:
-        """Reject steps that may put two messages on a link: every rank must send one message, all in one direction."""
+        """Allow only steps in which every rank sends one message, all in one direction, so that no link carries two."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
             raise TypeError("ranks may use a shared link at the same time")

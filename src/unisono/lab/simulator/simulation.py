@@ -144,7 +144,7 @@ def run_calls(
             # engine raises the same error.
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
-    # The queue creates no reference cycles, but the garbage collector would scan all ranks' state again and again.
+    # Pause the garbage collector: it would scan all ranks' state again and again, but the queue creates no cycles.
     with no_collection():
         return _by_events(calls, size, network, times, itemsize, record)
 
@@ -193,7 +193,7 @@ def _by_events(
 
 
 def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
-    """Yield, for each call, its `ready` time if that is not 0, and then its steps. Chunks are numbered across calls."""
+    """Yield, for each call, its `ready` time (if not 0) and its steps. Chunk numbers continue from call to call."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready

@@ -87,7 +87,7 @@ def discover(
 ) -> torch.futures.Future[Any]:
     """Prepare to receive gradients for messages that this rank has sent.
 
-    Before replying, waits until the senders of all messages that these messages depend on have prepared as well.
+    The reply is sent once the senders of all messages that these messages depend on have also prepared.
     """
     context = _known(number)
     new: list[RecvRecord] = []

@@ -82,7 +82,7 @@ class Leaves:
             with self._freed:
                 for number in taken:
                     self._used.pop(number, None)
-                # A hook that raised has left its leaf in `_adding`.
+                # If a hook raised an error, its leaf is still in `_adding`, so remove it.
                 for number in numbers:
                     self._adding.pop(number, None)
                 self._freed.notify_all()
@@ -113,7 +113,7 @@ class Leaves:
         leaves = [leaf for leaf in gradients if leaf.requires_grad]
         with self.swapped(leaves):
             torch.autograd.backward(leaves, [gradients[leaf] for leaf in leaves])
-            # p.grad may be a view of a bucket, which the next backward pass overwrites.
+            # Copy p.grad: it may be a view of a bucket, which the next backward pass overwrites.
             return {leaf: leaf.grad.detach().clone() for leaf in leaves if leaf.grad is not None}
 
     @contextmanager
@@ -155,7 +155,8 @@ def _elsewhere(
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:
-        # For devices other than the CPU, all hooks run in autograd's threads, so threads cannot be distinguished.
+        # Only on the CPU does the thread show which backward pass runs a hook: on other devices, all hooks run in
+        # autograd's threads.
         if on_cpu and threading.get_ident() != here:
             with lock:
                 pass

@@ -43,7 +43,7 @@ def exit_status(pid: int) -> int | None:
     platform is not Linux.
     """
     stat = process_stat(pid)
-    # An exiting process has an exit status even before its state shows that it is exiting.
+    # Read the exit status first: an exiting process has one even before its state shows that it is exiting.
     code = int(stat[49]) if len(stat) > 49 else 0
     return -(code & 0x7F) or code >> 8 or (0 if stat[0] in "ZX" else None)
 

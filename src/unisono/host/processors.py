@@ -119,7 +119,7 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def nodes() -> dict[int, tuple[int, ...]]:
-    """Return, for each NUMA node, the processors that this process may use, with a core's hardware threads adjacent.
+    """Return the processors that this process may use on each NUMA node; a core's hardware threads are adjacent.
 
     If the host does not list its NUMA nodes, all processors belong to node 0, in numeric order.
 

@@ -123,8 +123,8 @@ class DeviceBackends:
         if not self.has_hooks:
             with_backend(self.through, self._group)
             pass_on(self.through)
-            # Torch's flight recorder reads the group's name from the backend, and the backend receives it from its
-            # group.
+            # Set the group's name again, so that the new backend also receives it: torch's flight recorder reads the
+            # name from the backend.
             self._named(self.through)
             self.has_hooks = True
         return self.through

@@ -479,7 +479,7 @@ class Leaving:
     """Teardown of a group's communicator; it does not refer to the group, so that it can outlive the group.
 
     If ranks are threads of one process, no connection closes when a rank ends, so the other ranks would not notice.
-    Therefore, when the program drops a group, a background thread leaves it.
+    Therefore, a background thread leaves each group that the program drops.
     """
 
     def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:

@@ -126,7 +126,7 @@ class SerialQueue:
             self._threads.run(self._work)
 
     def _work(self) -> None:
-        # This wait needs no timeout: the jobs of the thread that holds the lock have timeouts.
+        # This wait needs no timeout, because the thread that holds the lock runs only jobs that have timeouts.
         self._turn.acquire()
         with self._starting:
             self._worker_started = False

@@ -180,7 +180,8 @@ class _LentRanks(Closing):
         return found
 
     def _gone(self, rank: int, late: bool) -> Outcome | None:
-        """Return the outcome of a lost rank. Some engines report a lost worker only after all ranks have ended."""
+        """Return a rank's loss after its deadline: some engines report a lost worker only after all ranks have
+        ended."""
         return self._lost(rank, "its worker has ended") if late else None
 
     def _unstarted(self, rank: int, late: bool) -> Outcome | None:

@@ -37,10 +37,10 @@ class ScriptResult:
     """Result of a script's ranks.
 
     Attributes:
-        status: 0 if all ranks succeeded, else the exit status of the rank that failed first, or 128 plus the number of
-            the signal that killed that rank or ended this launcher. With `on_failure="continue"`, 0 if any rank
-            succeeded. If ranks stopped on request (`un.stop.exit_status`) and none failed, 75 if all of the stopped
-            ranks saved a checkpoint, else 74.
+        status: 0 if all ranks succeeded; otherwise, the exit status of the rank that failed first or, if a signal
+            killed that rank or ended this launcher, 128 plus the signal's number. With `on_failure="continue"`, 0 if
+            any rank succeeded. If ranks stopped on request (`un.stop.exit_status`) and none failed, 75 if all of the
+            stopped ranks saved a checkpoint, else 74.
         first: The rank that failed first; None if no rank failed.
         ranks: Exit status of each rank that this launcher started; negative if a signal killed the rank.
         restarts: Number of times that all ranks were restarted.

@@ -85,7 +85,7 @@ class ScriptJob:
         """Return a rank's environment: the variables that torchrun also sets, and this library's own.
 
         UNISONO_PORT contains this library's port and torch's. A rank ignores UNISONO_PORT if torch's port differs from
-        MASTER_PORT, as in a job that another launcher starts inside a rank of this job.
+        MASTER_PORT, for example in a job that another launcher starts inside a rank of this job.
         """
         places = {
             "RANK": self.before + local_rank,

@@ -1,4 +1,4 @@
-"""Runs one rank of a pool: the RPC agent, the thread that runs tasks one at a time, and the encoding of tasks."""
+"""One rank of a pool: its RPC agent, the thread that runs its tasks one at a time, and the encoding of tasks."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ class _Futures:
         self._lock = threading.RLock()
 
     def ask(self, number: int, settle: Callable[[], object]) -> None:
-        """Call `settle`, which completes a work's future, as soon as the future is next in the recorded order.
+        """Complete a work's future, by calling `settle`, as soon as the future is next in the recorded order.
 
         A program can add callbacks to a future only after receiving it. If a future is next in the order when the
         program requests it, it completes immediately. Futures that waited for it complete a little later, so that the

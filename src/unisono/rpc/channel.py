@@ -257,7 +257,7 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
 
 
 class MessageWriter(list[Any]):
-    """A message being written: its encoded parts, and state.
+    """A message being written: its encoded parts, and the state of the encoding.
 
     Attributes:
         channel, peer: Channel of the sender, and rank of the receiver.
@@ -278,7 +278,7 @@ class MessageWriter(list[Any]):
 
 
 class MessageReader(bytes):
-    """A received message: its bytes, and state.
+    """A received message: its bytes, and the state of the decoding.
 
     Attributes:
         channel, peer: Channel of the receiver, and rank of the sender.

@@ -271,8 +271,8 @@ class Client:
             self.replies.cancel(call)
             raise
         if self.closed or peer in self._dispatcher.ended:
-            # The peer left or this agent was closed while this call was being sent, so this call may have been added
-            # too late to fail with the other pending calls.
+            # The peer left or this agent was closed while this call was being sent. Fail the call here, because it may
+            # have been added too late to fail with the other pending calls.
             self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _wait(self, call: PendingCall) -> None:

@@ -1,4 +1,4 @@
-"""Back-propagation over several ranks: the first phase discovers the participants, the second sends the gradients.
+"""Back-propagation over several ranks: phase one discovers the participants, and phase two sends the gradients.
 
 A message between ranks is an edge of the graph. Gradients return to the sender of the message once everything that the
 receiver computed from the message's tensors has been back-propagated. A receiver must therefore know how many

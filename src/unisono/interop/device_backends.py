@@ -225,8 +225,8 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             through = self.others.through
             with CALLS.kept() as works:
                 ended: R = getattr(through, _present(through, method.__name__))(*args, **kwargs)
-            # If the group has hooks, C++ returns an object that can do nothing but wait for our `Work`, so return our
-            # `Work` itself. Calls with fake tensors create no `Work`.
+            # If the group has hooks, C++ returns an object that can only wait for our `Work`, so return our `Work`
+            # itself. Calls with fake tensors create no `Work`.
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:

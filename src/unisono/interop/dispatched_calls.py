@@ -153,8 +153,8 @@ class Operator:
                 device=args[0].device if self.name == "barrier" else None,
             )
             given.append(options)
-        # Like our methods, every operator takes its tensors first. The group follows them. Only the barrier operator
-        # has a tensor argument that our method lacks.
+        # Like our methods, every operator takes its tensors first; the group follows. Only the barrier operator has a
+        # tensor argument that our method lacks.
         tensors = () if self.name == "barrier" else args[: self.group]
         boxed = call(self._method, [*tensors, *given]).boxed()
         return boxed if self._returns == 1 else (args[0], boxed)

@@ -476,8 +476,8 @@ class _Control(ControlPlane):
     # -- stopping at the same step ---------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
         boundaries = StepBoundaries()
-        # The recording does not contain the time at which a stop was requested. Therefore, act as if a stop were
-        # pending: the first step boundary then reads the recorded decision, if there is one.
+        # The recording does not say when a stop was requested, so act as if one were pending: the first step boundary
+        # then reads the recorded decision, if any.
         boundaries.hold("the recorded run stopped here")
         return boundaries
 

@@ -218,8 +218,7 @@ class Client:
         try:
             self._request(call, key, args, kwargs, new.number)
         except CommError:
-            # The request may have reached the owner despite the error, so notify the owner that the reference is not
-            # needed.
+            # The request may have reached the owner despite the error, so release the reference there.
             self._references.dropped(peer, new)
             raise
         except Exception:

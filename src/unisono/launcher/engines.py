@@ -180,7 +180,7 @@ class _LentRanks(Closing):
         return found
 
     def _gone(self, rank: int, late: bool) -> Outcome | None:
-        """Treat the rank as lost after its deadline: some engines report a lost worker only after all ranks have ended."""
+        """Treat a rank as lost after its deadline: some engines report lost workers only after all ranks have ended."""
         return self._lost(rank, "its worker has ended") if late else None
 
     def _unstarted(self, rank: int, late: bool) -> Outcome | None:

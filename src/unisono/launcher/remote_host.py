@@ -134,8 +134,8 @@ class RemoteHost:
         listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
         writer.start()
         listener.start()
-        # Limit the time, because the agent never starts if a startup file of the remote shell reads standard input or
-        # executes another shell.
+        # Limit the start time, because the agent never starts if a startup file of the remote shell reads standard
+        # input or executes another shell.
         why = f"no agent of unisono has begun there within {AGENT_START_S:g} s"
         limit = threading.Timer(AGENT_START_S, self._kill, [why])
         limit.daemon = True

@@ -67,12 +67,12 @@ def on_ranks(
     Args:
         program: As for `unisono.launch`.
         ranks, backend: As for `unisono.launch`.
-        args: As for `unisono.launch`. The program also gets, as its last argument, an empty folder that all ranks can
-            access, and that is removed afterwards.
-        under_mpirun: Whether mpirun starts the ranks, for any backend, so that they can also use MPI.
+        args: As for `unisono.launch`. One more argument follows: an empty folder that all ranks can access. It is
+            removed when the ranks have ended.
+        under_mpirun: Whether to start the ranks with mpirun, whatever the backend, so that they can also use MPI.
         timeout: Maximum duration of an operation, in seconds.
     """
-    # Flush the output before ranks print.
+    # Flush this process's output, so that it appears before the ranks' output.
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, one_thread():
         given = (*args, Path(name))
@@ -192,7 +192,7 @@ class _Measurement:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return a candidate's collective on a slot; cached, because slots don't change during a measurement."""
+        """Return a function that runs a candidate's collective on a slot. Functions are cached and reused."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

@@ -43,7 +43,7 @@ class Result:
 
     Attributes:
         nbytes: Size in bytes of a rank's whole input or output, whichever is larger.
-        count: Number of elements of the whole tensor if the collective is in place, otherwise of one rank's part.
+        count: Number of elements in the whole tensor if the collective is in place, otherwise in one rank's part.
         algorithm: "native", or a schedule's name.
         time: Time of a call in microseconds, on the slowest rank.
         wrong: Number of wrong elements in the results, over all ranks and calls.

@@ -1,4 +1,4 @@
-"""Settings of a measurement, which are validated before the first rank starts, and parsing of message sizes."""
+"""Settings of a measurement, validated before the first rank starts, and a parser for message sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Settings:
         backend: Unisono's backend; "auto" means shared memory, or gloo if shared memory is not available.
         ranks: Number of ranks, all on this host.
         sizes: Message sizes in bytes, counted as in nccl-tests (see `Result.nbytes`).
-        dtype, op: Names of the dtype, as in torch, and of the reduction, as in `ReduceOp`.
+        dtype, op: Name of the dtype, as in torch, and name of the reduction, as in `ReduceOp`.
         algorithm: The algorithm, as passed to the collective; if None, the collective chooses.
         registered: Whether unisono's tensors are allocated with `Communicator.empty`; peers always use ordinary
             tensors.
@@ -107,7 +107,7 @@ class Settings:
 
     @property
     def started_by_mpi(self) -> bool:
-        """Return whether mpirun must start the ranks: a peer in `against` works only in ranks that mpirun started."""
+        """Return whether mpirun must start the ranks, because a peer in `against` does not work otherwise."""
         return any(PEERS[name].needs_mpirun for name in self.against)
 
     @property

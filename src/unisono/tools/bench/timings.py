@@ -89,7 +89,7 @@ class Timings:
         return f"{first} / {second} = {ratio.median:5.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {self.rounds} pairs)"
 
     def slowest(self, comm: Communicator) -> Timings:
-        """Return the maximum over all ranks for each sample: a call ends when the last rank is done. Collective."""
+        """Return each sample's maximum over all ranks, because a call ends when the last rank is done. Collective."""
         figures = torch.tensor([list(each) for each in self.figures.values()], dtype=torch.float64)
         comm.all_reduce(figures, "max")
         return Timings(dict(zip(self.figures, figures.tolist(), strict=True)))
@@ -103,7 +103,8 @@ def clock(calls: Iterable[Callable[[], object]], comm: Communicator | None = Non
 
     Args:
         calls: One or more functions to call.
-        comm: Communicator of ranks that start together. No rank continues while another rank is still being timed.
+        comm: Communicator whose ranks start the calls together. No rank continues while another rank is still being
+            timed.
     """
     listed = list(calls)
     if comm is not None:
@@ -125,12 +126,12 @@ def timed(
     before: Callable[[], object] | None = None,
     after: Callable[[], object] | None = None,
 ) -> Sample:
-    """Return a function that times a call, for `interleave`.
+    """Return a function for `interleave` that times a call.
 
     Args:
         call: The function to time.
         comm: As for `clock`.
-        count: Number of calls per sample, for a call that is too short for the clock's resolution.
+        count: Number of calls per sample. Use several if one call is too short for the clock's resolution.
         before, after: Functions that prepare the call and verify its result, outside the timed region.
     """
 
@@ -160,10 +161,10 @@ def interleave(
 
     Args:
         samples: Functions that take a sample, by candidate name.
-        comm: Communicator of the participating ranks, which use the same number of rounds. Each rank returns its own
-            timings.
+        comm: Communicator of the participating ranks. All of them use the same number of rounds, and each returns its
+            own timings.
         seconds: Approximate duration; the number of rounds is determined from the last warm-up round.
-        rounds: Number of rounds, which replaces `seconds`.
+        rounds: Number of rounds; if given, `seconds` is ignored.
         least, most: Bounds on the number of rounds.
         warmup: Number of rounds at the start that are not counted.
         after_round: Function called after each round, outside the timed region, for work that needs all candidates'

@@ -57,12 +57,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Workload:
-    """A collective on a number of elements, counted as in nccl-tests.
+    """A collective and its number of elements, which is counted as in nccl-tests.
 
     Attributes:
         collective: One of `COLLECTIVES`. Rooted collectives have root 0.
         ranks: Number of ranks.
-        count: Number of elements: of the whole tensor if the collective is in place, otherwise of one rank's part.
+        count: Number of elements in the whole tensor if the collective is in place, otherwise in one rank's part.
         dtype, op: Dtype of the elements, and the reduction.
     """
 
@@ -74,7 +74,7 @@ class Workload:
 
     @classmethod
     def of_bytes(cls, collective: str, ranks: int, nbytes: int, dtype: torch.dtype, op: ReduceOp) -> Workload:
-        """Return the workload of about `nbytes` bytes, rounded down to whole elements per rank, but not to 0."""
+        """Return the workload of about `nbytes` bytes, rounded down to whole elements per rank, but at least one."""
         what = FAMILIES[collective]
         if not what.moves:
             return cls(collective, ranks, 0, dtype, op)
@@ -226,7 +226,7 @@ _USUAL_CACHE_BYTES = 32 << 20
 
 
 def calls_per_sample(nbytes: int) -> int:
-    """Return how many calls, each on its own memory, to time together: several if one call is too short to time."""
+    """Return how many calls to time together: several, on different memory, if one call is too short to time."""
     return max(1, min(_MOST_CALLS, _BATCH_BYTES // max(1, nbytes)))
 
 
@@ -248,7 +248,7 @@ class SlotPool:
     Args:
         workload: The workload that uses the slots.
         allocate: Function that allocates a one-dimensional tensor with the given number of elements; called once.
-        cold: Whether to create so many slots that a slot has left the caches before it is used again.
+        cold: Whether to create enough slots that each has left the caches before it is used again.
     """
 
     def __init__(self, workload: Workload, allocate: Callable[[int], torch.Tensor], *, cold: bool) -> None:

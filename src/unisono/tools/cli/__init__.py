@@ -32,7 +32,7 @@ class Command(Protocol):
 
 
 class UsageError(Exception):
-    """Error for invalid or unusable arguments. The text is a sentence that names alternatives. Exit status 2."""
+    """Error for invalid or unusable arguments, with exit status 2. The text is a sentence that names alternatives."""
 
 
 @contextmanager
@@ -73,8 +73,8 @@ _STATUSES = "exit status: 0 ok, 1 failed, 2 usage error, 130 interrupted"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status.
 
-    The exit status is 0 for success, 1 for a failure, 2 for invalid or unusable arguments (a sentence on standard error
-    names alternatives), and 130 for an interrupt.
+    The exit status is 0 for success, 1 for a failure, 2 for invalid or unusable arguments, and 130 for an interrupt.
+    With status 2, a sentence on standard error names alternatives.
 
     Args:
         argv: Arguments after the program's name; if None, the arguments of this process.
@@ -114,7 +114,7 @@ def _run(words: Sequence[str]) -> int:
             raise
         # Redirect standard output to /dev/null, because Python would try to write the remaining output again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # If the reader has closed the pipe, it does not want more output, so don't print an error.
+        # Don't print an error if the reader has closed the pipe, because it does not want more output.
         closed = error.errno == errno.EPIPE
         return _FAILED if closed else _complain(given.command, f"cannot print: {error.strerror}", _FAILED)
 

@@ -25,7 +25,7 @@ _REFUSED = (torch.int16, torch.bool)
 
 
 class Gloo(Peer):
-    """A single process group of all ranks, with two threads, as torch creates it by default.
+    """A single process group of all ranks, with two threads, which is torch's default.
 
     Attributes:
         device: Keyword arguments for gloo's `create_device`, which select the address to listen on.
@@ -44,7 +44,7 @@ class Gloo(Peer):
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
         options = gloo_options(_TIMEOUT, dist.ProcessGroupGloo.create_device(**self.device))
-        # Keep the store alive: the group uses it until it is destroyed.
+        # Keep the store alive, because the process group uses it for as long as the group exists.
         self._store = dist.FileStore(str(folder / "gloo"), comm.size)
         self.group: Any = dist.ProcessGroupGloo(self._store, comm.rank, comm.size, options)
         self._rank = comm.rank
@@ -58,12 +58,12 @@ class Gloo(Peer):
 
 
 def _reducing(options: Any, workload: Workload) -> Any:
-    """Return torch's options for a reduction, with the workload's operation."""
+    """Set the workload's reduction operation in torch's `options`, and return them."""
     options.reduceOp = dist.ReduceOp.AVG if workload.op is ReduceOp.AVG else getattr(dist.ReduceOp, workload.op.name)
     return options
 
 
-# Torch's default root is rank 0, as in every workload.
+# No call passes a root: torch's default is rank 0, which is also the root in every workload.
 _START: dict[str, Callable[[Any, Workload, Slot, int], Callable[[], Any]]] = {
     "all_reduce": lambda group, workload, slot, rank: partial(
         group.allreduce, [slot.target], _reducing(dist.AllreduceOptions(), workload)

@@ -1,4 +1,4 @@
-"""The transport's native collective, as a reference for algorithms that unisono composes from messages."""
+"""The transport's native collective, as a baseline for the algorithms that unisono composes from messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Measure collectives on ranks of this host, next to gloo, MPI and plain memory copies.
 
-The table has the columns of nccl-tests. Each peer, an implementation named in --against,
-adds three columns: its time, and the median and the quartiles of its time divided by unisono's
-time in the adjacent sample.
+The table has the columns of nccl-tests. Each peer (another implementation, named in --against)
+adds three columns: its time, and the median and quartiles of its time divided by unisono's time
+in the adjacent sample.
 
   unisono bench --sizes 8:128M:*4 --against gloo
   unisono bench -n 4 --backend shm --sizes 1M,16M --registered --plot results.svg

@@ -207,7 +207,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
 
 
 def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
-    """Return the weights after one rank has trained, without communication, on the global batches of `ranks` ranks."""
+    """Train one rank, without communication, on the global batches of `ranks` ranks; return its weights."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
     epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
@@ -227,7 +227,7 @@ def largest(errors: Iterable[float]) -> float:
 
 
 def ring_error(comm: un.Communicator, seed: int) -> float:
-    """Return this rank's largest difference between a ring all_reduce of random numbers and a local sum of them."""
+    """Return the largest difference on this rank between a ring all_reduce of random numbers and their local sum."""
     total = torch.zeros(_LENGTH, dtype=torch.float64)
     mine = torch.empty(0)
     for rank in range(comm.size):

@@ -155,7 +155,7 @@ def info(text: str, fix: str | None = None) -> Finding:
 
 
 def optional(text: str, fix: str, *, required: bool = False) -> Finding:
-    """Report that something most programs don't need is missing: a problem if `required`, otherwise optional."""
+    """Report that something is missing that most programs don't need: a problem if `required`, otherwise optional."""
     return Finding("problem" if required else "optional", text, fix)
 
 

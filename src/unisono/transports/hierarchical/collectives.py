@@ -48,7 +48,7 @@ class HierarchicalCollectives:
         rail: Transport among this rank and its peers on the other hosts; None if this rank is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Maximum size of an algorithm's messages.
-        timeout_s: Maximum wait, after a call's deadline, for the last exchange between hosts.
+        timeout_s: Maximum time to wait for the last exchange between hosts after a call's deadline.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class HierarchicalCollectives:
                 self._finish(*ahead.popleft(), deadline)
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
-        # The exchange enforces the deadline itself, so wait a little longer, until it has reported a timeout.
+        # The exchange enforces the deadline itself, so wait long enough for it to report a timeout.
         exchanged.wait(seconds_left(deadline) + _REPORT_S)
         self._gathered(tile, share, deadline)
 
@@ -184,7 +184,7 @@ class HierarchicalCollectives:
 
 
 def _tiles(count: int, usual: int) -> list[int]:
-    """Return the number of elements in each tile; the first and last tiles, where less work can overlap, are smaller.
+    """Return each tile's number of elements. The first and last tiles are smaller, because less work overlaps there.
 
     Example:
         >>> _tiles(100, 16)
@@ -207,7 +207,7 @@ def _root(call: Call) -> int:
 
 
 def _moved(call: Call, root: int, here: bool) -> Call:
-    """Return a call that broadcasts the same tensor among other ranks, with `root` numbered among those ranks."""
+    """Return a broadcast of the same tensor among a subset of the ranks, in which the root has the number `root`."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
@@ -241,6 +241,6 @@ class _InterHostStage:
                 try:
                     function()
                 except Exception as raised:
-                    # The thread that waits for `done` raises the error.
+                    # Don't raise the error in this thread: the thread that waits for `done` raises it.
                     error = raised
                 done.complete(error)

@@ -33,8 +33,8 @@ class Pairing:
         control, options: See `Transport.connect`.
         inner: Function that makes the transport among one host's ranks.
         outer: Function that makes the transport among ranks on several hosts.
-        reconnect: Function that makes a transport with the same inner and outer kinds for ranks whose hosts are
-            unknown.
+        reconnect: Function that detects the hosts of a group's ranks, and makes a transport of the same two kinds for
+            the group.
     """
 
     kind: type[Paired]
@@ -53,7 +53,7 @@ class Pairing:
         """
         if len(hosts) in (1, group.size):
             single = self.inner(group) if len(hosts) == 1 else self.outer(group)
-            # If ranks join later, this transport may no longer suffice, so detect the hosts anew then.
+            # Detect the hosts anew if ranks join later, because this transport may no longer suffice then.
             single.reconnect = self.reconnect
             return single
         return self.kind(group, in_order(hosts), self)
@@ -138,7 +138,7 @@ class Paired(Transport):
         self.outer.compare(call, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # If the outer transport composes the call of messages, messages inside a host use the inner transport.
+        # Pass this transport, so that if the call is composed of messages, those inside a host use the inner transport.
         return self.outer.run(call, over or self)
 
     # -- subgroups -----------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class RankMappedTransport(Wrapper):
             raise self.translate(error) from error
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # A call that has `steps` consists of messages, and `post` has already translated their errors.
+        # Don't translate the errors of a call that has `steps`: it consists of messages, whose errors `post`
+        # translates.
         work = super().run(call, over)
         return ChainedWork(work, translate=self.translate) if call.steps is None else work
 
@@ -65,7 +66,7 @@ class RankMappedTransport(Wrapper):
     def translate(self, error: BaseException) -> BaseException:
         """Return the error with its ranks renumbered."""
         if error is self._cause or not isinstance(error, CommError):
-            # The cause of an abort already uses the whole group's rank numbers.
+            # Don't translate the cause of an abort, which already uses the whole group's rank numbers.
             return error
         translated = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
         translated.peer = None if error.peer is None else self._number(error.peer)
@@ -140,7 +141,7 @@ class SubsetTransport(Transport):
 
 
 class SubsetCollectives:
-    """Runs collectives among some of a group's ranks, one at a time, directly on the caller's memory.
+    """Runs one collective at a time among a subset of a group's ranks, directly on the caller's memory.
 
     Args:
         transport: Transport among the participating ranks.
@@ -155,7 +156,7 @@ class SubsetCollectives:
         """Run a collective; return when this rank's part is done. An in-place reduction also overwrites its inputs.
 
         Args:
-            call: The call, without an algorithm's steps, which are chosen here.
+            call: The call, still without `steps`: this method chooses the algorithm.
             deadline: Deadline on the library's clock.
             agrees: Whether ranks must compare their calls first.
         """

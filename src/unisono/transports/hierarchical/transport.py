@@ -1,4 +1,4 @@
-"""Names of pairs of transports, and the hosts that such pairs detect."""
+"""Finds transports, and pairs of transports, by name, and detects hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Connectable", "TransportPair", "find_hosts", "transport_named"]
 
 @dataclass(frozen=True, slots=True)
 class TransportPair:
-    """Names of two transports, with a `connect` method like that of a transport class.
+    """Pair of transports, given by name, which has the same `connect` method as a transport class.
 
     Attributes:
         inner: Name of the transport inside each host.

@@ -1,4 +1,4 @@
-"""MPI's collectives on tensors: which calls they support, and how each call is made.
+"""MPI's collectives on tensors: which calls MPI supports, and how each call is made.
 
 MPI needs the tensors of a list in a single block of memory. If a list of tensors spans at most 2 GiB of addresses, a
 rank passes this range of memory to MPI without a copy; otherwise, the rank copies the tensors once. Each rank decides

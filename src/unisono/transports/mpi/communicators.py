@@ -126,8 +126,8 @@ class MpiCommunicators:
         missing = set(range(self._base.comm.Get_size())) - going_on
         clock.poll_until(lambda: self._base.failed() >= missing, clock.now() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
-            # A missing rank may be alive. Shrinking would then include it, and wait for it in vain, because it does not
-            # take part.
+            # Don't shrink, because a missing rank may be alive but not take part: shrinking would include this rank,
+            # and wait for it in vain.
             return self.part(ranks, name)
         order = sorted(going_on)
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)
@@ -171,7 +171,7 @@ class MpiCommunicators:
 
 
 def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
-    """Create, for each tag, a communicator for a subset of another communicator's ranks. Collective over the subset."""
+    """Create one communicator per tag for a subset of another communicator's ranks. Collective over the subset."""
     mpi_group = comm.Get_group()
     members = mpi_group.Incl(list(ranks))
     made = [comm.Create_group(members, tag) for tag in tags]

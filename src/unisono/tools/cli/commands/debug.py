@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         else:
             with refusing(ValueError):
                 prompt = Prompt(session, given.rank)
-            # Ctrl-C ends the prompt, as the end of input does, and the ranks keep waiting at the breakpoint.
+            # Ctrl-C, like the end of input, ends the prompt, but the ranks keep waiting at the breakpoint.
             with suppress(KeyboardInterrupt):
                 prompt.cmdloop()
     return 0

@@ -19,7 +19,7 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 31
 _LEAST_S = 1.0
-# The function `library` raises `UnavailableError`, with a reason, if the MPI library does not match the launcher.
+# In this program, `library` raises `UnavailableError` if the MPI library does not match the launcher.
 _WORLD = """
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import library
@@ -45,7 +45,7 @@ def check(target: Target) -> Iterator[Finding]:
     elif not on_path:
         yield optional("there is neither mpiexec nor mpirun on the PATH", _install(library), required=required)
     if isinstance(library, str):
-        # The check `mpi` reports that there is no library.
+        # Report nothing, because the check `mpi` already reports the missing library.
         return
     for path in on_path.values():
         reason = _problem(path, library, deadline)

@@ -34,7 +34,7 @@ _threads = DaemonThreadPool("unisono messages")
 
 
 class MessageWork(CountdownWork):
-    """Work for a batch of messages, which move while a thread waits for or polls the work.
+    """Work for a batch of messages, which make progress while a thread waits for the work or polls it.
 
     Args:
         timeout_s: Default timeout in seconds.
@@ -74,7 +74,7 @@ class MessageWork(CountdownWork):
             first = not self._is_waited_for
             self._is_waited_for = True
         if first and not self._done.is_set():
-            # No caller waits in that thread, so the future reports the error.
+            # Report an error through the future, because no caller waits in that thread.
             _threads.run(lambda: self.complete(raised_by(lambda: self.wait(_NO_TIMEOUT_S))))
         return super().get_future()
 
@@ -235,7 +235,8 @@ class Incoming:
         if tag in self._posted:
             self._end = _next(self._posted, tag)
         else:
-            # Store this message in `early`: a message behind it, with another tag, is awaited or probed.
+            # No receive waits for this message, but one or a probe waits for a message behind it. Store this one in
+            # `early`.
             self._end = None
             self.pending = self.pending + 1
         target = None if self._end is None else self._end[0].tensor
@@ -386,7 +387,8 @@ class TaggedMessages(ABC):
             raise self.broken
         for rank in missing():
             error = self.end_of(rank)
-            # The peer's last messages may have arrived after `move` above, and another thread may have received them.
+            # Before raising, look again: the peer's last messages may have arrived after the `move` above, and another
+            # thread may have received them.
             if error is not None and not self.move() and not done() and rank in missing():
                 raise error
 

@@ -96,7 +96,7 @@ class MessageQueue:
         return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
-        """Remove the waiting messages that a rank posted or, with `others`, those that its peers posted to or from it.
+        """Remove the waiting messages that a rank posted; with `others`, its peers' messages to or from it instead.
 
         Returns the `CountdownWork`s of the removed messages.
         """
@@ -143,7 +143,8 @@ class InFlightMessage:
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
                 work.complete(size_error(self.source, sent, self.target, expected, self.sent.tag, peer))
             return
-        # This may run in the sender's or the receiver's thread, so take the inference mode from the receiver's tensor.
+        # The sender's or the receiver's thread may run this copy, so take the inference mode from the receiver's
+        # tensor.
         try:
             with torch.inference_mode(taken.is_inference()), torch.no_grad():
                 taken.copy_(given)
@@ -251,7 +252,7 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self._queue, self._timeout_s)
 
     def leave(self) -> None:
-        """End, with an error, all calls and messages that wait for this rank.
+        """Fail all calls and messages that wait for this rank.
 
         Messages that this rank has already sent may still be received.
         """

@@ -51,14 +51,15 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     also end it, so ranks could deadlock if they ended passes in the order of the gradients.
 
     Models whose forward passes communicate come first. A rank that has failed in this backward pass first repeats the
-    forward pass of such a model, where it waits for the other ranks; the other ranks must therefore join it in that
-    model instead of waiting in another model. Models whose forward passes communicate therefore raise an error if a
-    rank has failed. If none of these models raises an error, all ranks have reached the end of this backward pass; any
-    other model that is broken was already broken by an earlier backward pass.
+    forward pass of such a model, and waits there for the other ranks. These must join it there instead of waiting in
+    another model, so ending such a model raises an error if a rank has failed. If none of these models raises an error,
+    all ranks have reached the end of this backward pass. If another model is broken nevertheless, an earlier backward
+    pass has broken it.
 
     Models whose `end` waits for another rank to repeat its failed backward pass (`PassOwner.waits`) come last. A rank
-    that repeats its backward pass first calls `renew`, which is collective, on models whose `end` does not wait. If
-    another rank, unaware of the failure, first ended a model whose `end` waits, both ranks would block forever.
+    that repeats its backward pass first calls `renew`, which is collective, on models whose `end` does not wait. Both
+    ranks would block forever if another rank, which does not know of the failure, first ended a model whose `end`
+    waits.
     """
     if _is_nested():
         return
@@ -111,8 +112,8 @@ class PassOwner:
     def renew(self) -> None:
         """Restore communication. Collective. Called for all models of a backward pass if one of these models is broken.
 
-        `renew` is called after the models whose forward passes communicate have run `end`, and before the others run
-        it.
+        The models whose forward passes communicate run `end` before any `renew`, and the other models run `end`
+        afterwards.
         """
 
 
@@ -137,8 +138,8 @@ class BackwardTracker:
     Attributes:
         owner: The argument `owner`.
         number: Position in the order in which trackers were created.
-        cause: Class and text of the error for which the owner's `fail` is called, if the owner raised that error.
-            Empty for errors of the program's own hooks and Functions, which torch propagates only after `fail`.
+        cause: Class and text of the error that made the backward pass fail, if the owner raised it. Empty if one of the
+            program's hooks or Functions raised it, because torch propagates such errors only after `fail`.
         running: Number of the latest graph task that adds to the model's gradients.
         is_open: Whether a backward pass has begun but not ended.
         arrived: Indices of the leaves whose gradients the backward pass has accumulated or is about to accumulate.
@@ -147,7 +148,7 @@ class BackwardTracker:
     def __init__(self, owner: PassOwner, parameters: Sequence[torch.Tensor], watch: PassWatch) -> None:
         self.owner = owner
         self._parameters = parameters
-        # On CPUs, all hooks run in the thread that called `backward()`, so a hook in another thread means a second
+        # On CPUs, all hooks run in the thread that called `backward()`, so a hook in another thread belongs to a second
         # call.
         self._one_thread = all(p.is_cpu for p in parameters)
         self._watch = watch
@@ -181,7 +182,7 @@ class BackwardTracker:
             if number == self._reading:
                 return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
-            # Compiled autograd has no current node; `enter` rejects it.
+            # Skip this test for compiled autograd, which has no current node, and which `enter` rejects.
             if number >= 0 and not compiled and not will_run(_current_node()):
                 self._reading = number
                 return
@@ -245,7 +246,7 @@ class BackwardTracker:
         self.forget()
 
     def failed(self, error: Exception) -> Exception:
-        """Store in `cause` the text of an error that the owner raises, to quote it on other ranks; return the error."""
+        """Record the text of the owner's error in `cause`, so that other ranks can quote it; return the error."""
         # Keep only the text, because the error's traceback refers to frames, which could keep the graph task's token
         # alive.
         self.cause = f"{type(error).__name__}: {text_of(error)}"
@@ -269,7 +270,7 @@ def will_run(leaf: Any) -> bool:
     try:
         return _will_engine_execute_node(leaf)
     except RuntimeError:
-        # Torch raises this error if `torch.autograd.grad` requested the gradient of a leaf.
+        # Torch raises a RuntimeError if `torch.autograd.grad` requested the gradient of a leaf.
         return False
 
 

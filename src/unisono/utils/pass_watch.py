@@ -31,11 +31,11 @@ class WatchedComms(Protocol):
         """Return the communicators in use, and the communicators from which they are recreated."""
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
-        """Return, by name, each group in which a rank may wait for others, and the function that aborts the group."""
+        """Return the groups in which a rank may wait for others, by name, each with a function that aborts it."""
 
 
 class PassWatch:
-    """Watches one model's backward passes, and detects deadlocks of ranks that wait in passes of different models.
+    """Watches one model's backward passes, and detects deadlocks between ranks that wait in different models' passes.
 
     A backward pass waits until all ranks run it, and so does a forward pass that communicates. If rank 0 runs the
     backward passes of model a and then b, but rank 1 runs b and then a, each rank waits for the other's second backward
@@ -87,7 +87,7 @@ class PassWatch:
                 peer.on_pass(number)
 
     def raised(self) -> None:
-        """Count an error that a forward or backward pass has raised on this rank, for all models of this rank."""
+        """Increment `errors` for all models of this rank, because a forward or backward pass has raised an error."""
         for peer in self._live():
             peer.errors += 1
 
@@ -125,7 +125,7 @@ class PassWatch:
         found = [(peer, abort) for peer, name, abort in aborts if name in groups]
         names = " and ".join(peer.name for peer in dict.fromkeys(peer for peer, _ in found))
         for _, abort in found:
-            # If the control plane is lost, the other ranks have already been notified.
+            # Ignore the loss of the control plane, of which the other ranks have already been notified.
             with suppress(CommError):
                 abort(
                     f"backward passes of {names} wait for each other. Run them in the same order on all ranks, or in "

@@ -28,7 +28,7 @@ def redistribute(
 
     Args:
         held: This rank's shards of each tensor. A tensor must have the same key on all ranks.
-        wanted: For each tensor of which this rank needs a part, the part's start and stop in the flattened tensor, and
+        wanted: For each tensor that this rank needs a part of: the part's start and stop in the flattened tensor, and
             the tensor's shape and dtype.
         comm: Communicator of the ranks.
 

@@ -14,9 +14,9 @@ __all__ = ["RepeatableBarrier"]
 class RepeatableBarrier:
     """A barrier of a communicator's ranks, which can be used again after an abort or a timeout.
 
-    An aborted communicator is broken forever. Each call therefore uses its own group in the control plane, and an abort
-    breaks only that group. Calls are matched by their number. If a call has already failed on the other ranks when a
-    rank reaches it, this rank skips that call, and waits for the other ranks in the next call.
+    An aborted communicator is broken forever. Each call of `wait` therefore uses its own group in the control plane,
+    and an abort breaks only that group. Calls are matched by their number. If a call has already failed on the other
+    ranks when a rank reaches it, this rank skips that call, and waits for the other ranks in the next call.
 
     Args:
         comm: Communicator of the ranks. If the communicator fails, waits in the barrier fail too. Construction is not
@@ -44,8 +44,8 @@ class RepeatableBarrier:
         self._comm = comm
         self._number = 1
         engine = engine_of(comm)
-        # Use one activity for all calls of `wait`: hang reports recognise a rank that has not arrived by its lower
-        # number of calls.
+        # Use one activity for all calls of `wait`, because hang reports recognise a missing rank by its lower number of
+        # calls.
         self._activity = Activity(engine.group.child("barriers", range(comm.size)))
         self.name: str = self._activity.group.name
         engine.control.watch(self._activity)

@@ -70,7 +70,7 @@ class ReplaceableComms:
         return self.base, *self.in_use()
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
-        """Return, by name, each group in which a rank may wait for others, and the function that aborts the group."""
+        """Return the groups in which a rank may wait for others, by name, each with a function that aborts it."""
         found = {engine_of(comm).group.name: comm.abort for comm in self.every()}
         return {**found, self._barrier.name: self._barrier.abort}
 
@@ -93,7 +93,7 @@ class ReplaceableComms:
 
     @staticmethod
     def _abort(reason: str, aborts: Iterable[Callable[[str], None]]) -> None:
-        # If the control plane is lost, the other ranks have already been notified.
+        # Ignore the loss of the control plane, of which the other ranks have already been notified.
         with suppress(CommError):
             for abort in aborts:
                 abort(reason)

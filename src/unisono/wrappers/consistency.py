@@ -74,8 +74,8 @@ class Checked(Wrapper):
         connect: Function that opens the connections over which a group's calls are compared. If None, calls are
             compared through the control plane.
         full: Whether to also compare shapes and contents.
-        report: Function that reports the error of a comparison that runs during the compared call. If None, all calls
-            wait for their comparison.
+        report: Function called with the error if a comparison fails while its call is running. If None, all calls wait
+            for their comparison.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class Checked(Wrapper):
         self._report = report if inner.compares_later and not full else None
         self._later: LaterComparison | None = None
         self.native: frozenset[str] = inner.native
-        # An asynchronous call that must first wait for its comparison does so in a thread, and progresses slowly.
+        # Calls that wait for their comparison overlap poorly: an asynchronous call waits in a thread, and progresses
+        # slowly.
         self.overlaps: bool = inner.overlaps and self._report is not None
         self.checks = True
         self._counted: Counter[tuple[bool, int, int, int]] = Counter()

@@ -32,7 +32,7 @@ class LinkModel:
     def due(self, send: Send, longer_s: float = 0.0) -> float:
         """Return a message's send time on the library's clock.
 
-        The message is due `latency_s + longer_s` after it would leave the link.
+        The message is due `latency_s + longer_s` seconds after its last byte has entered the link.
         """
         start = max(clock.now(), self._free_at.get(send.peer, 0.0))
         if self._bytes_per_s is not None:

@@ -75,7 +75,7 @@ class DelayQueue:
                     raise self._cause
                 self._inner.post([held.send]).wait()
             except BaseException as error:
-                # The sender's wait raises the error.
+                # Don't raise the error in this thread: the sender's wait raises it.
                 work.complete(error)
             else:
                 work.arrived(held.send)

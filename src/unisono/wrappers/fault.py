@@ -72,9 +72,9 @@ class Faulty(Wrapper):
     """Injects faults: damages messages at random, and kills, freezes or slows ranks. A seed makes runs reproducible.
 
     A message's fault depends only on the seed, the group, the two ranks, the tag, and the message's number among the
-    messages with the same ranks and tag, so a run can be repeated regardless of timing. This wrapper hides native
-    collectives, so that collectives consist of messages, which faults can affect. Only sends are affected. To detect
-    the damage, wrap this transport in `Checksummed`.
+    messages with the same ranks and tag. A run can therefore be repeated, whatever its timing. This wrapper hides
+    native collectives, so that collectives consist of messages, which faults can affect. Only sends are affected. To
+    detect the damage, wrap this transport in `Checksummed`.
 
     Args:
         inner: The transport to inject faults into.

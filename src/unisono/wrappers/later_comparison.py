@@ -37,8 +37,8 @@ class LaterComparison:
         self._report = report
         self._worker = SerialWorker(name)
         self._added = 0
-        # Only the worker writes this, so no lock is needed: a reader that misses the last write merely calls `settle`
-        # needlessly.
+        # Only the worker thread writes this number, so no lock is needed: a reader that misses the last write merely
+        # calls `settle` needlessly.
         self._compared = 0
         self._failed = False
         self._ended = False

@@ -27,8 +27,8 @@ class Traced(Wrapper):
         inner: The transport to record.
         sink: Function called with each event, in the thread that completes the event.
         called_s: Time at which the program made the call, if the wrapper is for a single call.
-        posted: Messages of the call, if the wrapper is for a single call; sequence numbers count from the group's
-            creation.
+        posted: Messages of the call, with sequence numbers that count from the group's creation, if the wrapper is for
+            a single call.
 
     Example:
         >>> events = []

@@ -171,7 +171,7 @@ class HierarchicalCollectives:
             self._inside(Call("all_gather", inputs=(outputs[self._local_rank],), outputs=outputs), deadline)
 
     def reduce_scatter(self, call: Call, deadline: float) -> None:
-        """Reduce-scatter each host's part inside this host, then with the peers on the other hosts."""
+        """Reduce-scatter inside this host, one host's part after another, then with the peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
         lengths = [call.inputs[ranks[self._local_rank]].numel() for ranks in self._hosts]

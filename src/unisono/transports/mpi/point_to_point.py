@@ -1,7 +1,7 @@
 """Sends and receives messages through MPI, directly from and to the tensors' memory.
 
 In MPI, receiving a message that is longer than the receive buffer is an error, and Open MPI 5 then writes past the end
-of the buffer. Therefore no long message is received before an envelope has announced its length.
+of the buffer. Therefore, an envelope announces the length of each long message before the message is received.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class MpiMessages:
 
     A user's message starts with an envelope: the number of elements, their dtype, and the content itself if it has at
     most 4056 bytes. Longer content follows separately, and the receiver accepts it only after checking that it fits. In
-    collectives, both ranks know the lengths of messages, so these messages have no envelope. The tag of a collective's
-    message encodes the message's length, so that messages of different lengths never match. Messages longer than 1 GiB
-    are split.
+    collectives, sender and receiver know the lengths of messages, so these messages have no envelope. The tag of a
+    collective's message encodes the message's length, so that messages of different lengths never match. Messages
+    longer than 1 GiB are split.
 
     Args:
         comms: The communicators to send on.
         timeout_s: Default timeout of a wait.
-        look: Function that long waits call, with the awaited ranks as its argument; may raise an error to end the wait.
+        look: Function called during long waits, with the awaited ranks as its argument; may raise an error to end the
+            wait.
         spins: Number of MPI polls before yielding.
 
     Attributes:
@@ -111,8 +112,8 @@ class MpiMessages:
     def move(self) -> None:
         """Make progress on all messages in flight. Must be called in every long wait of this rank.
 
-        `move` posts the receive for a long message's body once the message's envelope has arrived. Until this receive
-        is posted, the sender may be blocked, even if this rank is waiting for something else.
+        `move` posts the receive for a long message's body once the message's envelope has arrived. The sender may be
+        blocked until this receive is posted, even while this rank is waiting for something else.
         """
         for work in list(self._open):
             work.move()
@@ -125,7 +126,7 @@ class MpiMessages:
 
 
 class Posted(CountdownWork):
-    """Work for a batch of messages, which make progress while a thread waits for or polls the work."""
+    """Work for a batch of messages, which make progress while a thread waits for the work or polls it."""
 
     def __init__(self, messages: MpiMessages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
@@ -184,7 +185,7 @@ class Posted(CountdownWork):
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
                 over = clock.poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
-                # The peer may have sent the messages before it left.
+                # Poll a few more times, because the peer may have sent the messages before it left.
                 over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise
@@ -208,8 +209,8 @@ def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object
     """Keep MPI's requests, and the memory that each request accesses, alive until the requests are done."""
     for request, touched in held:
         _unfinished[id(request)] = request, touched
-    # Skip the sweep if one is already in progress. Any thread may call this function, even a thread that is in the
-    # sweep below, because the sweep may trigger destructors that call this function.
+    # Skip the sweep if one is already in progress, even in this same thread: the sweep may trigger destructors, which
+    # call this function.
     if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:
@@ -224,5 +225,5 @@ def _is_done(request: Any) -> bool:
     try:
         return bool(request.Test())
     except Exception:
-        # The request has failed, and its error has already been reported or no longer matters.
+        # Count a failed request as done: its error has already been reported or no longer matters.
         return True

@@ -145,8 +145,8 @@ def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
     from mpi4py import MPI
 
     def reduce(given: Any, total: Any, _type: Any) -> None:
-        # MPI sometimes calls this with no elements, for which `frombuffer` raises. An exception here would terminate
-        # the process.
+        # MPI sometimes calls this function with no elements. `frombuffer` would then raise an exception, which would
+        # terminate the process.
         if not len(given):
             return
         with torch.inference_mode():

@@ -50,8 +50,9 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
         # Usually, the whole message is in the ring and contiguous, and can be parsed there.
         message, end = parse(peer, available)
         if message is None:
-            # Read an incomplete or non-contiguous message into new memory as it arrives. A bytearray would zero all of
-            # the memory at once, and so make the system allocate it, even if most of the message never arrives.
+            # Read an incomplete or non-contiguous message into new memory as it arrives. Don't use a bytearray: it
+            # would zero the memory, which makes the system allocate all of it, even if most of the message never
+            # arrives.
             memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             frame = view_of(memory)
             yield from _rest(frame, ring)
@@ -178,7 +179,8 @@ class ShmMailbox(Mailbox):
         own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
-            # `wake` was called before `seen` was read, so the futex would notice only later calls.
+            # Don't sleep: `wake` was called before `seen` was read, so the futex would notice only later calls of
+            # `wake`.
             self._woken = False
             return
         self._is_waiting = True

@@ -141,7 +141,7 @@ class SimTransport(ThreadTransport):
         super().abort(cause)
         for message in list(self._queue.in_flight.get((self.group.name, self.rank), ())):
             if message.source == self.rank:
-                # The caller may reuse its tensor from now on, so the message continues with a copy.
+                # After an abort, the caller may reuse its tensor, so let the message continue with a copy.
                 message.given = message.given.clone()
                 message.send.complete(cause)
             else:

@@ -136,8 +136,9 @@ class TcpCollectives(NativeCalls):
         error = super()._late(waited_s, missing)
         if not self._hosts:
             return error
-        # The rank that this one waits for may itself wait for a rank on another host, so find out who is missing. The
-        # topic omits the call's number, because some of the waiting ranks may have completed the others' call.
+        # Find out which rank is missing, because `missing` may itself wait for a rank on another host. The topic omits
+        # the call's number, because some of the waiting ranks may already have completed the call in which the others
+        # wait.
         shortest, longest = _MISSING_RANK_S
         topic = "the consistency check of a call"
         try:
@@ -145,7 +146,7 @@ class TcpCollectives(NativeCalls):
         except CommTimeoutError as named:
             if named.peer is not None:
                 return named
-            # The control plane does not answer.
+            # The error names no rank, so the control plane did not answer.
             if missing in self._near:
                 text = f"waited {waited_s:.1f} s for rank {missing}, which may itself wait for a rank on another host"
                 return CommTimeoutError(text, waited_s=waited_s)
@@ -160,7 +161,7 @@ class TcpCollectives(NativeCalls):
             return
         self.core.leave()
         for connection in self._connections:
-            # The other end may already be gone.
+            # Ignore errors, because the peer may already have closed the connection.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 

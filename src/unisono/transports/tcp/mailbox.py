@@ -28,7 +28,7 @@ _MOST_VECTORS = 64
 
 
 class EnvelopeReader:
-    """Parser for one rank's stream of frames. Each is followed by its message's bodies, read into new memory."""
+    """Parser for one rank's stream of frames. After each frame, it reads the message's bodies into new memory."""
 
     def __init__(self, peer: int, connection: socket.socket, channel: FrameChannel) -> None:
         self.peer = peer

@@ -80,7 +80,7 @@ class TcpTransport(NativeTransport):
         members = self.group.members
         parts = (tuple(ranks[members[r]] for r in host if members[r] in ranks) for host in self._hosts)
         hosts = tuple(part for part in parts if part)
-        # If all ranks are on different hosts, only connections remain.
+        # If all ranks are on different hosts, use only connections.
         hosts = hosts if len(hosts) < group.size else ()
         return TcpTransport(group, self._control, self._options, background=self.background, hosts=hosts)
 

@@ -107,7 +107,7 @@ def _copy(number: int) -> Iterator[socket.socket | None]:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         yield None
         return
-    # Pass SOCK_NONBLOCK in the type, because Python would otherwise apply the program's default socket timeout, if
-    # there is one, and so make the connection non-blocking for all its descriptors.
+    # Pass SOCK_NONBLOCK in the type. Otherwise, Python would apply the program's default socket timeout, if there is
+    # one, which would make the connection non-blocking for all its descriptors.
     with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=os.dup(number)) as end:
         yield end

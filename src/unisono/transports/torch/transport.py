@@ -52,10 +52,10 @@ _threads = DaemonThreadPool("unisono torch")
 class TorchTransport(Transport):
     """Transport over a torch process group's backend, without torch's default group or its group registry.
 
-    Collectives are torch's own. With gloo, all messages, including those that algorithms exchange, use unisono's own
-    TCP sockets, because a wait in gloo can be neither interrupted nor polled, and a message that does not fit its
-    receive buffer aborts the process. With nccl, messages also use nccl, and waits are stream-ordered: see
-    `_StreamWork`. Ranks compare their calls while nccl runs them, and mismatched calls end in an abort.
+    Collectives are torch's own. With gloo, all messages, even those of algorithms, use unisono's own TCP sockets. This
+    is because a wait in gloo can be neither interrupted nor polled, and gloo aborts the process if a message does not
+    fit its receive buffer. With nccl, messages also use nccl, and waits are stream-ordered: see `_StreamWork`. Ranks
+    compare their calls while nccl runs them, and mismatched calls end in an abort.
     """
 
     native: frozenset[str] = frozenset(START)
@@ -139,8 +139,7 @@ class TorchTransport(Transport):
         return self._made(group, self._control, self._options, lazy=True)
 
     def mailbox(self, group: Group) -> Mailbox:
-        # Use separate connections, so that messages for the mailbox, which no caller waits for, are not mixed with
-        # other messages.
+        # Use separate connections to keep the mailbox's messages, which no caller waits for, apart from other messages.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
     def reconfigure(self, group: Group) -> TorchTransport:
@@ -198,7 +197,7 @@ class TorchTransport(Transport):
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            # A call without tensors is a barrier.
+            # Skip calls whose tensors are all empty, but not a barrier, which has no tensors.
             moves = max(map(torch.Tensor.numel, (*call.inputs, *call.outputs)), default=1)
             try:
                 work = START[call.name](self._backend, call, self._device) if moves else None
@@ -262,7 +261,7 @@ class TorchTransport(Transport):
             self._broken = self._broken or cause
             stuck = [known for known in list(self._flying) if not known.is_finished()]
             for known in stuck if self._cuda else ():
-                # The stream will not produce the requested results any more.
+                # Fail the work, because the stream will not produce its results any more.
                 known.fail(cause)
             # Forget the work in flight. A caller that waits for a `Work` object holds its own reference to it.
             self._flying = deque()
@@ -380,7 +379,7 @@ class _PolledWork(_BackendWork):
             left = deadline - clock.now()
             last = left <= _SLICE_S or self.work.is_completed()
             try:
-                # Torch treats a timeout of zero as no timeout.
+                # Never pass zero, because torch treats a timeout of zero as no timeout.
                 self.work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
             except CommError:
                 # The control store raised this error while gloo was making a connection lazily. Don't wait again,

@@ -266,7 +266,7 @@ class Incoming:
             return
         self.early.setdefault(self._tag, deque()).append(content)
         if self._tag in self._posted:
-            # The message's receive was posted while the message was being read.
+            # A receive for this message was posted while the message was being read.
             self.pending -= 1
             self.post(*_next(self._posted, self._tag))
 

@@ -19,9 +19,9 @@ def grad_norm(
 
     Args:
         parameters: Tensors. Tensors without a gradient are skipped.
-        comm: None if each rank has all parameters; the communicator of the ranks if each has a disjoint shard, as in a
-            sharded optimizer or model. With a communicator, this call is collective, and ranks may have different
-            numbers of tensors.
+        comm: Communicator of the ranks if each has a disjoint shard, as in a sharded optimizer or model; None if each
+            rank has all parameters. With a communicator, this call is collective, and ranks may have different numbers
+            of tensors.
         norm_type: Order of the norm: a positive number, or infinity for the largest absolute value.
 
     Returns:

@@ -131,7 +131,7 @@ class ModelMembers:
             return None
         new = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._ids]
         if not new:
-            # The same parameters are now in other modules, or a frozen parameter was added: neither is a problem.
+            # Neither moving a parameter to another module nor adding a frozen parameter is a problem.
             self._take()
             return None
         how = "replaced by a new parameter" if new[0] in dict(self._named) else "added to the model"

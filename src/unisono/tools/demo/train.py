@@ -37,10 +37,10 @@ BATCH = 64
 
 
 class StepShare(NamedTuple):
-    """One rank's share of one step.
+    """The images that one rank uses in one training step.
 
     Attributes:
-        indices: Indices of the images in the share.
+        indices: Indices of the images.
         divisor: Number by which to divide the sum of the images' losses. The average of the results over all ranks is
             then the mean loss of the step's global batch.
     """

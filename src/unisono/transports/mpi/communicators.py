@@ -120,7 +120,8 @@ class MpiCommunicators:
         Args:
             ranks: The surviving ranks.
             name: Name of the surviving ranks' group.
-            union: Function that, given the dead ranks known to this rank, returns the dead ranks known to any survivor.
+            union: Function that takes the dead ranks known to this rank, and returns the dead ranks known to any
+                survivor.
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
@@ -134,7 +135,8 @@ class MpiCommunicators:
 
     def free(self) -> None:
         """Schedule the communicators to be freed. No call may be using them. May be called from any thread."""
-        # Leave freeing to the next constructor: a finalizer may interrupt a thread that is inside MPI.
+        # Leave freeing to the next constructor, because a finalizer may call this method in a thread that is inside
+        # MPI.
         ours = self._ours
         self._ours = []
         _unused.extend(ours)

@@ -50,7 +50,7 @@ _BOOLEAN = {
     ReduceOp.MIN: "MIN",
     ReduceOp.BXOR: "BXOR",
 }
-# Dtypes whose sums and products MPI lacks or computes wrongly, and the dtype in which torch gives the right bits.
+# Dtypes whose sums and products MPI lacks or computes wrongly, each with a dtype in which torch gives the right bits.
 _CALLED_BACK = {
     torch.float16: torch.float16,
     torch.bfloat16: torch.bfloat16,

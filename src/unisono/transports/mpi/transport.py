@@ -40,8 +40,8 @@ _CROWDED_SPINS = 5
 class MpiTransport(Transport):
     """Transport that uses MPI's messages and collectives directly on the tensors' memory.
 
-    Before each blocking MPI collective, a 24-byte all-reduce, which can time out, shows whether all ranks have reached
-    the same call. CUDA tensors are staged in pinned memory.
+    Before each blocking MPI collective, a 24-byte all-reduce with a timeout shows whether all ranks have reached the
+    same call. CUDA tensors are staged in pinned memory.
 
     Args:
         group: The group of ranks.

@@ -126,7 +126,7 @@ class ShmMailbox(Mailbox):
                 except BaseException as error:
                     self.abort_message(peer, error)
                     raise
-        # Releasing the lock is a fence: if the receiver sets its flag after this check, it sees the bytes written.
+        # Releasing the lock is a fence: a receiver that sets its flag only after this check sees the bytes written.
         if self._words[peer * _LINE + _SLEEPING]:
             self._wake_rank(peer)
 

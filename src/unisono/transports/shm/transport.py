@@ -144,7 +144,7 @@ TRANSPORT = ShmTransport
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """Map a file with torch: Python's mmap would keep one of the process's limited number of descriptors open."""
+    """Map a file with torch, because Python's mmap would keep a descriptor open, and descriptors are limited."""
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
@@ -200,7 +200,7 @@ class ShmFastPath(NativeCalls):
     Args:
         core: The native core.
         rank, size: This rank, and the number of ranks.
-        programs: The steps of each algorithm, as the native core reads them.
+        programs: The steps of each algorithm, in the native core's format.
         mismatch: Function that raises the error for ranks that make different calls.
     """
 

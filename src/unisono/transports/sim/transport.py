@@ -35,7 +35,7 @@ class _NetworkQueue(MessageQueue):
         self._arrived_at: dict[tuple[int, int], int] = {}
 
     def arrival(self, wire: tuple[int, int], nbytes: int, scheduler: TaskScheduler) -> int:
-        """Return when a message sent now arrives, in nanoseconds; mark the link as busy while the message is sent."""
+        """Return the arrival time, in nanoseconds, of a message sent now; mark the link as busy while it is sent."""
         link = self.network.of(*wire)
         self._free_at[wire] = max(scheduler.now, self._free_at.get(wire, 0)) + round(
             nbytes * link.second_per_byte * 1e9

@@ -116,7 +116,7 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
         backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - clock.now(), 0.001)))
     except RuntimeError as error:
         found = translated(error, [])
-        # Don't rely on the clock alone: torch's timer may expire slightly before the deadline.
+        # Don't detect timeouts with the clock alone, because torch's timer may expire slightly before the deadline.
         if not isinstance(found, CommTimeoutError) and clock.now() < deadline:
             raise found from error
         raise CommTimeoutError(

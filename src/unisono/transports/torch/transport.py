@@ -204,7 +204,7 @@ class TorchTransport(Transport):
             except RuntimeError as error:
                 raise self._broken or translated(error, []) from error
             if self._broken is not None:
-                # An abort has interrupted the launch.
+                # An abort has interrupted the launch, so there is no usable work.
                 raise self._broken
             return self._flown(work)
 
@@ -263,7 +263,8 @@ class TorchTransport(Transport):
             for known in stuck if self._cuda else ():
                 # Fail the work, because the stream will not produce its results any more.
                 known.fail(cause)
-            # Forget the work in flight. A caller that waits for a `Work` object holds its own reference to it.
+            # Drop the references to work in flight. A caller that waits for a `Work` object has its own reference to
+            # it.
             self._flying = deque()
             backend = self._backend
             if not self._owned:

@@ -149,7 +149,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a callback that updates a progress bar; None without a terminal or if rich is not installed."""
+    """Yield a callback that updates a progress bar, or None if there is no terminal or rich is not installed."""
     if not sys.stdout.isatty():
         yield None
         return

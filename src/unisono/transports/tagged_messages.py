@@ -235,8 +235,8 @@ class Incoming:
         if tag in self._posted:
             self._end = _next(self._posted, tag)
         else:
-            # No receive waits for this message, but one or a probe waits for a message behind it. Store this one in
-            # `early`.
+            # Store this message in `early`: no receive waits for it, but a receive or probe waits for one with another
+            # tag behind it.
             self._end = None
             self.pending = self.pending + 1
         target = None if self._end is None else self._end[0].tensor

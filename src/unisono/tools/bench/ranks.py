@@ -68,11 +68,11 @@ def on_ranks(
         program: As for `unisono.launch`.
         ranks, backend: As for `unisono.launch`.
         args: As for `unisono.launch`. One more argument follows: an empty folder that all ranks can access. It is
-            removed when the ranks have ended.
+            removed afterwards.
         under_mpirun: Whether to start the ranks with mpirun, whatever the backend, so that they can also use MPI.
         timeout: Maximum duration of an operation, in seconds.
     """
-    # Flush this process's output, so that it appears before the ranks' output.
+    # Flush earlier output, so that it appears before the ranks' output.
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="unisono-bench-") as name, one_thread():
         given = (*args, Path(name))

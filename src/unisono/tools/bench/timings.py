@@ -161,8 +161,8 @@ def interleave(
 
     Args:
         samples: Functions that take a sample, by candidate name.
-        comm: Communicator of the participating ranks. All of them use the same number of rounds, and each returns its
-            own timings.
+        comm: Communicator of the participating ranks. All use the same number of rounds, and each returns its own
+            timings.
         seconds: Approximate duration; the number of rounds is determined from the last warm-up round.
         rounds: Number of rounds; if given, `seconds` is ignored.
         least, most: Bounds on the number of rounds.

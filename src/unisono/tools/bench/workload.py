@@ -255,8 +255,8 @@ class SlotPool:
         self._workload = workload
         self._batch = calls_per_sample(workload.nbytes)
         used = workload.slot_numel * workload.dtype.itemsize
-        # Start cold slots on separate pages, because on each access, the hardware also prefetches the next line and
-        # page. One extra cache line per slot prevents slots from mapping to the same cache set.
+        # Start cold slots on separate pages, because the hardware prefetches the line and page after the current one.
+        # One extra cache line per slot prevents slots from mapping to the same cache set.
         stride = -(-max(used, _PAGE_BYTES if cold else 1) // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
         slots = max(self._batch, 1 + -(-2 * cache_bytes() // stride) if cold else 0)
         slots = -(-slots // self._batch) * self._batch

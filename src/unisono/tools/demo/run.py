@@ -96,7 +96,7 @@ def _backend(settings: DemoSettings) -> str:
     if settings.backend == "nccl" and settings.device == "cpu":
         raise ValueError("--backend nccl supports tensors on GPUs only: add --device cuda")
     if settings.backend != "auto":
-        # Look up the name, because for an unknown name, the look-up raises an error that lists the known names.
+        # For an unknown name, this look-up raises an error that lists the known names.
         transport_named(settings.backend)
         return settings.backend
     # NCCL needs one GPU per rank; other backends let ranks share a GPU.

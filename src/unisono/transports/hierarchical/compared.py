@@ -1,4 +1,4 @@
-"""Shared memory paired with a transport other than tcp. The ranks still compare their calls in tcp's native core."""
+"""Shared memory paired with a transport other than tcp. The ranks compare their calls in tcp's native core."""
 
 from __future__ import annotations
 

@@ -50,9 +50,8 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
         # Usually, the whole message is in the ring and contiguous, and can be parsed there.
         message, end = parse(peer, available)
         if message is None:
-            # Read an incomplete or non-contiguous message into new memory as it arrives. Don't use a bytearray: it
-            # would zero the memory, which makes the system allocate all of it, even if most of the message never
-            # arrives.
+            # Read an incomplete or non-contiguous message into new memory as it arrives. A bytearray would zero this
+            # memory, which makes the system allocate all of it, even if most of the message never arrives.
             memory = torch.empty(end, dtype=torch.uint8, device="cpu")
             frame = view_of(memory)
             yield from _rest(frame, ring)

@@ -204,7 +204,7 @@ class TorchTransport(Transport):
             except RuntimeError as error:
                 raise self._broken or translated(error, []) from error
             if self._broken is not None:
-                # An abort has interrupted the launch, so there is no usable work.
+                # An abort has interrupted the launch.
                 raise self._broken
             return self._flown(work)
 

@@ -44,7 +44,7 @@ class Gloo(Peer):
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
         options = gloo_options(_TIMEOUT, dist.ProcessGroupGloo.create_device(**self.device))
-        # Keep the store alive, because the process group uses it for as long as the group exists.
+        # Keep the store alive, because the process group uses it until the group is destroyed.
         self._store = dist.FileStore(str(folder / "gloo"), comm.size)
         self.group: Any = dist.ProcessGroupGloo(self._store, comm.rank, comm.size, options)
         self._rank = comm.rank
@@ -63,7 +63,7 @@ def _reducing(options: Any, workload: Workload) -> Any:
     return options
 
 
-# No call passes a root: torch's default is rank 0, which is also the root in every workload.
+# Don't pass a root: torch's default is rank 0, as in every workload.
 _START: dict[str, Callable[[Any, Workload, Slot, int], Callable[[], Any]]] = {
     "all_reduce": lambda group, workload, slot, rank: partial(
         group.allreduce, [slot.target], _reducing(dist.AllreduceOptions(), workload)

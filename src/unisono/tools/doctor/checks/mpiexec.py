@@ -19,7 +19,7 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 31
 _LEAST_S = 1.0
-# In this program, `library` raises `UnavailableError` if the MPI library does not match the launcher.
+# In this program, `library` raises `UnavailableError`, with a reason, if the MPI library does not match the launcher.
 _WORLD = """
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import library

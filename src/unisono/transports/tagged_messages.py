@@ -387,8 +387,8 @@ class TaggedMessages(ABC):
             raise self.broken
         for rank in missing():
             error = self.end_of(rank)
-            # Before raising, look again: the peer's last messages may have arrived after the `move` above, and another
-            # thread may have received them.
+            # Look again before raising: the peer's last messages may have arrived after the `move` above, even in
+            # another thread.
             if error is not None and not self.move() and not done() and rank in missing():
                 raise error
 

@@ -58,8 +58,7 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
     Models whose `end` waits for another rank to repeat its failed backward pass (`PassOwner.waits`) come last. A rank
     that repeats its backward pass first calls `renew`, which is collective, on models whose `end` does not wait. Both
-    ranks would block forever if another rank, which does not know of the failure, first ended a model whose `end`
-    waits.
+    ranks would block forever if another rank that is unaware of the failure first ended a model whose `end` waits.
     """
     if _is_nested():
         return
@@ -182,7 +181,7 @@ class BackwardTracker:
             if number == self._reading:
                 return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
-            # Skip this test for compiled autograd, which has no current node, and which `enter` rejects.
+            # Skip compiled autograd, which has no current node and is rejected by `enter`.
             if number >= 0 and not compiled and not will_run(_current_node()):
                 self._reading = number
                 return

@@ -212,7 +212,7 @@ def agree_on_parameters(
         named: The parameters, whose names, shapes, dtypes, memory orders and device types are compared.
         comm: Communicator of the ranks.
         settings: Other values that must be equal on all ranks, by name.
-        of: Name of the object that owns the parameters and has these settings, for error messages.
+        of: Name of the object with these settings and parameters, for error messages.
         frozen: Whether to compare which parameters are frozen.
         hooked: Whether hooks will wait for other ranks in backward passes. If waits in the hooks would deadlock, every
             rank raises `ValueError`.

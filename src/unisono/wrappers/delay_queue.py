@@ -75,7 +75,7 @@ class DelayQueue:
                     raise self._cause
                 self._inner.post([held.send]).wait()
             except BaseException as error:
-                # Don't raise the error in this thread: the sender's wait raises it.
+                # Don't raise here: the sender's wait raises the error.
                 work.complete(error)
             else:
                 work.arrived(held.send)

@@ -207,7 +207,7 @@ def _root(call: Call) -> int:
 
 
 def _moved(call: Call, root: int, here: bool) -> Call:
-    """Return a broadcast of the same tensor among a subset of the ranks, in which the root has the number `root`."""
+    """Return a broadcast of the same tensor among some of the ranks, with `root` numbered among them."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
@@ -241,6 +241,6 @@ class _InterHostStage:
                 try:
                     function()
                 except Exception as raised:
-                    # Don't raise the error in this thread: the thread that waits for `done` raises it.
+                    # Don't raise here: the thread that waits for `done` raises the error.
                     error = raised
                 done.complete(error)

@@ -33,8 +33,7 @@ class Pairing:
         control, options: See `Transport.connect`.
         inner: Function that makes the transport among one host's ranks.
         outer: Function that makes the transport among ranks on several hosts.
-        reconnect: Function that detects the hosts of a group's ranks, and makes a transport of the same two kinds for
-            the group.
+        reconnect: Function that detects a group's hosts, and makes a transport of the same two kinds for the group.
     """
 
     kind: type[Paired]
@@ -138,7 +137,7 @@ class Paired(Transport):
         self.outer.compare(call, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # Pass this transport, so that if the call is composed of messages, those inside a host use the inner transport.
+        # Pass this transport, so that the messages of a composed call use the inner transport inside a host.
         return self.outer.run(call, over or self)
 
     # -- subgroups -----------------------------------------------------------------------------

@@ -54,8 +54,7 @@ class RankMappedTransport(Wrapper):
             raise self.translate(error) from error
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        # Don't translate the errors of a call that has `steps`: it consists of messages, whose errors `post`
-        # translates.
+        # Don't translate the errors of a call with `steps`: it consists of messages, whose errors `post` translates.
         work = super().run(call, over)
         return ChainedWork(work, translate=self.translate) if call.steps is None else work
 

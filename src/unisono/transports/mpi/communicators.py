@@ -135,8 +135,7 @@ class MpiCommunicators:
 
     def free(self) -> None:
         """Schedule the communicators to be freed. No call may be using them. May be called from any thread."""
-        # Leave freeing to the next constructor, because a finalizer may call this method in a thread that is inside
-        # MPI.
+        # Leave freeing to the next constructor, because a finalizer may call this in a thread that is inside MPI.
         ours = self._ours
         self._ours = []
         _unused.extend(ours)

@@ -185,7 +185,7 @@ class Posted(CountdownWork):
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
                 over = clock.poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
-                # Poll a few more times, because the peer may have sent the messages before it left.
+                # Poll again, because the peer may have sent the messages before it left.
                 over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise

@@ -130,7 +130,7 @@ class MpiTransport(Transport):
         try:
             self._look([peer])
         except PeerLostError:
-            # Probe a few more times, because the peer may have sent the message before it left.
+            # Probe again, because the peer may have sent the message before it left.
             if any(self._messages.iprobe(peer, tag) for _ in range(LAST_LOOKS)):
                 return True
             raise

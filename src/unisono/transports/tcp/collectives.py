@@ -146,7 +146,7 @@ class TcpCollectives(NativeCalls):
         except CommTimeoutError as named:
             if named.peer is not None:
                 return named
-            # The error names no rank, so the control plane did not answer.
+            # The error names no rank: the control plane did not answer.
             if missing in self._near:
                 text = f"waited {waited_s:.1f} s for rank {missing}, which may itself wait for a rank on another host"
                 return CommTimeoutError(text, waited_s=waited_s)
@@ -161,7 +161,7 @@ class TcpCollectives(NativeCalls):
             return
         self.core.leave()
         for connection in self._connections:
-            # Ignore errors, because the peer may already have closed the connection.
+            # Ignore errors: the peer may already have closed the connection.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 

@@ -228,7 +228,7 @@ class TcpMessages(TaggedMessages):
     def leave(self) -> None:
         """Notify the other ranks that this rank sends no more messages. Messages already sent still arrive."""
         for peer, connection in self._connections.items():
-            # Ignore errors, because the peer may already have closed the connection.
+            # Ignore errors: the peer may already have closed the connection.
             with contextlib.suppress(OSError):
                 if not self._out[peer].pending:
                     connection.send(FAREWELL)

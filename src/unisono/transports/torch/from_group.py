@@ -112,7 +112,7 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     outputs = [torch.empty_like(mine) for _ in range(size)]
     try:
-        # Never pass zero, because torch treats a timeout of zero as no timeout.
+        # Never pass zero, which torch treats as no timeout.
         backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - clock.now(), 0.001)))
     except RuntimeError as error:
         found = translated(error, [])

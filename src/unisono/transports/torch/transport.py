@@ -197,7 +197,7 @@ class TorchTransport(Transport):
         with self._lock:
             if self._broken is not None:
                 raise self._broken
-            # Skip calls whose tensors are all empty, but not a barrier, which has no tensors.
+            # Skip calls with only empty tensors, but not a barrier, which has no tensors.
             moves = max(map(torch.Tensor.numel, (*call.inputs, *call.outputs)), default=1)
             try:
                 work = START[call.name](self._backend, call, self._device) if moves else None
@@ -380,7 +380,7 @@ class _PolledWork(_BackendWork):
             left = deadline - clock.now()
             last = left <= _SLICE_S or self.work.is_completed()
             try:
-                # Never pass zero, because torch treats a timeout of zero as no timeout.
+                # Never pass zero, which torch treats as no timeout.
                 self.work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
             except CommError:
                 # The control store raised this error while gloo was making a connection lazily. Don't wait again,

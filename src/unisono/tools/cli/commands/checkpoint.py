@@ -130,8 +130,8 @@ def _convert(given: argparse.Namespace) -> int:
         convert(given.path, given.target, to=given.to, trusted=given.trusted)
     except CommError:
         raise
-    # Catch every error, and shorten its message: for damaged files, the readers of other formats raise many kinds of
-    # errors, some with several paragraphs of text.
+    # Catch all errors: for damaged files, readers of other formats raise many kinds, some with several paragraphs of
+    # text.
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error

@@ -17,8 +17,8 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 41
 _FOLDER = Path("/dev/shm")
-# This is enough for a DataLoader worker's batch, or for the shared memory of NCCL or Open MPI. Docker's default size is
-# 64 MiB.
+# This is enough for a DataLoader worker's batch, or for shared memory of NCCL or Open MPI. Docker's default size is 64
+# MiB.
 _WANTED_BYTES = 32 << 20
 _TRIED_BYTES = 8 << 20
 _FIX = "mount -o remount,size=2G /dev/shm   # in a container instead: docker run --shm-size=2g ... (or --ipc=host)"

@@ -45,7 +45,7 @@ def check(target: Target) -> Iterator[Finding]:
     elif not on_path:
         yield optional("there is neither mpiexec nor mpirun on the PATH", _install(library), required=required)
     if isinstance(library, str):
-        # Report nothing, because the check `mpi` already reports the missing library.
+        # The check `mpi` already reports the missing library.
         return
     for path in on_path.values():
         reason = _problem(path, library, deadline)

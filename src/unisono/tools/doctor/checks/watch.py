@@ -18,7 +18,7 @@ def check(target: Target) -> Iterator[Finding]:
         if not load_torch().distributed.is_available():
             return
     except (ImportError, OSError):
-        # Report nothing, because the check `torch` already reports that torch cannot be imported.
+        # The check `torch` already reports that torch cannot be imported.
         return
     from unisono.interop.call_signatures import unseen
 

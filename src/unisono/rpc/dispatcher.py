@@ -37,7 +37,7 @@ class Dispatcher:
         workers: Threads that run tasks for messages that arrive while a thread polls for its reply.
 
     Attributes:
-        handlers: Handler of each kind of message; no handler may be missing when the first message is received.
+        handlers: Handler for each kind of message; all must be set before the first message is received.
         ended: Ranks whose loss has been handled or is being handled; their messages are dropped.
     """
 
@@ -63,11 +63,11 @@ class Dispatcher:
         """Dispatch the messages that have arrived; return whether there were any.
 
         Args:
-            todo: Queue to which the remaining tasks are added, each with a flag: whether the task is short.
+            todo: Queue to which the remaining tasks are added, as pairs of a task and whether it is short.
         """
         if not self._lock.acquire(blocking=False):
-            # A thread that waits for a reply is already polling, and wakes the receiving thread if it leaves messages
-            # behind.
+            # Another thread is already polling while it waits for a reply. If it leaves messages behind, it wakes the
+            # receiving thread.
             return False
         self._thread = threading.get_ident()
         try:
@@ -82,8 +82,8 @@ class Dispatcher:
         """Dispatch messages until a call has ended, or until further polling would cost more than sleeping.
 
         Returns: The task that completes the call's future, if the reply has arrived. Run the task only after `poll_for`
-            has returned: callbacks may take long, or wait for other calls, whose replies arrive only if some thread can
-            poll.
+            has returned: the future's callbacks may take long, or wait for other calls, and replies arrive only while
+            some thread can poll.
         """
         box = self._box
         if not box.eager or call.peer == box.group.rank or not self._lock.acquire(blocking=False):
@@ -121,7 +121,7 @@ class Dispatcher:
     def dispatch(self, message: Envelope) -> tuple[Task, bool] | None:
         """Handle one message. Return the task that remains to be run, if any, and whether it is short.
 
-        The polling thread passes messages from other ranks; any thread may pass messages from this rank to itself.
+        Only the polling thread calls this for messages from other ranks; any thread may, for this rank's own messages.
         """
         if message.peer in self.ended:
             return None
@@ -136,7 +136,7 @@ class Dispatcher:
     def newly_lost(self) -> set[int]:
         """Return the ranks lost since the last call, whose messages are dropped from now on."""
         lost = self._box.lost.keys() - self.ended
-        # Update `ended` before the loss is handled: a new call may be added after all pending calls have failed, so the
-        # thread that sends it checks `ended` afterwards.
+        # Update `ended` before the loss is handled. A call may be added just after all pending calls have failed; its
+        # thread notices this, because it checks `ended` after sending.
         self.ended |= lost
         return lost

@@ -16,7 +16,8 @@ __all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expo
 
 T = TypeVar("T")
 
-# Names of a script's module: in the script itself, and in processes that multiprocessing starts from the script.
+# A script's module is called `__main__` in the script itself, and `__mp_main__` in processes that multiprocessing
+# starts from it.
 _MAIN = ("__main__", "__mp_main__")
 _MARK = "__unisono_exposed__"
 _ASYNC = "__unisono_async__"
@@ -41,7 +42,7 @@ _exposed = _Table()
 
 
 class NotExposedError(CommError, PermissionError):
-    """Raised if a call's function, or a function among its arguments, is not exposed on the called rank. Nothing ran.
+    """Raised if a called function, or a function among its arguments, is not exposed on the called rank. Nothing ran.
 
     Args:
         message, group, call, rank, size, operation, peer, nbytes, waited_s: As for `CommError`.
@@ -61,7 +62,7 @@ class NotExposedError(CommError, PermissionError):
 
 
 class _Mark:
-    """Exposes a function in every process that receives it by value, as `launch` sends a notebook's functions."""
+    """Exposes a function wherever it is received by value, such as in ranks that `launch` starts from a notebook."""
 
     def __init__(self, name: str, target: Any) -> None:
         self.name = name
@@ -78,8 +79,9 @@ def expose(target: T) -> T:
     `expose` can be used as a decorator. Any peer that can reach the agent can call the function with any arguments, so
     expose only functions that are harmless to call.
 
-    A process has one table of names, shared by ranks that are threads. If each rank creates its own function, such as a
-    closure over its rank, pass the function to `init(expose=[...])` instead, which exposes it on that rank only.
+    Exposed names are stored in one table per process, which ranks that run as threads share. If each rank creates its
+    own function, such as a closure over its rank, pass the function to `init(expose=[...])` instead, which exposes it
+    on that rank only.
 
     Args:
         target: A function or class.
@@ -105,7 +107,8 @@ def expose(target: T) -> T:
         raise TypeError(f"only functions and classes can be exposed, not a {type(target).__name__}")
     name = name_of(target)
     mark = _Mark(name, target)
-    # A function written in C cannot carry the mark, but `_Mark` has added its name to the table of exposed functions.
+    # Functions written in C don't accept attributes. They need none, because `_Mark` has already added the name to the
+    # table of exposed functions.
     with contextlib.suppress(AttributeError, TypeError):
         setattr(target, _MARK, mark)
     return target
@@ -193,7 +196,7 @@ def _find_name(target: Any) -> str:
 
 
 def _plain(target: Any) -> bool:
-    """Return whether the target is a function of a C module: its `__self__` is that module."""
+    """Return whether the target is a function of a C module, recognized by its `__self__`, which is that module."""
     return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
 
 
@@ -229,7 +232,7 @@ class ExportTable:
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:
-        """Return whether looking up `name`, in the exposed functions or by importing it, yields `target`."""
+        """Return whether `name` leads to `target`, either among the exposed functions or by importing it."""
         return self._own.get(name) is target or _exposed.get(name) is target or _imported(name) is target
 
     def given(self, function: Any) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ class FlowControl:
                 left = deadline - clock.now()
                 if left <= 0:
                     return False
-                # Wait in slices for two reasons: a debugger may stop the library's clock, and `leave` wakes a single
+                # Wait in slices for two reasons. A debugger may stop the library's clock. And `leave` wakes only one
                 # thread, whose call may be too large for the freed capacity although another thread's call would fit.
                 self._available.wait(min(left, _WAIT_SLICE_S))
             self._calls += 1

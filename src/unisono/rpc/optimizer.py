@@ -33,7 +33,7 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Return True, which tells the caller that the optimizer has been created."""
+        """Return True. If the constructor failed, calling this method raises the constructor's error."""
         return True
 
     def step(self, context: int) -> None:
@@ -67,7 +67,7 @@ def _needs_more(cls: type[torch.optim.Optimizer]) -> bool:
 
 
 class DistributedOptimizer:
-    """A torch optimizer for parameters on many ranks, stepped with the gradients of a context.
+    """A torch optimizer for parameters on many ranks, stepped with the gradients of an autograd context.
 
     The constructor creates one optimizer on each rank that owns some of the parameters. Steps of several trainers on
     the same parameters are serialized.
@@ -75,7 +75,7 @@ class DistributedOptimizer:
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients for a step, as all of torch's
             optimizers except `LBFGS` do. The class must also be imported on the owners.
-        params_rref: References to parameters, or to modules, all of whose parameters are optimized.
+        params_rref: References to parameters or modules. All parameters of a module are optimized.
         args, kwargs: Arguments for the optimizer, sent like the arguments of calls.
 
     Example:

@@ -25,9 +25,9 @@ class PendingCall:
         nbytes: Size of the request in bytes, as counted by flow control.
         reply: The reply as received.
         error: Error that ended the call without a reply.
-        done: Whether `reply` or `error` is set and the future, if any, is complete, so that a waiter may continue.
-        within: Autograd context of the call, and the request, if any, that this rank was serving when it made the call.
-            Callbacks of the call's future run in the same context and request.
+        done: Whether a waiter may continue: `reply` or `error` is set, and the future, if any, is complete.
+        within: Autograd context of the call, and the request during which this rank made the call, if any. Callbacks of
+            the call's future run in the same context and request.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class PendingCall:
         self._ended = AutoResetEvent()
 
     def wake_waiter(self) -> None:
-        """Let the thread that waits for this call continue, and read `reply` or `error`, one of which must be set."""
+        """Set `done`, and wake the thread that waits for this call. Either `reply` or `error` must already be set."""
         self.done = True
         self._ended.set()
 

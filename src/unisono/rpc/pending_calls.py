@@ -20,7 +20,7 @@ _MOST_BYTES = 256 << 20
 
 
 class PendingCalls:
-    """Table of calls: decides which thread ends a call, and when a call times out if no thread is waiting for it.
+    """Table of pending calls. Decides which thread ends each call, and tracks the deadlines of calls with a future.
 
     A reply, a timeout, a lost rank and `cancel` compete to end a call: the first to `take` the call ends it. A call is
     *open* until it is taken, then *ending* while callbacks of its future run, which may make further calls:
@@ -39,7 +39,7 @@ class PendingCalls:
         windows: Flow control, one per rank.
         number: Function that returns the number of a new call.
         sent: Number of requests sent to each rank.
-        next_due: When `timed_out` should be called next, on the library's clock.
+        next_due: Time on the library's clock at which `timed_out` should be called next.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,10 +62,10 @@ class PendingCalls:
         return len(self._unfinished)
 
     def add(self, call: PendingCall) -> bool:
-        """Register a call that is about to be sent. Return whether the new call is due before all others.
+        """Register a call that is about to be sent. Return whether its deadline is now the earliest.
 
-        Only calls with a future become due; for a call without a future, the thread that waits for the call handles the
-        timeout.
+        The table tracks deadlines only for calls with a future. The timeout of any other call is handled by the thread
+        that waits for the call.
         """
         self._unfinished.add(call.number)
         self._open[call.number] = call
@@ -100,7 +100,7 @@ class PendingCalls:
         self.abandon(call)
 
     def abandon(self, call: PendingCall) -> None:
-        """Remove a call whose caller gets an error instead of a future, unless another thread ends it."""
+        """Remove a call whose caller gets an error instead of a future. No effect if another thread ends the call."""
         if self.take(call.number) is not None:
             self.finish(call)
 

@@ -28,15 +28,15 @@ class Receiver:
 
     The receiving thread runs short functions itself: handing every function to a worker made a round trip 1.6 times as
     long on shared memory, and 1.2 times on TCP. Whether a function is short is a guess, so a second thread, the deputy,
-    takes over receiving if a function takes longer than expected. A function that waits for a message therefore delays
-    this message by a few milliseconds at most.
+    takes over receiving if a function takes longer than expected. Therefore, a function that blocks the receiving
+    thread until some message arrives delays that message by only a few milliseconds.
 
     Args:
         box: The mailbox.
         dispatcher: Dispatcher of the received messages.
         workers: Threads that run long functions.
-        due: Function called between messages; returns the time of its next call (on the library's clock) and the tasks
-            that are due.
+        due: Function called between messages. It returns the time of its next call, on the library's clock, and the
+            tasks to run now.
         initializer: Function called at the start of each new thread.
         name: Name of the threads.
     """
@@ -56,8 +56,8 @@ class Receiver:
         self._due = due
         self._initializer = initializer
         self._name = name
-        # Used only by the thread whose turn it is. If the deputy (see `Turn`) takes over, it finds the tasks that the
-        # replaced thread has left.
+        # Only the thread whose turn it is (see `Turn`) uses this queue. If the deputy takes over, it continues with the
+        # tasks that the replaced thread has left here.
         self._todo: deque[tuple[Task, bool]] = deque()
         self._closed = False
 
@@ -89,7 +89,7 @@ class Receiver:
         try:
             self._receive_during(turn)
         finally:
-            # Do this after an error as well, because the deputy would otherwise wait forever.
+            # Close the turn even after an error, because the deputy would otherwise wait forever.
             turn.close()
 
     def _receive_during(self, turn: Turn) -> None:
@@ -123,6 +123,6 @@ class Receiver:
             if not short:
                 self._workers.run(task)
             elif not turn.run(task):
-                # The queue and the mailbox now belong to the deputy.
+                # Stop, because the deputy now uses the queue and the mailbox.
                 return False
         return True

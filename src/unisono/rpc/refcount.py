@@ -13,13 +13,13 @@ alive.
 - A rank that drops a reference notifies the owner (`DROP`). When all counts are 0, the object is freed.
 - When the owner receives a `remote` call, it counts one reference for the caller. Another rank's `ADD` may arrive
   earlier, when the object does not exist yet; the owner then reserves an entry for the object. Objects are numbered per
-  pair of creator and owner, so that an owner can distinguish objects that are still to be created from freed objects.
-  The owner reports freed objects in its `ADD_ACK`.
+  pair of creator and owner, so that an owner can tell whether an unknown object is still to be created or has been
+  freed. The owner reports freed objects in its `ADD_ACK`.
 - When a rank dies, its counts are dropped, and references pinned for it are released.
 
 Every live reference is either counted, or covered by a pinned reference that is itself counted or covered. Therefore,
-an object to which a living rank refers is not freed, unless the sender of this rank's reference died before the owner
-was notified.
+an object is not freed while a living rank refers to it, unless the rank that passed on this reference died before the
+owner was notified.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Entry:
 
     Attributes:
         counts: Number of references held by each rank.
-        value: The object, which this module does not inspect.
+        value: The object, opaque to this module.
     """
 
     __slots__ = ("counts", "made", "value")
@@ -199,7 +199,7 @@ class References:
             return Key(self.rank, next(numbers))
 
     def unused(self, owner: int, key: Key) -> None:
-        """Recycle a key that was neither requested from the owner nor passed on: the next object gets this key."""
+        """Recycle a key that was not sent to any rank: the next object requested from this owner gets the key."""
         with self.lock:
             self._unused.add((owner, key))
 
@@ -255,13 +255,13 @@ class References:
             if is_made:
                 self._drop(key, self.rank)
             else:
-                # Send the `DROP` even if this rank is the owner: its request to itself may be in flight, and the `DROP`
-                # must arrive after that request.
+                # Send the `DROP` even if this rank is the owner: this rank's request to itself to create the object may
+                # still be in flight, and the `DROP` must arrive after it.
                 self._send(owner, DROP, *key)
 
     @property
     def pins(self) -> int:
-        """Return the number of references pinned for the ranks that received them from this rank."""
+        """Return the number of pinned references: those passed to another rank, and not yet released."""
         return len(self._pins)
 
     # -- messages from other ranks -------------------------------------------------------------

@@ -56,7 +56,7 @@ _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteErr
 
 
 def packed(error: BaseException) -> _Report:
-    """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
+    """Convert an exception to values that can be sent: class name, text, arguments and fields, and traceback."""
     if isinstance(error, RemoteError):
         # The error was raised on a third rank, so report its original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
@@ -71,7 +71,7 @@ def packed(error: BaseException) -> _Report:
     try:
         serialization.encode(content)
     except Exception:
-        # Even if the error's contents cannot be sent, the error must reach the caller.
+        # The error must reach the caller in any case. If its contents cannot be sent, send only its text.
         content = ((text,), {})
     return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
 

@@ -1,4 +1,4 @@
-"""Ends calls: with their replies, or with errors."""
+"""Ends calls with their replies, or with errors."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class Replies:
 
     def _complete(self, call: PendingCall, future: CallFuture) -> None:
         """Complete a future and run its callbacks in this thread. A future that is complete remains unchanged."""
-        # A callback may wait for another call, which is then completed in this thread, so restore the previous call
-        # afterwards.
+        # A callback may wait for another call, which is then completed in this thread, so save the outer call and
+        # restore it afterwards.
         before = getattr(self._completing, "call", None)
         self._completing.call = call
         within = context.set(call.within[0])

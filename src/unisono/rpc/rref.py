@@ -63,7 +63,7 @@ class RRefContext:
     """One agent's references (`RRef`s) and its own objects (`OwnedValue`s), counted by the protocol of `refcount`.
 
     Args:
-        agent: The agent, which references access through the attribute `agent`.
+        agent: The agent, available to references as the attribute `agent`.
         channel: Channel to notify other ranks.
         timeout_s: Default timeout for waiting for an object, in seconds.
         workers: Threads that run functions; a function that waits for an object does not count as running.
@@ -190,8 +190,8 @@ class RRef(Generic[T]):
     """A reference to an object that remains on the rank that owns it.
 
     `remote` returns a reference immediately; `RRef(value)` creates a reference to a local object. References can be
-    sent in arguments and results. The object is freed when the last reference on any rank is dropped, or the rank that
-    has the last reference dies.
+    sent in arguments and results. The object is freed when the last reference on any rank is dropped, or when the rank
+    that has the last reference dies.
 
     Args:
         value: A local object; this rank becomes its owner.

@@ -70,7 +70,7 @@ class _ServedCall:
 
 
 def cancelled() -> bool:
-    """Return whether the rank that called the running function has stopped waiting, so that work can be skipped.
+    """Return whether the rank that called the running function has stopped waiting; if so, the function can stop early.
 
     Example:
         >>> un.rpc.cancelled()
@@ -172,7 +172,8 @@ class CallServer:
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and reply once its result is available."""
         if call.kind == REMOTE:
-            # Reply before creating the object: the object remains counted even if its creation fails.
+            # Reply before creating the object: the reply confirms that the reference is counted, which remains true
+            # even if the creation fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
         args = values[: call.positional]

@@ -68,7 +68,7 @@ class Turn:
             return True
 
     def close(self) -> None:
-        """End the turn, and thereby the deputy."""
+        """End the turn, which also makes the deputy exit."""
         with self._lock:
             if self._state is TurnState.RECEIVING:
                 self._state = TurnState.ENDED

@@ -26,7 +26,7 @@ def encode(value: object) -> bytes:
     slice, range, members of enums, NamedTuples, dataclasses, and torch's tensors, dtypes, devices and sizes. Also
     supports numpy's arrays (not subclasses) and scalars if numpy is already imported. Only the declared fields of a
     dataclass are sent. A received combination of `enum.Flag` members equals the receiver's own combination only if the
-    receiver had already created its own; otherwise, compare the `value`s, or test whether the received combination
+    receiver created its own before decoding; otherwise, compare the `value`s, or test whether the received combination
     contains a flag. Combinations of `enum.IntFlag` members compare as usual. A tensor arrives as a contiguous CPU
     tensor without requires_grad.
 
@@ -53,7 +53,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: Buffer) -> Any:
-    """Return the value that `encode` has encoded as `data`.
+    """Return the value from which `encode` created `data`.
 
     Classes are looked up by name in modules that are already imported, or among the classes passed to `register`. No
     module is imported, and no constructor, property setter, `__del__` or `_missing_` is run (except setters and

@@ -27,7 +27,8 @@ __all__ = ["find", "install", "register"]
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
-# Names of a script's module: in the script itself, and in processes that multiprocessing starts from the script.
+# A script's module is called `__main__` in the script itself, and `__mp_main__` in processes that multiprocessing
+# starts from it.
 _MAIN = ("__main__", "__mp_main__")
 
 # The classes passed to `register`. Global, because a received name must resolve to a single class in the process.

@@ -19,7 +19,7 @@ _FILE_NAME = 10
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object for pickling, with its file name, which cloudpickle 3.1.3 and later omit."""
+    """Reduce a code object for pickling. Includes its file name, which cloudpickle 3.1.3 and later omit."""
     build, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
     return build, (*arguments[:_FILE_NAME], code.co_filename, *arguments[_FILE_NAME + 1 :])
 

@@ -24,15 +24,16 @@ class LiveComms:
     """Communicators in use until a failed pass aborts them; new ones then replace them.
 
     Args:
-        pairs: Replaceable communicators of all ranks and, on a mesh, of replicas and of shards.
+        pairs: Replaceable communicator of all ranks; on a mesh, also the communicators of the replicas and of the
+            shards.
 
     Attributes:
         data: The communicator of all ranks.
         shard: Communicator of the ranks with different parts; without a mesh, the same as `data`.
         replicate: Communicator of the ranks with the same part; None without a mesh.
         overlaps: `data.overlaps`.
-        reported: Whether this rank's caller knows about the communicators' failure, because the error was raised on
-            this rank.
+        reported: Whether the failure of the communicators has already been raised as an error on this rank, so that its
+            caller knows.
     """
 
     def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:
@@ -48,8 +49,8 @@ class ShardComms:
 
     A rank that fails mid-step aborts the communicators in use, so that no other rank waits for it; all ranks replace
     these communicators at the start of their next step. When a step is aborted, another rank may still be running the
-    previous optimizer step, or constructing its optimizer. Steps and construction of an optimizer therefore use
-    `steps`, which a failed pass does not abort.
+    previous optimizer step, or constructing its optimizer. An optimizer's construction and steps therefore use `steps`,
+    which a failed pass does not abort.
 
     Args:
         comm: Communicator of the ranks that share the model. Construction is collective.

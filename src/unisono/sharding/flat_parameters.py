@@ -135,8 +135,8 @@ class FlatParameters:
         # it compares a tensor's version with the version at which it saved the tensor.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
-        # Take the strides from `empty_like`, because they have no gaps: `restore` gives dense memory even to a
-        # parameter that was a slice of a larger tensor.
+        # The strides of `empty_like` have no gaps, so `restore` gives dense memory even to a parameter that was a slice
+        # of a larger tensor.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         first = self.parameters[0]
         self._part_dtype = first.dtype
@@ -186,7 +186,8 @@ class FlatParameters:
         if self.gradient is not None:
             self.gradient.move_to(self.layout)
         self.changed()
-        # Freed parameters would refuse the assignment of `.data` in `_make_whole`.
+        # Mark the parameters as gathered, because freed parameters would refuse the assignment of `.data` in
+        # `_make_whole`.
         self._show(gathered=True)
         self._make_whole()
 
@@ -221,7 +222,8 @@ class FlatParameters:
         """If `gathered`, make the parameters and autograd's saved references usable; otherwise, make any use raise."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
-        # Change the class and keep the object, because modules, hooks and the user's code refer to it.
+        # Change each parameter's class instead of replacing the object, to which modules, hooks and the user's code
+        # refer.
         for parameter, cls in zip(self.parameters, classes, strict=False):
             parameter.__class__ = cls
         # Autograd does not check the class of its saved tensors, but checks their version. If freed parameters had the
@@ -250,7 +252,7 @@ class FlatParameters:
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
-        """Return the name of a gathered parameter that was modified in place or got another `.data`, or None."""
+        """Return the name of a gathered parameter that was modified in place or got another `.data`, if there is one."""
         # Skip freed parameters: their version counters differ from `_version` even without a write, because `_show` has
         # increased them.
         if self.gathered:
@@ -258,7 +260,8 @@ class FlatParameters:
                 if parameter._version != self._version:
                     return name
                 if parameter.data_ptr() != place.data_ptr():
-                    # Gathers write to `_places`. Without this, all later steps would use the assigned values.
+                    # Point the parameters to `_places` again, where gathers write. Otherwise, all later steps would use
+                    # the assigned values.
                     self._point_to(self._places)
                     return name
         return None
@@ -281,8 +284,8 @@ class FlatParameters:
 
     def show_whole(self, flat: torch.Tensor) -> None:
         """Make the parameters views of the tensor that `gather_whole` has returned."""
-        # Change the version before `_show` writes it. Point the parameters to the new tensor after `_show`, because
-        # freed parameters refuse the assignment of `.data`.
+        # Change the version before `_show` assigns it to the parameters. Point the parameters to the new tensor after
+        # `_show`, because freed parameters refuse the assignment of `.data`.
         self.changed()
         self._show(gathered=True)
         self._point_to(self.layout.views(flat, self.parameters))
@@ -295,7 +298,7 @@ class FlatParameters:
         return None
 
     def assigned(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the values that `p.data = x` has kept out of the tensor: pairs of a place in the tensor and a copy."""
+        """Return a pair for each parameter that got another `.data`: its place in the tensor, and its copied values."""
         shown = zip(self.layout.views(flat, self._places), self.parameters, strict=True)
         return [(view, p.detach().clone()) for view, p in shown if not _is_same_view(p, view)]
 
@@ -324,7 +327,8 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    Freed memory can be reused at once by the stream that allocated it, even if another stream is still using it.
+    Otherwise, memory could be overwritten too early: the stream that allocated it can reuse freed memory at once, even
+    if another stream is still using it.
 
     Args:
         devices: The devices.
@@ -435,12 +439,12 @@ class FlatGradient:
     Args:
         layout: Positions of the parameters, and of the padding after them.
         comms: Communicators of the ranks that share the parameters.
-        dtype: Dtype of the message.
+        dtype: Dtype in which gradients are sent.
         device: Device of the parameters.
 
     Attributes:
-        arrived: Indices of parameters whose gradient the current backward pass has added (`take`), but not started to
-            reduce.
+        arrived: Indices of parameters whose gradient was passed to `take` in the current backward pass, and is not
+            being reduced yet.
         taken: Indices of parameters with a gradient that is not yet reduced.
         reduced: Indices of parameters whose gradient is reduced or being reduced, and not yet committed.
     """

@@ -48,7 +48,7 @@ class ShardedModel:
         units: Classes of the modules to treat as units, or a predicate on modules. If None, the units are the elements
             of each `ModuleList` and `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used, as in torch's
-            `MixedPrecisionPolicy`, except that inputs and buffers are not converted; the parts and the optimizer keep
+            `MixedPrecisionPolicy`. Unlike there, inputs and buffers are not converted. The parts and the optimizer keep
             the model's dtype.
         reduce_dtype: Dtype in which gradients are averaged; by default the dtype in which they are computed.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
@@ -155,7 +155,7 @@ class ShardedModel:
             ValueError: The class is not elementwise, or `params` contains a tensor that is not a parameter of the
                 model.
             RuntimeError: Raised by `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
-            MismatchError: Raised by `step()`, which is collective: ranks have different options. No parameter has
+            MismatchError: Raised by `step()`, which is collective, if ranks have different options. No parameter has
                 changed.
             Exception: Raised by `step()`: the error of `optimizer_class`. The other ranks' next call raises an
                 `AbortedError` that names the error. If the update had begun, so that ranks may differ, all later calls
@@ -257,8 +257,8 @@ class ShardedModel:
         """Gather all parameters in their original dtype, to inspect, change or save them. Collective.
 
         Args:
-            writeback: Whether to keep changes: each rank keeps the changes to its own part. Make the same changes on
-                all replicas.
+            writeback: Whether to keep changes. Each rank keeps only the changes to its own part, so make the same
+                changes on all replicas.
 
         Returns: A context manager that frees the parameters again on exit.
 
@@ -382,7 +382,7 @@ class ShardedModel:
         """Load a snapshot that has this rank's shards.
 
         Args:
-            snapshot: Snapshot in the form that `snapshot` returns on the current ranks.
+            snapshot: Snapshot with the keys and shards that `snapshot` returns on the current ranks.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

@@ -256,7 +256,7 @@ class ShardedOptimizer(Optimizer):
         return [p.grad is not None for _, p in self._named]
 
     def _compare(self, present: Sequence[bool], problem: Exception | None) -> None:
-        """Raise on all ranks, before any parameter has changed, if a rank has failed or takes a different step."""
+        """Raise on all ranks if a rank has failed or takes a different step. No parameter has changed yet."""
         grads = [] if self._sharder is not None else [p.grad for _, p in self._named if p.grad is not None]
         names = [name for name, _ in self._named]
         try:
@@ -473,7 +473,7 @@ class ShardedOptimizer(Optimizer):
         """Load a snapshot, and send each part of the parameters to all ranks. Collective.
 
         Args:
-            snapshot: Snapshot in the form that `snapshot` returns on the current ranks.
+            snapshot: Snapshot with the keys and shards that `snapshot` returns on the current ranks.
 
         Example:
             >>> model = torch.nn.Linear(3, 1)
@@ -541,7 +541,7 @@ class GradientSharder(PassOwner):
         self._broken = False
         # Value of `_watch.errors` when the last pass began.
         self._errors = 0
-        # The failure to raise if other ranks dropped gradients that this rank has.
+        # The error that `end` raises because other ranks have dropped gradients that this rank still has.
         self._lost: CommError | None = None
         self._handles: list[Any] = []
         # For each parameter: its bucket's gradient, its slot in the bucket, the parameter, its piece, and its
@@ -566,9 +566,9 @@ class GradientSharder(PassOwner):
         repeats = self._comms.live.reported or self._errors != self._watch.errors
         self._errors = self._watch.errors
         if error is not None and not repeats:
-            # Another rank's backward pass has failed, and that rank will repeat its forward pass, during which other
-            # models may communicate. Raise, so that this rank also repeats its forward pass, instead of waiting for the
-            # failed rank at the end of this backward pass.
+            # Another rank's backward pass has failed. That rank will repeat its forward pass, during which other models
+            # may communicate. Raise, so that this rank also repeats its forward pass, instead of waiting for the failed
+            # rank at the end of this backward pass.
             raise error
         self._broken = error is not None
         # A reduction may block until all ranks take part. If there are several models, their gradients arrive in any
@@ -600,7 +600,8 @@ class GradientSharder(PassOwner):
         except PeerLostError as lost:
             if isinstance(error, ClosedError):
                 raise
-            # The rank whose backward pass failed is lost, so it does not repeat its forward pass.
+            # The rank whose backward pass failed is lost and won't repeat its forward pass, so raise the error of the
+            # failed pass.
             raise error from lost
         # Let `end` raise this error, because an error raised here would skip the creation of the remaining models'
         # communicators, which is collective.

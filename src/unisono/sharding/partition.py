@@ -40,8 +40,8 @@ def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
 
     Args:
         model: Any module.
-        units: Classes of the modules to treat as units, or a predicate on modules. None: the elements of each
-            `ModuleList` and `Sequential`.
+        units: Classes of the modules to treat as units, or a predicate on modules. If None, the units are the elements
+            of each `ModuleList` and `Sequential`.
 
     Raises:
         ValueError: No module is a unit.

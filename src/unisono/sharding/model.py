@@ -177,7 +177,8 @@ class ShardedModel:
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
         optimizer.on_zero_grad = partial(self._runtime.forget, own)
-        # This attribute makes GradScaler set `found_inf`, and always call `step`.
+        # With this attribute, a GradScaler sets `found_inf` and always calls `step`, so that `check_step` can refuse
+        # the GradScaler.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_step_pre_hook(partial(self._runtime.check_step, own))
         optimizer.register_step_post_hook(self._runtime.end_step)

@@ -295,8 +295,8 @@ class Runtime(PassOwner):
         """Register all hooks."""
         for unit in self._units:
             for module in unit.modules:
-                # `prepend`: a user's hook may read the parameters. `always_call`: a forward that raises must also free
-                # its unit.
+                # Use `prepend`, because a user's hook may read the parameters, and `always_call`, because a forward
+                # that raises must also free its unit.
                 self._handles += [
                     module.register_forward_pre_hook(partial(self._enter, unit), prepend=True, with_kwargs=True),
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
@@ -331,7 +331,7 @@ class Runtime(PassOwner):
                 unit.call.inputs = watch_outputs((args, kwargs), partial(self._leave_backward, unit, unit.call))
 
     def _leave(self, unit: Unit, module: nn.Module, _given: Any, returned: Any) -> None:
-        # Another hook may have raised before `_enter` ran.
+        # Do nothing if `_enter` has not run, because another hook raised before it.
         if not unit.running or unit.running[-1] is not module:
             return
         unit.running.pop()
@@ -421,7 +421,7 @@ class Runtime(PassOwner):
         try:
             self._recover()
         except BaseException:
-            # Stop watching here, because `_leave`, which normally does so, ignores a forward pass that has not begun.
+            # Stop watching here. Normally `_leave` does so, but it ignores a forward pass that has not begun.
             self._watch.stop()
             self._watch.raised()
             raise
@@ -439,8 +439,8 @@ class Runtime(PassOwner):
         error = self._comms.live.data.exception()
         if error is None:
             return
-        # When the pass failed, ranks were at different units, and some ranks may lack gradients of a pass that ended on
-        # other ranks.
+        # Forget the order, because ranks were at different units when the pass failed. Drop all gradients, because some
+        # ranks may lack gradients of a pass that ended on other ranks.
         self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
@@ -638,13 +638,13 @@ class Runtime(PassOwner):
             self._whole = False
             for unit in self._units:
                 unit.held = False
-            # Check all before writing any, so that the model keeps all changes or none.
+            # Check all parameters before writing any, so that the model keeps all changes or none.
             names = [flat.unlike_whole() for flat in self._flats] if writeback else []
             unlike = next((name for name in names if name is not None), None)
             writeback = writeback and unlike is None
             if writeback:
-                # Copy all before writing any, because they may be views of each other's places: two parameters may
-                # have been swapped.
+                # Copy all assigned values before writing any, because they may be views of each other's places, for
+                # example if two parameters were swapped.
                 pairs = zip(self._flats, wholes, strict=True)
                 for place, values in [copied for flat, whole in pairs for copied in flat.assigned(whole)]:
                     place.copy_(values)
@@ -664,7 +664,7 @@ class Runtime(PassOwner):
         self._change("step")
         self._recover()
         self.free()
-        # If a gather fails, the model is still sharded, and can be removed again.
+        # If a gather fails here, the model is still sharded, and `remove` can be called again.
         wholes = [flat.gather_whole() for flat in self._flats]
         for handle in self._handles:
             handle.remove()

@@ -47,7 +47,7 @@ SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class ShardOptimizer(Optimizer):
-    """Base of the classes that `shard_optimizer` derives from users' classes, for optimizers of `ParameterPiece`s."""
+    """Base class of optimizers that update `ParameterPiece`s; `shard_optimizer` combines it with a user's class."""
 
     pieces: Sequence[ParameterPiece]
     """The pieces, in group order: piece n belongs to parameter n of the unsharded optimizer."""
@@ -179,7 +179,7 @@ def _make(
     optimizer.ranges = _ranges(pieces)
     optimizer.shared = shared
     optimizer.register_step_pre_hook(lambda stepping, *_: stepping.check_ranges())
-    # Wrap `step` outside torch's own wrapper, which calls the step hooks, so that errors in the hooks are also
+    # Torch's own wrapper of `step` calls the step hooks. Wrap it in turn, so that errors in the hooks are also
     # reported.
     made.step = _reporting(made.step)
     return optimizer
@@ -235,8 +235,8 @@ def check_elementwise(
     failed: Exception | None = None
     for missing, at_least in ((True, 2), (False, 2), (False, 1)):
         try:
-            # Hold the compile lock, because `set_stance` affects all threads. Torch's optimizers also read a flag,
-            # shared by all threads, that tells whether anything is being compiled.
+            # Hold the compile lock, because `set_stance` affects all threads. Torch's optimizers also read a flag that
+            # all threads share, which tells whether anything is being compiled.
             with torch._dynamo.convert_frame.compile_lock, torch.compiler.set_stance("force_eager"):
                 return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
         except _RefusedError as refused:
@@ -273,7 +273,7 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 
 
 class _Trial:
-    """A trial: the same steps by one optimizer on whole parameters, and by three ranks' optimizers on slices.
+    """Trial that takes the same steps with one optimizer on whole parameters and three ranks' optimizers on slices.
 
     Rank 0 has three quarters of each parameter, rank 1 the last quarter, and rank 2 empty slices. Each distinct
     group in `groups` has a counterpart in the trial. For each dtype and device in the original group, the counterpart

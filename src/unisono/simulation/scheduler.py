@@ -134,7 +134,7 @@ class _TimedEvent:
     Attributes:
         fire: The action.
         live: Function that returns whether the action is still wanted.
-        patient: Whether the action only ends a wait that has (nearly) the default timeout.
+        patient: Whether the action is merely the deadline of a wait with (nearly) the default timeout.
     """
 
     fire: _Action
@@ -353,7 +353,7 @@ class TaskScheduler:
         self.trace.append(f"{self.now / _NS:.9f} {name}: {text}")
 
     def choose(self, among: int) -> int:
-        """Return a random index, drawn from the seed, to choose among this many items."""
+        """Return a seeded random index for choosing among this many items."""
         return self._random.randrange(among) if among > 1 else 0
 
     def chance(self) -> float:

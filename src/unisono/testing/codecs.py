@@ -128,7 +128,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    # `weights_only` restricts loading to tensors, numbers, strings and containers.
+    # Load with `weights_only`, so that the state may contain only tensors, numbers, strings and containers.
     fresh.load_state_dict(torch.load(file, weights_only=True))
     for expected, step in zip(after, steps[2:], strict=True):
         assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not continue from its loaded state"
@@ -290,8 +290,8 @@ Make = Callable[[], Codec]
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
     """Return the mean number of bytes that a rank sends to compute one average, counted at the senders.
 
-    The function starts ranks as threads, which choose algorithms as if latency were zero, as `wire_bytes` assumes. The
-    first average is not counted, because ranks then also exchange messages to compare their calls.
+    The function starts ranks as threads. These choose algorithms as if latency were zero, which `wire_bytes` also
+    assumes. The first average is not counted, because ranks then also exchange messages to compare their calls.
 
     Args:
         make: Function that makes the codec.

@@ -1,4 +1,4 @@
-"""Ranks of a test: number, backend, optionally torch's default group. Slow imports are deferred until a test runs."""
+"""Ranks on which tests run, optionally with torch's default group. Slow imports are deferred until a test runs."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class MarkedRanks:
         return self.backend != "process" and transport_named(self.backend).in_process
 
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return each rank's `program(*args, **kwargs)`."""
+        """Return the result of `program(*args, **kwargs)` on each rank."""
         return self.run_test(program, args, kwargs, comm=False)
 
     def run_test(
         self, test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, comm: bool
     ) -> list[Any]:
-        """Return each rank's `test(*args, **kwargs)`; with `comm`, the rank's communicator is also passed.
+        """Return the result of `test(*args, **kwargs)` on each rank; with `comm`, pass the rank's communicator as well.
 
         Raises:
             Exception: The error of the first failing rank, with notes that name the rank and the errors of other ranks.
@@ -75,7 +75,8 @@ class MarkedRanks:
         options = self.options
         timeout_s = resolve_timeout(options.get("timeout"), TIMEOUT_S)
         if self.deadlocked:
-            # Hypothesis tries about 50 smaller examples, most of which also time out, so they get a shorter timeout.
+            # After a timeout, Hypothesis tries about 50 smaller examples, most of which also time out, so shorten their
+            # timeout.
             timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}
         backend = _processes() if self.backend == "process" else self.backend

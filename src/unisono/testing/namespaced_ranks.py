@@ -193,8 +193,8 @@ class Network(Closing):
 
     Each host is a network namespace with one interface, eth0. Use the network as a context manager: on exit, even after
     an error or if the caller is killed, all processes on the hosts are killed and the hosts are removed. `tc` limits
-    the rate with tbf, and delays and drops packets with netem. If the kernel has no netem, a relay, which is a Python
-    process, moves packets between TUN devices instead.
+    the rate with tbf, and delays and drops packets with netem. If the kernel has no netem, a Python process, the relay,
+    moves packets between TUN devices instead.
 
     Args:
         hosts: Number of hosts.
@@ -435,7 +435,7 @@ class Network(Closing):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _socket(self, host: int, kind: socket.SocketKind) -> socket.socket:
-        """Return a socket on a host, bound to its address, usable from any thread."""
+        """Return a socket that is bound to a host's address and can be used from any thread."""
 
         def made() -> socket.socket:
             self.enter(host)
@@ -564,7 +564,7 @@ def _run(*words: str) -> str:
 
 
 def run_ranks(fn: Callable[..., Any], size: int, backend: str = "thread", *args: Any, **options: Any) -> list[Any]:
-    """Return each rank's `fn(comm, *args)`, on `size` ranks that exist only for this call.
+    """Return the result of `fn(comm, *args)` on each of `size` ranks that exist only for this call.
 
     Args:
         fn: The program of every rank.

@@ -268,8 +268,8 @@ class PoolProcesses:
             try:
                 usable = self._ranks.links[outcome.rank].recv()
             except (EOFError, OSError):
-                # If there is no second message, the first one reported that the rank had exited, not the outcome of its
-                # program.
+                # Without a second message, the first message was not the outcome of the program, but reported that the
+                # rank had exited.
                 outcome.reported = usable = False
             self._usable = self._usable and usable
         return ended

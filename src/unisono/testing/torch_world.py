@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported early: its functions capture the default group that exists at import
+import torch.distributed.nn  # imported early, because its functions capture the default group that exists at import
 
 # This function is missing from torch's type annotations.
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
 
 class _ThreadWorld:
-    """Replacement for torch's table of groups: each rank sees its own table, other threads see the process's table."""
+    """Replacement for torch's table of groups: each rank sees its own table; other threads see the process's table."""
 
     def __init__(self, process: Any) -> None:
         self.__dict__["_process"] = process
@@ -147,7 +147,7 @@ class _TorchRank:
 
 
 class _RankOfThread:
-    """Finds the rank to which the current thread belongs; if ranks are processes, the rank that this process runs."""
+    """Finds the rank to which the current thread belongs, or, if ranks are processes, the rank of this process."""
 
     process: _TorchRank | None = None
 
@@ -161,7 +161,7 @@ _thread = _RankOfThread()
 
 
 def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], timeout_s: float) -> list[Any]:
-    """Return each rank's `program(comm)`, run with torch's default process group.
+    """Return the result of `program(comm)` on each rank, run with torch's default process group.
 
     Args:
         ranks: The ranks.
@@ -287,7 +287,7 @@ def _of_torch() -> list[Replacement]:
 
 
 def _create(description: Any, options: object = None) -> UnisonoGroup:
-    """Create this rank's object for a group that torch describes; the rank is a member."""
+    """Create this rank's object for a group that torch describes, and of which the rank is a member."""
     rank = _thread.rank
     assert rank is not None
     members = description.global_ranks_in_group or range(rank.comm.size)

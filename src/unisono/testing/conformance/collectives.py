@@ -112,8 +112,8 @@ def barrier_waits_for_all_ranks(world: World) -> None:
 
     def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
         others = [rank for rank in range(comm.size) if rank != last]
-        # Every rank but `last` sends `last` a message just before it enters the barrier, and `last` enters the barrier
-        # after receiving all messages.
+        # Every other rank sends a message to `last` just before it enters the barrier. Rank `last` enters the barrier
+        # after it has received all messages.
         if comm.rank == last:
             for rank in others:
                 comm.recv(numbers(comm, 0), rank)

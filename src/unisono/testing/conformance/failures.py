@@ -27,7 +27,7 @@ def abort_ends_every_wait(world: World) -> None:
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
         part = comm.dup()
-        # On every rank except the aborting one, an operation is in flight before the abort.
+        # Every rank except rank 3, which aborts, starts an operation before the abort.
         works = {
             0: lambda: part.irecv(numbers(comm, 0), 3),
             1: lambda: part.barrier(async_op=True),
@@ -45,7 +45,7 @@ def abort_ends_every_wait(world: World) -> None:
         return message, later
 
     for rank, (message, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
-        # A buffered send may already have completed.
+        # Rank 2's send may be buffered, and so may have completed before the abort.
         assert "enough" in message or (rank == 2 and message == NOTHING), f"rank {rank}: {message}"
         assert "enough" in later, f"rank {rank}: {later}"
 
@@ -83,7 +83,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
         return "nothing happened"
 
     for collective in (True, False):
-        # Before starting the clock, restart the ranks that an earlier failure has killed.
+        # Restart the ranks that an earlier failure has killed, so that the time measured below excludes their start.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")
@@ -105,7 +105,7 @@ def failed_rank_is_reported_in_subgroups(world: World) -> None:
             raise KeyError("my own mistake")
         work = part.irecv(numbers(comm, 0), 1)
         future = work.get_future()
-        # The peer fails after this barrier, perhaps before the barrier has returned on this rank.
+        # Rank 1 fails after this barrier, perhaps before the barrier has returned on this rank.
         with suppress(PeerLostError):
             comm.barrier()
         raised: list[BaseException | None] = []

@@ -53,7 +53,7 @@ def subgroups_run_concurrently(world: World) -> None:
         whole = torch.full((3000,), 1.0, device=comm.device)
         work = comm.all_reduce(whole, algorithm="ring", async_op=True)
         mine = torch.full((2000,), float(comm.rank), device=comm.device)
-        # One sub-group runs more collectives than the other.
+        # One sub-group runs three collectives, the other only one.
         for _ in range(1 + 2 * (comm.rank % 2)):
             part.all_reduce(mine, "max", algorithm="ring")
         work.wait()

@@ -31,7 +31,7 @@ def work_reports_completion(world: World) -> None:
             return None
         work = comm.irecv(numbers(comm, -1), 1)
         before = work.is_completed()
-        # The peer sends its message only after receiving this rank's message.
+        # Rank 1 sends its message only after it has received this one.
         comm.send(numbers(comm, 1), 1)
         work.wait()
         return before, work.is_completed(), work.exception()
@@ -80,7 +80,7 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
         total = numbers(comm, comm.rank + 1)
         waits = [-1.0]
         if comm.rank == 1:
-            # When this message arrives, the first wait on rank 0 has timed out.
+            # Rank 0 sends this message after its first wait has timed out.
             comm.recv(numbers(comm, 0), 0)
         work = comm.all_reduce(total, async_op=True)
         if comm.rank == 0:

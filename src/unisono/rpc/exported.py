@@ -107,8 +107,8 @@ def expose(target: T) -> T:
         raise TypeError(f"only functions and classes can be exposed, not a {type(target).__name__}")
     name = name_of(target)
     mark = _Mark(name, target)
-    # Functions written in C don't accept attributes. They need none, because `_Mark` has already added the name to the
-    # table of exposed functions.
+    # Functions written in C reject the attribute, but `_Mark` has already added their name to the table of exposed
+    # functions.
     with contextlib.suppress(AttributeError, TypeError):
         setattr(target, _MARK, mark)
     return target
@@ -228,7 +228,7 @@ class ExportTable:
         return found  # type: ignore[no-any-return]  # callable, as checked
 
     def lists(self, name: str) -> bool:
-        """Return whether a table contains a name, which then maps to the same function until `changes()` increases."""
+        """Return whether `name` is in a table; if so, it maps to the same function until `changes()` increases."""
         return name in self._own or name in _exposed
 
     def finds(self, name: str, target: Any) -> bool:

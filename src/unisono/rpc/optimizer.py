@@ -37,7 +37,7 @@ class LocalOptimizer:
         return True
 
     def step(self, context: int) -> None:
-        """Do one optimizer step with the gradients of a context, and restore `.grad`."""
+        """Do one optimizer step with the gradients of a context, then restore `.grad`."""
         gradients = get_gradients(context)
         # Ranks that train asynchronously may run optimizer steps at the same time, so `swapped` reserves the parameters
         # for this thread.

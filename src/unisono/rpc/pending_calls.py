@@ -85,7 +85,7 @@ class PendingCalls:
         if call is not None:
             self.windows[call.peer].leave(call.nbytes)
             if call.future is None:
-                # There are no callbacks, so nothing remains but to wake the waiter.
+                # Without a future, there are no callbacks, so nothing remains but to wake the waiter.
                 self._unfinished.discard(number)
         return call
 

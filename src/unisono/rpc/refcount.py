@@ -255,8 +255,8 @@ class References:
             if is_made:
                 self._drop(key, self.rank)
             else:
-                # Send the `DROP` even if this rank is the owner: this rank's request to itself to create the object may
-                # still be in flight, and the `DROP` must arrive after it.
+                # Send the `DROP` even if this rank is the owner: its own request to create the object may still be in
+                # flight, and the `DROP` must arrive after it.
                 self._send(owner, DROP, *key)
 
     @property

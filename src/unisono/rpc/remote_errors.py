@@ -58,7 +58,7 @@ _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteErr
 def packed(error: BaseException) -> _Report:
     """Convert an exception to values that can be sent: class name, text, arguments and fields, and traceback."""
     if isinstance(error, RemoteError):
-        # The error was raised on a third rank, so report its original class.
+        # This rank got the error from a third rank, so report the original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
         # Use the text without the traceback, because `trace` already has the traceback. A text that included it would
         # double in length with each rank that passes the error on.

@@ -42,8 +42,8 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        # Guards all fields. The receiving thread and the deputy must agree on whether a function ended in time or its
-        # thread was replaced, and on whether the thread that begins a function must wake the deputy.
+        # Guards all fields. The receiving thread and the deputy must agree on two things: whether a function ended in
+        # time or its thread was replaced, and whether the thread that begins a function must wake the deputy.
         self._lock = threading.Lock()
         self._state = TurnState.RECEIVING
         self._runs = 0

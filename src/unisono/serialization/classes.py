@@ -92,8 +92,7 @@ def _kind(cls: type[Any]) -> str | None:
         return "enum"
     if issubclass(cls, tuple):
         return "tuple" if isinstance(getattr(cls, "_fields", None), tuple) else None
-    # Look only at the class itself, not at its parents: for a subclass that is not a dataclass, only the parent's
-    # fields would be sent.
+    # Look only at the class itself: a subclass that is not a dataclass would be sent with only its parent's fields.
     return "dataclass" if "__dataclass_fields__" in vars(cls) else None
 
 

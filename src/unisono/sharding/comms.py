@@ -32,8 +32,7 @@ class LiveComms:
         shard: Communicator of the ranks with different parts; without a mesh, the same as `data`.
         replicate: Communicator of the ranks with the same part; None without a mesh.
         overlaps: `data.overlaps`.
-        reported: Whether the failure of the communicators has already been raised as an error on this rank, so that its
-            caller knows.
+        reported: Whether the communicators' failure has been raised on this rank, so that its caller knows.
     """
 
     def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:
@@ -128,7 +127,7 @@ class ShardComms:
             return call(*args, **kwargs)
         except CommError as error:
             live = self.live
-            # On a mesh, ranks outside the failed group do not know of the failure.
+            # On a mesh, ranks outside the failed group do not know of the failure, so abort all groups.
             if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
             # Read the cause after the abort: if `data` had not failed yet, the abort has given it the failed group's
@@ -143,8 +142,7 @@ class ShardComms:
         """Replace the failed communicators in use. Collective."""
         for pair in self._pairs:
             pair.replace()
-        # Assign this last: if a replacement fails, `live` keeps the failed communicators, and the next step tries
-        # again.
+        # Assign `live` last: if a replacement fails, it keeps the failed communicators, and the next step tries again.
         self.live = LiveComms(self._pairs)
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
@@ -206,8 +204,8 @@ def _mesh_problem(gathered: list[tuple[_Place, _Place] | str | None]) -> str | N
         first = places.setdefault((replica, part), rank)
         if first != rank:
             return f"ranks {first} and {rank} have the same place ({replica}, {part}) in mesh"
-        # If only sizes and ranks were compared, groups that are not rows and columns of one grid would be accepted, so
-        # compare the groups' names as well.
+        # Compare the groups' names as well as their sizes and ranks. Otherwise, groups that are not rows and columns of
+        # one grid would be accepted.
         for kind, name in ((("shard", replica), column), (("replicate", part), row)):
             known, other = groups.setdefault(kind, (name, rank))
             if known != name:

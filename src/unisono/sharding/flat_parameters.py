@@ -252,7 +252,7 @@ class FlatParameters:
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
-        """Return the name of a gathered parameter that was modified in place or got another `.data`, if there is one."""
+        """Return the name of a gathered parameter that was modified in place or got another `.data`; otherwise None."""
         # Skip freed parameters: their version counters differ from `_version` even without a write, because `_show` has
         # increased them.
         if self.gathered:
@@ -327,8 +327,7 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 class OneStream:
     """Check that all work of a step is queued on a single stream of each device.
 
-    Otherwise, memory could be overwritten too early: the stream that allocated it can reuse freed memory at once, even
-    if another stream is still using it.
+    Otherwise, the stream that allocated freed memory could reuse it while another stream is still using it.
 
     Args:
         devices: The devices.

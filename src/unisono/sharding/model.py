@@ -158,8 +158,8 @@ class ShardedModel:
             MismatchError: Raised by `step()`, which is collective, if ranks have different options. No parameter has
                 changed.
             Exception: Raised by `step()`: the error of `optimizer_class`. The other ranks' next call raises an
-                `AbortedError` that names the error. If the update had begun, so that ranks may differ, all later calls
-                also raise an error.
+                `AbortedError` that names the error. If the update had begun, ranks may differ, so all later calls also
+                raise an error.
 
         Example:
             >>> def program(comm):
@@ -178,7 +178,7 @@ class ShardedModel:
         own = [place for group in places for place in group]
         optimizer.on_zero_grad = partial(self._runtime.forget, own)
         # With this attribute, a GradScaler sets `found_inf` and always calls `step`, so that `check_step` can refuse
-        # the GradScaler.
+        # it.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_step_pre_hook(partial(self._runtime.check_step, own))
         optimizer.register_step_post_hook(self._runtime.end_step)

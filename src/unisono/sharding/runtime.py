@@ -302,7 +302,7 @@ class Runtime(PassOwner):
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
                 ]
             for flat in unit.flats:
-                # Torch rejects post-accumulate-grad hooks on frozen parameters.
+                # Skip frozen parameters, because torch rejects post-accumulate-grad hooks on them.
                 for index, parameter in enumerate(flat.parameters if flat.gradient is not None else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -343,7 +343,7 @@ class Runtime(PassOwner):
         watched = 0
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
-        # Keep the unit if a backward pass is repeating this forward (checkpointing): the gradients that it computes
+        # Keep the unit if a backward pass is repeating this forward (checkpointing), because the gradients computed
         # next need the unit.
         if not self._in_backward():
             if self._depth == 0:
@@ -447,7 +447,8 @@ class Runtime(PassOwner):
             lost = lost or piece.tensor.grad is not None
             piece.tensor.grad = None
         if lost and self.phase is not StepPhase.STEPPED and not self._comms.live.reported:
-            # On a mesh, another rank may be waiting for this rank in a group in which no rank has failed.
+            # On a mesh, another rank may be waiting for this rank in a group in which no rank has failed, so abort all
+            # groups.
             self._comms.abort(f"{type(error).__name__}: {error}")
             raise error
         self._comms.replace()
@@ -486,8 +487,7 @@ class Runtime(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         self._change("begin")
-        # Read `sync` now: if a hook enters `no_sync` during the outermost pass, that must not change the value for this
-        # pass.
+        # Read `sync` now, because a hook that enters `no_sync` during this pass must not change the pass's value.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
         for _, gradient in self._trained:

@@ -199,8 +199,8 @@ def check(
         nprocs: Number of ranks.
         args: Passed to the program.
         seeds: Seeds, one per run.
-        judge: Function that takes the outcomes by rank and the results of a fault-free run, and returns what is wrong,
-            or None; by default `named_or_right`.
+        judge: Function that returns what is wrong, or None, given the outcomes by rank and the results of a fault-free
+            run; by default `named_or_right`.
         replay: Whether to run each seed twice, and compare the traces.
         options: Options of `unisono.simulate`.
 

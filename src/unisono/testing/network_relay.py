@@ -92,7 +92,7 @@ class Relay:
         while waiting and waiting[0][0] <= now:
             _, source, target, packet = waiting.popleft()
             if self._connected[source] and self._connected[target]:
-                # A device accepts no packets while it is down.
+                # Drop the packet if the device is down.
                 with suppress(OSError):
                     os.write(self._files[target], packet)
 

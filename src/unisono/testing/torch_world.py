@@ -128,7 +128,7 @@ class _TorchRank:
         return self._stores[-1]
 
     def connect(self, ranks: Sequence[int], timeout_s: float) -> JoinedGroup:
-        """Join a new group of the given ranks; unlike `Communicator.subgroup`, called only by the group's members."""
+        """Join a new group of the given ranks. Unlike `Communicator.subgroup`, only the group's members call this."""
         engine = engine_of(self.comm)
         members = tuple(ranks)
         self._made[members] += 1

@@ -64,8 +64,8 @@ class PendingCalls:
     def add(self, call: PendingCall) -> bool:
         """Register a call that is about to be sent. Return whether its deadline is now the earliest.
 
-        The table tracks deadlines only for calls with a future. The timeout of any other call is handled by the thread
-        that waits for the call.
+        The table tracks deadlines only for calls with a future. Any other call's timeout is handled by the thread that
+        waits for the call.
         """
         self._unfinished.add(call.number)
         self._open[call.number] = call

@@ -56,8 +56,8 @@ class Receiver:
         self._due = due
         self._initializer = initializer
         self._name = name
-        # Only the thread whose turn it is (see `Turn`) uses this queue. If the deputy takes over, it continues with the
-        # tasks that the replaced thread has left here.
+        # Only the thread whose turn it is (see `Turn`) uses this queue. A deputy that takes over continues with the
+        # tasks left in it.
         self._todo: deque[tuple[Task, bool]] = deque()
         self._closed = False
 

@@ -172,8 +172,8 @@ class CallServer:
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and reply once its result is available."""
         if call.kind == REMOTE:
-            # Reply before creating the object: the reply confirms that the reference is counted, which remains true
-            # even if the creation fails.
+            # Reply before creating the object: the reply confirms only that the reference is counted, even if the
+            # creation fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
         args = values[: call.positional]

@@ -27,8 +27,8 @@ def run_task(task: Task) -> None:
     try:
         task()
     except KeyboardInterrupt:
-        # Only the main thread gets a Ctrl-C, and it runs tasks only while its caller waits for a reply. Raise the error
-        # again, so that this caller gets the Ctrl-C.
+        # Only the main thread gets a Ctrl-C. It runs tasks only while its caller waits for a reply, and this caller
+        # must not miss the Ctrl-C.
         raise
     except BaseException:
         # Catch even `SystemExit`, which would end the thread silently: no more messages would be received, or a worker
@@ -86,8 +86,7 @@ class Workers:
     def _aside(self) -> Iterator[None]:
         with self._lock:
             self._running -= 1
-            # Start a thread for a queued task, because the awaited reply may depend on it: the other rank may have
-            # called back.
+            # Start a queued task, because the reply may depend on it: the other rank may have called back.
             self._start_threads()
         here = threading.get_ident()
         self._counted.discard(here)
@@ -96,7 +95,7 @@ class Workers:
         finally:
             self._counted.add(here)
             with self._lock:
-                # The number of running tasks may exceed the limit for a while, because a running task cannot be paused.
+                # The limit may be exceeded for a while, because a running task cannot be paused.
                 self._running += 1
 
     def close(self) -> None:

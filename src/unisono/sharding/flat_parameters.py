@@ -186,8 +186,7 @@ class FlatParameters:
         if self.gradient is not None:
             self.gradient.move_to(self.layout)
         self.changed()
-        # Mark the parameters as gathered, because freed parameters would refuse the assignment of `.data` in
-        # `_make_whole`.
+        # Freed parameters would refuse the assignment of `.data` in `_make_whole`, so mark them as gathered.
         self._show(gathered=True)
         self._make_whole()
 

@@ -600,8 +600,7 @@ class GradientSharder(PassOwner):
         except PeerLostError as lost:
             if isinstance(error, ClosedError):
                 raise
-            # The rank whose backward pass failed is lost and won't repeat its forward pass, so raise the error of the
-            # failed pass.
+            # The rank whose backward pass failed is lost and won't repeat its forward pass, so raise the error.
             raise error from lost
         # Let `end` raise this error, because an error raised here would skip the creation of the remaining models'
         # communicators, which is collective.

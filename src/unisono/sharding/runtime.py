@@ -439,8 +439,8 @@ class Runtime(PassOwner):
         error = self._comms.live.data.exception()
         if error is None:
             return
-        # Forget the order, because ranks were at different units when the pass failed. Drop all gradients, because some
-        # ranks may lack gradients of a pass that ended on other ranks.
+        # Ranks were at different units when the pass failed, so forget the order. Some may lack gradients of a pass
+        # that ended on other ranks, so drop all gradients.
         self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):

@@ -155,8 +155,7 @@ def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)
         low, high = (0, 1) if info is None else (info.min, info.max)
-        # Cover the dtype's whole range, so that sums and products wrap around: even then, they must be equal on all
-        # ranks.
+        # Cover the whole range: even if sums and products wrap around, they must be equal on all ranks.
         words = torch.randint(max(low, -(2**62)), min(high, 2**62) + 1, (count,), generator=generator)
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count

@@ -128,7 +128,7 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    # Load with `weights_only`, so that the state may contain only tensors, numbers, strings and containers.
+    # With `weights_only`, the state may contain only tensors, numbers, strings and containers.
     fresh.load_state_dict(torch.load(file, weights_only=True))
     for expected, step in zip(after, steps[2:], strict=True):
         assert _same(_averaged(fresh, step, comm, bucket), expected), "it does not continue from its loaded state"

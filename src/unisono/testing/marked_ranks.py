@@ -75,7 +75,7 @@ class MarkedRanks:
         options = self.options
         timeout_s = resolve_timeout(options.get("timeout"), TIMEOUT_S)
         if self.deadlocked:
-            # After a timeout, Hypothesis tries about 50 smaller examples, most of which also time out, so shorten their
+            # After a timeout, Hypothesis tries about 50 smaller examples, most of which also time out: shorten their
             # timeout.
             timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}

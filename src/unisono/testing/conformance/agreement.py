@@ -24,7 +24,7 @@ def different_calls_are_rejected_on_every_rank(world: World) -> None:
 def _program(comm: Communicator, call: Callable[[Communicator, bool], object]) -> str:
     part = comm.dup()
     try:
-        # Rank 1 makes a call that differs from the other two ranks' calls.
+        # Rank 1's call differs from the other two ranks' calls.
         call(part, part.rank == 1)
     except MismatchError as error:
         return str(error)

@@ -264,7 +264,7 @@ def receive_any_reports_a_lost_sender(world: World) -> None:
         return comm.recv(numbers(comm, 0), timeout=never_s)
 
     for probes in (False, True):
-        # Restart the ranks that an earlier failure has killed, so that the time measured below excludes their start.
+        # Restart ranks killed by an earlier failure, so that the measured time excludes their start.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, probes, world.never_s, size=3, on_failure="continue")

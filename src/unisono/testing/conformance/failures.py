@@ -45,7 +45,7 @@ def abort_ends_every_wait(world: World) -> None:
         return message, later
 
     for rank, (message, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
-        # Rank 2's send may be buffered, and so may have completed before the abort.
+        # Rank 2's send may already have completed, if it was buffered.
         assert "enough" in message or (rank == 2 and message == NOTHING), f"rank {rank}: {message}"
         assert "enough" in later, f"rank {rank}: {later}"
 
@@ -83,7 +83,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
         return "nothing happened"
 
     for collective in (True, False):
-        # Restart the ranks that an earlier failure has killed, so that the time measured below excludes their start.
+        # Restart ranks killed by an earlier failure, so that the measured time excludes their start.
         world.run(together, size=3)
         started = time.monotonic()
         ends = world.run(program, collective, world.never_s, size=3, on_failure="continue")

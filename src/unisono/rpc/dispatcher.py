@@ -121,7 +121,7 @@ class Dispatcher:
     def dispatch(self, message: Envelope) -> tuple[Task, bool] | None:
         """Handle one message. Return the task that remains to be run, if any, and whether it is short.
 
-        Only the polling thread calls this for messages from other ranks; any thread may, for this rank's own messages.
+        Call this in the polling thread, or, for a message from this rank to itself, in any thread.
         """
         if message.peer in self.ended:
             return None

@@ -72,8 +72,8 @@ class ShardComms:
         self._pairs = [ReplaceableComms(comm)]
         self.steps: Communicator = self._pairs[0].base
         try:
-            # Check the mesh before duplicating its communicators, because `dup` is collective: if the ranks' groups did
-            # not form a grid, ranks would wait for each other.
+            # Check the mesh before duplicating its communicators: `dup` is collective, so ranks whose groups do not
+            # form a grid would wait for each other.
             _check_mesh(self.steps, mesh)
         except BaseException:
             self.close()
@@ -130,8 +130,8 @@ class ShardComms:
             # On a mesh, ranks outside the failed group do not know of the failure, so abort all groups.
             if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
-            # Read the cause after the abort: if `data` had not failed yet, the abort has given it the failed group's
-            # error.
+            # Read the cause after the abort, which has given `data` the failed group's error unless `data` itself had
+            # failed.
             cause = live.data.exception()
             live.reported = cause is not None
             if live.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:

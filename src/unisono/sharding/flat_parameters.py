@@ -246,8 +246,7 @@ class FlatParameters:
 
     def changed(self) -> None:
         """Make autograd reject its saved references to the parameters, because their elements have changed."""
-        # Autograd has saved nothing at this version, because it is higher than all counters, even those of freed
-        # parameters.
+        # Choose a version above all counters, even those of freed parameters, because autograd has saved nothing at it.
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:

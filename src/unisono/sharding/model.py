@@ -56,17 +56,17 @@ class ShardedModel:
     Raises:
         TypeError: `model` is not a module.
         ValueError: The model has no parameters; no module is a unit; or a parameter is uninitialized, has a gradient,
-            or is already averaged or sharded by another object. Raised on every rank: `mesh` is not a grid of the ranks
-            of `comm`.
-        MismatchError: Ranks have different models or settings. Raised by `backward()`: only some ranks have a gradient
-            for a parameter. Raised by a forward or backward pass: ranks run different units, or one rank has skipped a
-            backward pass.
+            or is already averaged or sharded by another object. Raised on every rank if `mesh` is not a grid of the
+            ranks of `comm`.
+        MismatchError: Ranks have different models or settings. Raised by `backward()` if only some ranks have a
+            gradient for a parameter. Raised by a forward or backward pass if ranks run different units, or one rank has
+            skipped a backward pass.
         AbortedError: Another rank's forward or backward pass has raised. If several models share a backward pass, the
             error may have occurred before the pass reached this model. All ranks drop the gradients of the step,
             including those of earlier passes in the step; the next step is unaffected. A rank that had already finished
             its pass raises this error once, from its next forward pass, `clip_grad_norm_()` or `step()`.
-        RuntimeError: Raised by a forward pass: a parameter was unfrozen, replaced, added, or modified in place. Raised
-            by `backward()`: parameters were modified since the forward pass, or a gradient is sparse.
+        RuntimeError: Raised by a forward pass if a parameter was unfrozen, replaced, added, or modified in place.
+            Raised by `backward()` if parameters were modified since the forward pass, or a gradient is sparse.
 
     A backward pass must enter a module through its outputs, which may be in a list, dict or dataclass. If a pass enters
     through another tensor, the parameters that it needs have been freed, and autograd raises the same error as if they
@@ -154,10 +154,10 @@ class ShardedModel:
         Raises:
             ValueError: The class is not elementwise, or `params` contains a tensor that is not a parameter of the
                 model.
-            RuntimeError: Raised by `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
+            RuntimeError: Raised by `step()` if the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
             MismatchError: Raised by `step()`, which is collective, if ranks have different options. No parameter has
                 changed.
-            Exception: Raised by `step()`: the error of `optimizer_class`. The other ranks' next call raises an
+            Exception: The error of `optimizer_class`, raised by `step()`. The other ranks' next call raises an
                 `AbortedError` that names the error. If the update had begun, ranks may differ, so all later calls also
                 raise an error.
 
@@ -203,7 +203,7 @@ class ShardedModel:
         Returns: The norm before scaling, a float64 scalar, equal on all ranks.
 
         Raises:
-            RuntimeError: Raised on every rank: gradients are not averaged, or, with `error_if_nonfinite`, the norm is
+            RuntimeError: Raised on every rank if gradients are not averaged, or if `error_if_nonfinite` and the norm is
                 not finite.
 
         Example:
@@ -264,8 +264,8 @@ class ShardedModel:
         Returns: A context manager that frees the parameters again on exit.
 
         Raises:
-            RuntimeError: A forward pass, a backward pass or another `full_parameters` is running. On exit: a parameter
-                has another shape, dtype or device than before; in this case, no change is kept.
+            RuntimeError: A forward pass, a backward pass or another `full_parameters` is running. Raised on exit if a
+                parameter has another shape, dtype or device than before; no change is then kept.
         """
         with self._runtime.whole(writeback=writeback):
             yield

@@ -79,14 +79,16 @@ class ShardedOptimizer(Optimizer):
     Raises:
         ValueError: The class is not elementwise; an argument is out of range; or a parameter cannot be sharded. With
             `shard_gradients`: a parameter has a gradient, or is already averaged or sharded by another object. Raised
-            on every rank: `mesh` is not a grid of the ranks of `comm`.
+            on every rank if `mesh` is not a grid of the ranks of `comm`.
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        MismatchError: Ranks have different models or settings. From `step()`, on every rank: gradients or options
+        MismatchError: Ranks have different models or settings. Raised by `step()` on every rank if gradients or options
             differ.
-        AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
-        PeerLostError, CommTimeoutError: From `step()`: a rank did not take part.
-        RuntimeError: From `step()`: a parameter of the module was replaced, added or moved to other memory; the caller
-            set p.grad despite `shard_gradients`; or gradients accumulated in `no_sync` are not averaged yet.
+        AbortedError: Raised by `backward()` or `step()` if another rank's backward pass has failed. Gradients are
+            dropped.
+        PeerLostError, CommTimeoutError: Raised by `step()` if a rank did not take part.
+        RuntimeError: Raised by `step()` if a parameter of the module was replaced, added or moved to other memory, if
+            the caller set p.grad despite `shard_gradients`, or if gradients accumulated in `no_sync` are not averaged
+            yet.
 
     Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes per rank for checks;
     `shard_gradients` adds one reduce_scatter per bucket. Memory: N elements for parameters, N/p for each state and for

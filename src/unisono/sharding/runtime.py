@@ -349,7 +349,7 @@ class Runtime(PassOwner):
             if self._depth == 0:
                 self._watch.stop()
             # Two units stay gathered for the backward pass: the model's own unit, which is used throughout, and the
-            # last unit of the forward, with which the backward pass begins. Without a watched output, a unit that
+            # last unit of the forward, with which the backward pass begins. Without a hook on an output, a unit that
             # stayed gathered would not be freed until the next forward.
             stays = watched and (unit.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
@@ -577,8 +577,8 @@ class Runtime(PassOwner):
             self.check_reduced("optimizer.step()", places)
         except RuntimeError as error:
             problem = error
-        # Remove GradScaler's attributes, because GradScaler deletes them only after a step that succeeds, and a later
-        # step without a GradScaler would otherwise also be refused.
+        # Remove GradScaler's attributes, which it deletes only after a successful step. Otherwise, a later step without
+        # a GradScaler would also be refused.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
         if any(scaled):
             problem = RuntimeError(

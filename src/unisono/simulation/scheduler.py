@@ -502,7 +502,7 @@ def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float)
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """Return a text that names ranks; if there are many, it names only the first few.
+    """Return text that names ranks, or only the first few if there are many.
 
     Example:
         >>> name_ranks({3}), name_ranks({2, 1}), name_ranks(range(500))

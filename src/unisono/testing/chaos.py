@@ -100,7 +100,7 @@ class Run:
 
 
 def weather(seed: int, nprocs: int) -> FaultPlan:
-    """Return a network and one to three faults drawn from a seed; one seed in eight gives no faults.
+    """Return a network and faults drawn from a seed: none for one seed in eight, otherwise one to three.
 
     Args:
         seed: Any int.

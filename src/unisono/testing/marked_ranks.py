@@ -163,8 +163,8 @@ def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> Mar
         options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".
 
     Raises:
-        Exception: Raised by the decorated test: the error of the first failing rank, with notes that name the rank and
-            the errors of other ranks.
+        Exception: The decorated test raises the error of the first failing rank, with notes that name the rank and the
+            errors of other ranks.
 
     Cost: a few milliseconds per run on threads or on processes that are already running.
 

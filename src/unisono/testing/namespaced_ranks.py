@@ -203,8 +203,7 @@ class Network(Closing):
         ipv6: Whether the hosts have only IPv6 addresses.
         delay: One-way delay of each packet: seconds, or a string with a unit, such as "2ms" or "50us".
         loss: Probability that a packet is lost, from 0 to 1.
-        seed: Seed that determines which packets the relay drops; packets are numbered in the order in which the relay
-            reads them.
+        seed: Seed that determines which packets the relay drops, counted in the order in which the relay reads them.
 
     Cost: 0.1 s for two hosts. A relay runs at a real-time priority, uses about 20 us of CPU time for each packet of up
     to 1,500 bytes, and adds about 0.1 ms to the delay; `report()` measures this CPU time and the delay.

@@ -170,8 +170,7 @@ def check_resume(
     Args:
         make, dataset: As in `check_partitioner`.
         counts: Number of ranks in each phase.
-        taken: For each phase but the last, and for each rank, the fraction (0 to 1) of the rank's part that is
-            consumed.
+        taken: In each phase but the last, the fraction (0 to 1) of its part that each rank consumes.
         seed, epoch: 0 or more.
 
     Raises: AssertionError otherwise.

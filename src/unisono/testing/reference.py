@@ -39,7 +39,7 @@ _BITS = {
 
 
 def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
-    """Return the operations that are defined for a dtype, which every backend must support.
+    """Return the operations that are defined for a dtype, all of which every backend must support.
 
     Args:
         dtype: Any of `DTYPES`.

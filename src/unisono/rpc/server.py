@@ -118,8 +118,7 @@ class CallServer:
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
         short = call.target in self._quick if long else call.target not in self._slow
-        # Register the call only now: malformed calls are rejected above, and would never be removed if they were
-        # registered.
+        # Register the call only after malformed calls have been rejected above, because those would never be removed.
         self._open[message.peer, call.number] = call
         return lambda: self._serve(call, message), short
 
@@ -172,8 +171,8 @@ class CallServer:
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and reply once its result is available."""
         if call.kind == REMOTE:
-            # Reply before creating the object: the reply confirms only that the reference is counted, even if the
-            # creation fails.
+            # Reply before creating the object: the reply confirms only that the reference is counted, which holds even
+            # if the creation fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
         args = values[: call.positional]

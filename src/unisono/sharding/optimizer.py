@@ -561,10 +561,10 @@ class GradientSharder(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         error = self._comms.live.data.exception()
-        # An error raised in another model also counts: if ranks wait for each other in two models, both models are
-        # aborted, and each rank raises in the model in which it waits. After such an abort, all ranks repeat the
-        # training step. They must agree that this pass belongs to the repetition, because a rank that raised again here
-        # would leave the other ranks waiting in `renew`.
+        # An error raised in another model also counts as raised: if ranks wait for each other in two models, both
+        # models are aborted, and each rank raises in the model in which it waits. After such an abort, all ranks repeat
+        # the training step. They must agree that this pass belongs to the repetition, because a rank that raised again
+        # here would leave the other ranks waiting in `renew`.
         repeats = self._comms.live.reported or self._errors != self._watch.errors
         self._errors = self._watch.errors
         if error is not None and not repeats:

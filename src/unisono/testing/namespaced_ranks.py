@@ -210,8 +210,8 @@ class Network(Closing):
 
     Raises:
         ValueError: The delay or the loss is invalid.
-        subprocess.CalledProcessError: On entry: the machine does not support a `Network`, which needs Linux, root and
-            iproute2, or `tc` rejects the rate. To check for this support beforehand, call
+        subprocess.CalledProcessError: Raised on entry if the machine does not support a `Network`, which needs Linux,
+            root and iproute2, or `tc` rejects the rate. To check for this support beforehand, call
             `unisono.testing.namespaced_ranks.obstacle()`.
 
     Example:

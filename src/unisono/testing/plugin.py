@@ -120,8 +120,8 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Run a marked test on its ranks, inside the wrappers of pytest and other plugins.
 
-    The test function is replaced temporarily, before pytest and other plugins wrap it, so that their wrappers
-    handle coroutines, return values and expected failures.
+    The test function is replaced temporarily before pytest and other plugins wrap it. Their wrappers therefore handle
+    coroutines, return values and expected failures.
     """
     marker = item.get_closest_marker("ranks")
     if marker is None or not isinstance(item, pytest.Function):
@@ -196,8 +196,7 @@ def _for_ranks(chosen: Any) -> Any:
 
     # Drop the default deadline of a few hundred milliseconds, because an example may have to start its ranks.
     deadline = None if chosen.deadline == settings().deadline else chosen.deadline
-    # Skip Hypothesis's explanations: they would name lines of this library, which starts the ranks, not lines of the
-    # test, which the ranks run. One bug may cause different failures on several ranks; it is enough to report one of
-    # them.
+    # Skip Hypothesis's explanations: they would name lines of this library instead of the test, which only the ranks
+    # run. One bug may cause different failures on several ranks; it is enough to report one of them.
     phases = [phase for phase in chosen.phases if phase is not Phase.explain]
     return settings(chosen, deadline=deadline, phases=phases, report_multiple_bugs=False)

@@ -257,7 +257,7 @@ class PoolProcesses:
         return ended, False
 
     def _send(self, order: bytes, rank: int, attempt: int = 0) -> None:
-        # If a rank has exited since its last program, the wait for its outcome reports the exit.
+        # Ignore that a rank has exited since its last program: the wait for its outcome reports the exit.
         with suppress(ConnectionError):
             self._ranks.links[rank].send_bytes(order)
 

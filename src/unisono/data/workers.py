@@ -1,4 +1,4 @@
-"""Helpers for datasets in loader workers: find the process's rank, and refuse to divide samples a second time."""
+"""Helpers for datasets: find the process's rank, and keep loader workers and Accelerate from dividing samples again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WorkerEpochCheck:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """Return an iterator whose `next` raises on a second pass, because workers forward only `next`'s errors."""
+        """On a second pass, return an iterator whose `next` raises, because workers forward only errors from `next`."""
         if get_worker_info() is None or not resumed:
             return None
         again = self._begun
@@ -120,8 +120,8 @@ _DIVIDING = "BatchSamplerShard.", "DataLoaderDispatcher.", "IterableDatasetShard
 def refuse_second_split(ranks: int) -> None:
     """Raise `ValueError` if Accelerate's `prepare` would divide the caller's samples a second time.
 
-    Accelerate does not test for a distributed sampler, and has no hook, so this function looks for Accelerate's classes
-    in the call stack.
+    Accelerate does not check whether a sampler already divides the samples, and offers no hook for such a check. So
+    this function looks for Accelerate's classes in the call stack.
 
     Args:
         ranks: Number of ranks among which the caller divides the samples.

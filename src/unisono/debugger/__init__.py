@@ -1,4 +1,4 @@
-"""Stops all ranks, inspects any of them, and continues them.
+"""Debugger that stops all ranks, inspects any of them, and lets them continue.
 
 Provisional: it may change in any minor version, without a deprecation.
 """
@@ -21,7 +21,7 @@ __all__ = ["Session", "attach", "breakpoint"]
 
 
 def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like Python's, for all ranks
-    """Stop this rank here, and all other ranks at their next call; return when a debugger continues them.
+    """Stop this rank here, and all other ranks at their next communicator call, until a debugger lets them continue.
 
     Provisional: it may change in any minor version, without a deprecation.
 

@@ -20,8 +20,7 @@ class Prompt(cmd.Cmd):
     Args:
         session: Connection to the ranks.
         rank: Rank chosen initially; if None, the rank that stopped the others.
-        lets_go: Whether this thread is itself a rank, so that `detach` or the end of the input lets all ranks
-            continue.
+        lets_go: Whether `detach` and the end of the input let all ranks continue, because this thread is itself a rank.
         stdin, stdout: Streams to use in place of the process's standard streams.
     """
 
@@ -124,7 +123,7 @@ class Prompt(cmd.Cmd):
             self._print(f"{'->' if each == int(line) else '  '} {each:4} {text}" if text else "")
 
     def do_step(self, _: str) -> None:
-        """Run the chosen rank to its next line. A collective on the current line waits for the ranks still held."""
+        """Run the chosen rank to its next line. If it calls a collective, that call waits for the ranks still held."""
         self._up = 0
         arrived = self._session.step(self._rank)
         self._print(("" if arrived else "not there yet: ") + _line(self._session.ranks()[self._rank]))

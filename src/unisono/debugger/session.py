@@ -57,7 +57,7 @@ class Session(Closing):
     def ranks(self) -> dict[int, dict[str, Any]]:
         """Return each rank's "state" (held, in a call, running), "site", "function", "file" and "line".
 
-        The result includes ranks that were not yet held when this method was last called.
+        Each call also finds ranks that have become held since the previous call.
         """
         known = {(connection.pid, connection.number) for connection in self._connections}
         for job, more in _held_jobs(known).items():
@@ -81,7 +81,7 @@ class Session(Closing):
         Args:
             rank: Number of the rank in the job.
             code: Python code, which cannot set local variables.
-            up: Which frame to use: the number of levels above the innermost frame of `stack`; 1 is that frame's caller.
+            up: Which frame to use: 0 is the innermost frame of `stack`, 1 is its caller, and so on.
 
         Raises:
             ValueError: The rank is not on this host.
@@ -112,8 +112,8 @@ class Session(Closing):
 
         Args:
             rank: Number of the rank in the job.
-            timeout: Seconds to wait, or a `timedelta`. A collective on the current line waits for the ranks that are
-                still held.
+            timeout: Seconds to wait, or a `timedelta`. If the current line calls a collective, the collective waits for
+                ranks that are still held.
 
         Returns:
             Whether the rank has reached its next line.
@@ -164,7 +164,7 @@ def attach(pid: int | None = None) -> Session:
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        pid: A process of the job, or the process that started the ranks; None if only one job is held.
+        pid: PID of a process of the job, or of the process that started the ranks; None if only one job is held.
 
     Returns:
         The session.
@@ -211,7 +211,7 @@ def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[Debug
 
 
 def _chosen(jobs: dict[str, list[DebugConnection]], pid: int | None) -> str:
-    """Return the job of a process, which need not hold ranks itself. If `pid` is None, return the only job."""
+    """Return the job of a process, even if none of its ranks run in it. If `pid` is None, return the only job."""
     if pid is None:
         if len(jobs) > 1:
             named = sorted(connection.pid for connections in jobs.values() for connection in connections)

@@ -42,8 +42,8 @@ class Hang(NamedTuple):
         report: Lines that describe what each rank is doing, to append to an error's message.
         deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next
             rank has not started.
-        missing: Ranks that the collective waits for, as far as known. The first of these sets that is not empty: ranks
-            that are not in any call; ranks that do not respond; ranks that are still in an earlier call.
+        missing: Ranks that the collective waits for, as far as known: those that are not in any call; if there are
+            none, those that do not respond; or else those that are still in an earlier call.
         verdict: `missing` as a sentence, or empty.
         waits: For each rank in the cycle, the group in which it waits, and the number of calls that it has made in that
             group.
@@ -65,8 +65,8 @@ class BlockedRank(NamedTuple):
         number: Sequence number of the call, or None for a message.
         call: The call as text.
         for_s: Seconds since the rank entered the call.
-        peers: For a message, the ranks that have not posted its counterpart.
-        aside: Whether other threads of the rank can still make calls.
+        peers: For a message, the ranks that have not posted the matching operation.
+        aside: Whether the rank can still make other calls meanwhile, so that it is not part of a deadlock.
     """
 
     rank: int
@@ -199,7 +199,7 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
 
 
 def _inside(report: _Report | None) -> _Report | None:
-    """Return the entry of the communicator that a rank waits in (the last one entered, if it waits in several)."""
+    """Return the report on the communicator in which a rank waits (the last one entered, if it waits in several)."""
     inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 

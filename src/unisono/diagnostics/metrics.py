@@ -95,11 +95,11 @@ class Metrics:
     def scalars(self) -> dict[str, float]:
         """Return the totals by name, for a dashboard: `unisono/all_reduce/calls`, `.../bytes` and `.../seconds`.
 
-        `unisono/all_reduce/wait_seconds` is the time that the program spent in the method and, for asynchronous calls,
-        in `wait`. The middle part of a metric's name is the communicator's method. Point-to-point messages count as
-        `send` and `recv`, including messages inside a collective; the time spent waiting for them is listed under the
-        method that was called, such as `isend`. Methods that were not called are left out. If several ranks share the
-        object, their values are summed.
+        `unisono/all_reduce/wait_seconds` is the time that the program spent in `all_reduce` and, for asynchronous
+        calls, in `wait`. The middle part of a metric's name is the communicator's method. Point-to-point messages count
+        as `send` and `recv`, including messages inside a collective; the time spent waiting for them is listed under
+        the method that was called, such as `isend`. Methods that were not called are left out. If several ranks share
+        the object, their values are summed.
 
         Example:
             >>> metrics = un.Metrics()

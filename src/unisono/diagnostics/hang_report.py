@@ -148,9 +148,10 @@ def last_calls(control: ControlPlane, group: Group) -> str:
 
 
 def with_hang_report(error: BaseException, control: ControlPlane, group: Group) -> BaseException:
-    """Add each rank's state to a timeout error, or its last calls to a mismatch. A deadlock becomes a `DeadlockError`.
+    """Add each rank's state to a timeout error, or its last calls to a mismatch error.
 
-    Cost: one query to all ranks, which takes 0.15 s longer if a process is stopped.
+    If ranks deadlock, a timeout error becomes a `DeadlockError`. Cost: one query to all ranks, which takes 0.15 s
+    longer if a process is stopped.
     """
     if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error

@@ -191,14 +191,14 @@ def find_straggler(
     """Return the rank, if any, that is late at one place in the program more often than chance explains.
 
     A place is a bucket or a source line; places with fewer than 5 calls are ignored. On average, a straggler arrives
-    after at least three quarters of the other ranks, and at least 4.5 standard deviations later than in a random order;
-    with too few calls to reach 4.5, the straggler is the last rank in every call. The straggler's median lateness is at
+    after at least three quarters of the other ranks, and at least 4.5 standard deviations later than in a random order.
+    If the calls are too few to reach 4.5, a straggler must be the last rank in every call. Its median lateness is at
     least 2 % of the time between calls.
 
     With few calls, or with only two ranks, the order alone proves too little, so three stricter conditions apply: the
     median lateness is at least 8 % of the time between calls; in four of five calls, the lateness is at least half the
-    median; and the total time that all other ranks waited for the straggler exceeds the time that it waited for a core,
-    because two ranks that share cores may always run in the same order.
+    median; and the total time that all other ranks waited for the straggler exceeds the time that it waited for a core.
+    The last condition is needed because two ranks that share cores may always run in the same order.
 
     Args:
         places: For each place's name, a list of calls; each call maps ranks to their arrival times in microseconds.

@@ -37,7 +37,7 @@ def format_error(error: BaseException, rank: int | None = None, size: int | None
     """Return an error's traceback as text, without internal frames, prefixed with the rank.
 
     Args:
-        error: The error, which has a traceback only if it was raised.
+        error: The error; if it was never raised, there is no traceback to show.
         rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
 
     Example:
@@ -58,7 +58,7 @@ def brief_error(error: BaseException, rank: int | None, size: int | None, instea
     """Return one line about a failure that another rank shows in full.
 
     Args:
-        error: The error, which has a traceback only if it was raised.
+        error: The error; if it was never raised, there is no traceback to show.
         rank, size: Rank of the process, and number of ranks; if None, no rank is shown.
         instead: Text to show in place of the error's class and message.
 
@@ -202,7 +202,7 @@ class _ErrorDisplay:
         # A forked child inherits this hook, but must not write to its parent's report file.
         file = self._report if self._process == os.getpid() else None
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
-            # `unisono run` forwards an interrupt to all ranks, so there is nothing to show.
+            # Under `unisono run`, which forwards an interrupt to all ranks, don't show the interrupt.
             if file is None or not isinstance(error, KeyboardInterrupt):
                 self._others(kind, error, trace)
             return
@@ -307,7 +307,7 @@ class TorchrunReport:
         return self._first is not None
 
     def claim(self, error: str) -> str | None:
-        """Register this error as the host's first one and return None, or return the error that is already registered.
+        """Register this error as the host's first one, and return None. If there already is a first one, return that.
 
         Args:
             error: A short description that other ranks use to refer to this error.

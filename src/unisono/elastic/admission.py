@@ -30,7 +30,7 @@ def join(
 ) -> Communicator:
     """Join a running job as an additional rank, when the job's ranks call `comm.rebuild` with `grow` or `size`.
 
-    Backend, default timeout, chunk size and checks are the job's. The new rank gets the highest rank number.
+    The job determines the backend, default timeout, chunk size and checks. The new rank gets the highest rank number.
 
     Args:
         init_method: The `init_method` that the job's ranks passed to `init`: "tcp://host:port" or "file:///path".

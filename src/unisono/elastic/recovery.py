@@ -1,4 +1,4 @@
-"""Lets training continue after ranks die, from the last step that any survivor committed, without losing samples."""
+"""Recovery after ranks die: training continues from the last step that any survivor committed, and loses no samples."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Recovery:
     survivor has committed is discarded, and its samples, including the dead ranks' samples, are redistributed.
 
     Sharded models and optimizers (`un.sharding`) need no checkpoint file: each commit takes a snapshot of them in
-    memory, and the following ranks (see `redundancy`) keep copies of each rank's shards. After a failure, the whole
+    memory, and copies of each rank's shards are kept on other ranks (see `redundancy`). After a failure, the whole
     training state returns to the last snapshot that any survivor has committed, and the shards are divided among the
     survivors.
 
     Args:
         comm: The communicator that the training loop uses. After a recovery, the loop must use `recovery.comm`.
-        redundancy: Number of following ranks that keep a copy of each rank's shards. Up to `redundancy` adjacent ranks
+        redundancy: Number of ranks after each rank that keep a copy of its shards. Up to `redundancy` adjacent ranks
             may die at the same time.
         parts: The objects that make up the training state, as keyword arguments with any names. An object with a method
             `rebuild` counts as a sampler (`un.data.PartitionSampler` or `GlobalBatchSampler`), and each commit advances
@@ -119,7 +119,8 @@ class Recovery:
         if comm.is_replacement:
             self.join(comm.rebuild())
         elif self._snapshots:
-            # Ignore the loss: the next collective in training also fails, and the program then calls `recover`.
+            # Ignore the loss of a rank here: the next collective in training also fails, and the program then calls
+            # `recover`.
             with suppress(PeerLostError):
                 self._snapshots.take(comm)
 
@@ -164,8 +165,8 @@ class Recovery:
         Raises:
             CommError: As for `Communicator.rebuild`.
             RuntimeError: Some shards are lost, because more adjacent ranks died at the same time than there are copies;
-                or `size` was passed, and ranks have recovered more than ten times in a row without a commit, so the
-                training step itself may kill ranks. Raised on every rank.
+                or `size` was passed, and more than ten recoveries in a row were not followed by a commit, which
+                suggests that the training step itself kills ranks. Raised on every rank.
         """
         while True:
             self._count_attempt(size)
@@ -187,15 +188,15 @@ class Recovery:
         """Join a running job as a new rank, while the job's ranks are in `recover`.
 
         This rank's parameters, buffers and optimizer state are replaced with the job's. Parts that communicate (an
-        averager, sharded parts) and this object must have been created with a communicator of this rank alone, such as
-        `un.init("thread")`.
+        averager, sharded parts) and this object must have been created with a communicator that has no other rank, such
+        as `un.init("thread")`.
 
         Args:
-            comm: The communicator that `unisono.join` returned; None if this object was created with it.
+            comm: The communicator that `unisono.join` returned; None if this object was created with that communicator.
 
         Returns:
-            The communicator to use, which is also stored in `comm`; a new one if another rank was lost, or left the
-            job, during the call.
+            The communicator to use, which is also stored in `comm`. It differs from the argument if another rank was
+            lost, or left the job, during the call.
 
         Raises:
             ValueError: `comm` is None although a part is sharded.
@@ -255,7 +256,7 @@ class Recovery:
             return False
 
     def _follow(self) -> bool:
-        """Agree on the step, and move all parts to the communicator. Return False if this rank must rebuild again."""
+        """Agree on the step, and move all parts to the communicator. Return False if `comm` must be rebuilt again."""
         comm = self.comm
         shots = self._snapshots
         serial = 0 if shots is None else shots.serial if shots.has(shots.serial) else -1
@@ -266,8 +267,8 @@ class Recovery:
                 shots.hand_over(comm, leaving)
             comm.barrier()
             return self._leaving
-        # Of the ranks with the most steps, choose the one with the most samples: it best approximates the dead ranks'
-        # progress.
+        # Of the ranks with the most steps, choose the one with the most samples: its progress is the best estimate of
+        # the dead ranks' progress.
         progress = [found[:3] for found in everyone]
         leader = progress.index(max(progress))
         serial, step, _ = progress[leader]
@@ -401,12 +402,12 @@ class _Snapshot:
 
 
 class Snapshots:
-    """Keeps the last two snapshots, because a rank may be lost when only some ranks know that the last is complete.
+    """The last two snapshots. Two are kept: a rank may be lost before all ranks know that the last one is complete.
 
     Args:
         sharded: Sharded parts.
         whole: The unsharded parts, whose state is rolled back together with the sharded parts.
-        redundancy: Number of following ranks that keep a copy of each rank's shards.
+        redundancy: Number of ranks after each rank that keep a copy of its shards.
 
     Attributes:
         serial: Number of the last snapshot known to be complete on all ranks; -1 if there is none.

@@ -41,9 +41,9 @@ _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKey
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     """Yield batches until the loader is exhausted, or until all ranks stop at the same step.
 
-    A step is counted before its batch is fetched, so a resumable loader stops at the first unused batch. If `enable`
-    was not called for the communicator, Slurm's time limit requests a stop, and so does SIGTERM unless it already has a
-    handler.
+    A step is counted before its batch is fetched, so a stop leaves no fetched batch unused, and a resumable loader
+    later continues at the first unused batch. If `enable` was not called for the communicator, Slurm's time limit
+    requests a stop, and so does SIGTERM unless it already has a handler.
 
     Args:
         comm: Communicator of the ranks that stop together. All ranks of `comm` must call `batches`, either with loaders
@@ -161,9 +161,9 @@ class StopSources(Closing):
     The signal handler only puts the reason into a queue, so it may safely interrupt any code. A dedicated thread reads
     the queue, checks the deadlines and the file, and repeats the request until the control plane has received it.
 
-    After `close`, and in a forked process, which has no thread to read the queue, the signal handler passes signals on
-    to the previous handler. `close` may leave the signal handler installed, because only the main thread can remove it,
-    and only if no other handler was installed later.
+    The signal handler passes signals on to the previous handler after `close`, and in a forked process, which has no
+    thread to read the queue. `close` may leave the signal handler installed: only the main thread can remove it, and
+    only if no other handler was installed later.
 
     Args:
         comm: The communicator.
@@ -286,8 +286,8 @@ class StopSources(Closing):
             if comm is not None:
                 comm.request_stop(reason)
         except CommError:
-            # The control plane is lost or busy. If the ranks are rebuilding the communicator, try again later;
-            # otherwise, their own calls also fail.
+            # The control plane is lost or busy. Retry, because the ranks may be rebuilding the communicator; if they
+            # are not, their own calls also fail.
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""Registry of engines, which provide ranks' processes. Sources: this package, entry points and `ENGINES.register`."""
+"""Registry of engines, which provide ranks' processes; entry points and `ENGINES.register` can add further engines."""
 
 from __future__ import annotations
 

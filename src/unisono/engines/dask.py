@@ -88,7 +88,7 @@ class Dask(Engine):
         return sorted(suitable, key=lambda address: busy.get(address, 0))
 
     def _spare(self, client: Any, timeout_s: float, taken: Set[str]) -> str:
-        """Wait for an idle worker that is not in `taken`. Dask's nanny restarts a lost worker within seconds."""
+        """Wait for an idle worker not in `taken`: if one is lost, Dask's nanny starts it again within seconds."""
         deadline = clock.now() + timeout_s
         while True:
             busy = {address for address, tasks in client.processing().items() if tasks}
@@ -176,7 +176,7 @@ class DaskWorkers(Executor):
         return future
 
     def why_lost(self, future: Future[Any]) -> str | None:
-        """If a task's worker has left the cluster, return the reason why the task is lost; otherwise, return None.
+        """Return why a task is lost if its worker has left the cluster; otherwise, return None.
 
         Dask itself would wait forever for another worker at the same address.
         """

@@ -39,9 +39,9 @@ class Engine(Protocol):
 
         Executors may have three optional attributes. If `replaces` is true, the executor accepts another task for each
         lost task, and runs it in a new or idle process; `on_failure="replace"` needs this. If `starts_workers` is true,
-        the processes run nothing but the tasks, and exit by themselves when the caller has exited. A method `why_lost`
-        is called every second with the pending future of a task that has ended, and returns the reason why the future
-        will never complete, or None.
+        the processes run nothing but the tasks, and exit by themselves when the caller has exited. If a task has ended
+        but its future is still pending, the method `why_lost` is called with the future every second, and returns the
+        reason why the future will never complete, or None.
 
         Args:
             size: Number of tasks, one per rank.

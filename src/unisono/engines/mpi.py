@@ -33,8 +33,8 @@ class Mpi(Engine):
     @contextmanager
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         futures = required("mpi4py.futures", "mpi")
-        # Don't wait: under mpirun, all processes already exist; otherwise, MPI starts each process together with its
-        # task.
+        # Don't wait for workers: under mpirun, all processes already exist; otherwise, MPI starts each process together
+        # with its task.
         have = required("mpi4py.MPI", "mpi").COMM_WORLD.Get_size() - 1
         if 0 < have < size:
             raise CommError(

@@ -75,8 +75,8 @@ class Ray(Engine):
                     raise CommTimeoutError(self._shortage(ray, size, timeout_s), waited_s=timeout_s)
                 yield RayActors(ray, group, self._options)
             finally:
-                # Removing the placement group kills its actors, even unresponsive ones. If the program has shut Ray
-                # down, this call would start Ray again.
+                # Removing the placement group kills its actors, even unresponsive ones. Skip this if the program has
+                # shut Ray down, because the call would start Ray again.
                 if ray.is_initialized():
                     util.remove_placement_group(group)
         finally:

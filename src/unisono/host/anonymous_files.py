@@ -1,4 +1,4 @@
-"""Anonymous files, which processes on one host map as shared memory, and which the last process frees."""
+"""Anonymous files that processes on one host map as shared memory; a file is freed when no process uses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _HANDLE = struct.Struct("<qqq16s")
 def create_file(name: str, nbytes: int) -> Iterator[bytes]:
     """Keep a zeroed anonymous file open during a `with` block; yield a handle with which other processes open it.
 
-    During the block, the file begins with a random number, which is zero again after it.
+    During the block, the file begins with a random number, by which `open_file` recognizes the file. Afterwards, these
+    bytes are zero again.
 
     Args:
         name: Name of the file in /proc.

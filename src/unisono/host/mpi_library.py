@@ -1,6 +1,6 @@
 """The MPI library of this process, and the environment variables that MPI's launcher sets.
 
-Importing mpi4py starts MPI, so only `library` imports it completely, when the caller requests MPI.
+Importing mpi4py starts MPI, so only `library` imports it completely, and only when the caller requests MPI.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def imported() -> Any:
 
 def _check_launcher(mpi: Any) -> None:
     launcher = launched()
-    # A launcher that uses PMIx may belong to any MPI library.
+    # Don't check a launcher that uses PMIx, because it may belong to any MPI library.
     if launcher is None or "PMIx" in launcher.by:
         return
     if ("Open MPI" in launcher.by) != name_of(mpi).startswith("Open MPI"):

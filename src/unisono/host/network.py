@@ -88,8 +88,8 @@ def address_towards(host: str, port: int = 9) -> str:
 def address_for_others(host: str, port: int = 9) -> str:
     """Return the address at which peers reach this host, given a rendezvous host, which may be this host itself.
 
-    If an environment variable names an interface, the result is that interface's address. If no interface is requested,
-    the result is `host` itself if `host` is a name of this host, or else this host's address on the route to `host`.
+    If an environment variable names an interface, the result is that interface's address. Otherwise, the result is
+    `host` itself if that is a name of this host, or else this host's address on the route to `host`.
     """
     requested = requested_interface()
     if requested is not None:

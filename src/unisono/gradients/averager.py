@@ -54,14 +54,15 @@ class GradientAverager:
     Raises:
         ValueError: Another averager is attached to the model or part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        MismatchError: Ranks have different models or settings. From `backward()`, on every rank: a rank lacks a
-            gradient that other ranks have, and `find_unused_parameters` is False.
-        AbortedError: From `backward()`: another rank's backward pass failed half-way, or another rank's model changed;
-            or ranks ran the backward passes of several averagers in different orders (detected within a second).
-        RuntimeError: From the forward pass, `backward()` or `check()`: a parameter was replaced, swapped or added after
-            construction.
-        CommTimeoutError, PeerLostError: From `backward()`: a rank did not take part in a reduction; the error names the
-            parameters concerned.
+        MismatchError: Ranks have different models or settings. Also raised by `backward()` on every rank if a rank
+            lacks a gradient that other ranks have, and `find_unused_parameters` is False.
+        AbortedError: Raised by `backward()`: another rank's backward pass failed half-way, or another rank's model
+            changed; or ranks ran the backward passes of several averagers in different orders (detected within a
+            second).
+        RuntimeError: Raised by the forward pass, `backward()` or `check()`: a parameter was replaced, swapped or added
+            after construction.
+        CommTimeoutError, PeerLostError: Raised by `backward()`: a rank did not take part in a reduction; the error
+            names the parameters concerned.
 
     If a backward pass raises, its rank restores p.grad and the settings of `no_sync` and `weight`. If a backward pass
     raises after its rank has sent some gradients, all ranks drop the pass; the next pass is correct. The n-th pass of
@@ -160,8 +161,8 @@ class GradientAverager:
             n_samples: The weight, such as the number of samples; finite and non-negative.
 
         Raises:
-            ValueError: `n_samples` is negative or not finite, or the averager has average="sum". From `backward()`: the
-                weights of all ranks are 0.
+            ValueError: `n_samples` is negative or not finite, or the averager has average="sum". Also raised by
+                `backward()` if the weights of all ranks are 0.
             RuntimeError: A weight was already set in this step, and a backward pass in `no_sync` has run since.
 
         Cost: an additional all_gather of 16 bytes in each weighted step.

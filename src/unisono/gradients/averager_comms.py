@@ -34,7 +34,7 @@ class AveragerComms(ReplaceableComms):
         self._aborting: Thread | None = None
 
     def ready(self) -> None:
-        """Create `control`. Collective: all ranks finish their earlier operations before any rank can abort."""
+        """Create `control`. Collective, so that all ranks finish their earlier operations before any rank can abort."""
         self.control = self.dup()
 
     def in_use(self) -> tuple[Communicator, ...]:
@@ -52,7 +52,7 @@ class AveragerComms(ReplaceableComms):
         Args:
             reason: Text for the other ranks' errors.
             first: Reduction of the pass's first bucket, if it is in flight. Until the first bucket is reduced, other
-                ranks may still be in the previous pass, which must not be aborted, because it has succeeded on this
+                ranks may still be in the previous pass. That pass must not be aborted, because it has succeeded on this
                 rank.
         """
         error = self.data.exception()
@@ -71,7 +71,7 @@ class AveragerComms(ReplaceableComms):
         self.abort(reason)
 
     def settle(self) -> None:
-        """Wait until the abort of the last pass has been issued, if `abort_pass` had to delay it."""
+        """If `abort_pass` had to delay the abort of the last pass, wait until the abort has been issued."""
         if self._aborting is not None:
             self._aborting.join()
             self._aborting = None

@@ -114,8 +114,8 @@ class Averaging(PassOwner):
     hold: A full bucket could not be sent, because another rank's pass has failed. This rank handles another rank's
         failure only at the end of its own pass: if its own pass fails before that, there is nothing to repeat.
     reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails while this rank is in
-        REDUCING, the reduction is repeated with the failed rank's next pass, provided that this rank has copies of the
-        buckets it sent.
+        REDUCING, and this rank has copies of the buckets that it sent, the reduction is repeated with the failed rank's
+        next pass.
     average: All buckets are reduced. In AVERAGED, late gradients are added, and errors that all ranks detect are
         raised.
     finish: The pass has ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced.
@@ -141,7 +141,7 @@ class Averaging(PassOwner):
         steps: Number of steps taken.
         syncing: Whether backward passes average gradients; False in `no_sync`.
         registry, comms, buckets: The averager's parameters, communicators and buckets.
-        boundaries: Count of the step boundaries that this rank has passed on `comm`.
+        boundaries: Counter of the step boundaries (see `stop_requested`) that this rank has passed on `comm`.
     """
 
     waits = True
@@ -202,10 +202,11 @@ class Averaging(PassOwner):
         try:
             if comm.size > 1:
                 self._install()
-            # Call `ready` last, once the hooks exist: from then on, a failed pass aborts the communicators.
+            # Call `ready` last, so that all ranks have completed the operations above before a failed pass on one rank
+            # can abort the communicators.
             self.comms.ready()
         except BaseException:
-            # Without `remove`, the hooks would keep the averager alive, and its parameters would remain claimed.
+            # Without `remove`, the hooks would keep the averager alive, and no other averager could use its parameters.
             self.remove()
             raise
         self._reduction = self._new_reduction()
@@ -507,7 +508,7 @@ class Averaging(PassOwner):
         check_skipped(self._names, by_rank, self._weights.active, self.comms.control)
 
     def _on_unfrozen(self, saved: SavedGradients, thawed: list[int], arrived: set[int]) -> None:
-        """Average the gradients of unfrozen parameters, in this step and from now on."""
+        """Average the gradients of parameters that have been unfrozen, in this step and all later ones."""
         names = [self._names[i] for i in thawed]
         with ErrorContext(f"comparing frozen parameters; no longer frozen on rank {self.comms.rank}: {names}"):
             agree_on_parameters(self._named, self.comms.control)

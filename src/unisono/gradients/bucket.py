@@ -167,7 +167,7 @@ class BucketContents:
             self._copy(new, grads, sources)
 
     def _copy(self, slots: list[int], grads: list[torch.Tensor], sources: list[int]) -> None:
-        """Copy gradients, whose addresses are `sources`, to their slots, if possible in the native core."""
+        """Copy the gradients at the addresses `sources` to their slots, in the native core if possible."""
         bucket = self.bucket
         # The native core copies bytes, so it can't copy a subclass (its elements may be elsewhere), a gradient of
         # another dtype (`grad_dtype`) or a negated view (its memory has the opposite signs).

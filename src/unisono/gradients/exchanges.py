@@ -136,8 +136,8 @@ class Exchanges(ABC):
         """Make all later calls raise, on all ranks."""
         if not isinstance(error, CommError):
             self._comm.abort(f"{self._owner} of rank {self._comm.rank} has failed in {self._event}: {error!r}")
-        # Instead of an interrupt, store the communicator's failure: if later calls raised the interrupt again, programs
-        # would take it for a second interrupt.
+        # If the error is an interrupt, store the communicator's failure instead: programs would mistake an interrupt
+        # that later calls raise for a second Ctrl-C.
         self.error = self.error or (error if isinstance(error, Exception) else self._comm.exception())
 
     # -- when fragments are exchanged -----------------------------------------------------------
@@ -180,7 +180,7 @@ class Exchanges(ABC):
         share: Share | None = None,
         is_last: bool = False,
     ) -> Exchange:
-        """Return a new exchange of a fragment with these parameters; `_task` sends it."""
+        """Return a new exchange of a fragment, given its parameters; `_task` returns the task that sends it."""
         # Look for failures before the prediction replaces the parameters, because this replacement can be undone only
         # if the exchange has begun.
         self.check()
@@ -383,7 +383,7 @@ class StepExchanges(Exchanges):
             self._worker.run(task)
         else:
             task()
-            # Raise any error here: a later wait must not raise it, above all if it is an interrupt.
+            # Wait here, so that an error, and above all an interrupt, is raised now and not by a later wait.
             exchange.wait()
         # Set `fragment.exchange` last, because `apply` must not wait for an exchange that was never started.
         fragment.exchange = exchange

@@ -81,7 +81,7 @@ class NanGuard:
         named = named_tensors(self._model)
         self._hooks = [hook_gradient(parameter, partial(self._look, name)) for name, parameter in named]
         # Identify parameters by `_cdata`, because hooks belong to a parameter's C++ tensor object, which
-        # `torch.utils.swap_tensors` exchanges.
+        # `torch.utils.swap_tensors` swaps.
         self._hooked = {parameter._cdata for _, parameter in named}
         self._members = ModelMembers(self._model, named)
 
@@ -246,8 +246,8 @@ def agree_step(
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
         MismatchError: Raised on every rank by the collective that compares the values. The error names the first value
-            that differs and, for each variant, the ranks that have it; or a rank that has taken a different number of
-            steps.
+            that differs, and the ranks that have each variant of it; or it names a rank that has taken a different
+            number of steps.
 
     Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and
     a round trip to the control plane.

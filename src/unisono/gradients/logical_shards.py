@@ -168,8 +168,8 @@ class LogicalShards:
     def shard(self, number: int) -> Iterator[None]:
         """Return a context for the backward passes of one shard: `with shards.shard(number):`.
 
-        The end of a rank's last shard in a step is collective, because it averages the gradients. If the code in the
-        context raises an error, the shard may be run again.
+        Leaving the context of a rank's last shard in a step is collective, because the gradients are averaged then. If
+        the code in the context raises an error, the shard may be run again.
 
         Args:
             number: A shard number from `local`. The same data must have the same shard number for any number of ranks.
@@ -404,7 +404,7 @@ def _middle(low: int, high: int) -> int:
 
 
 def _cover(low: int, high: int, start: int, stop: int) -> list[_Node]:
-    """Return the largest subtrees that together make up a run of shards."""
+    """Return the largest subtrees that together make up a range of consecutive shards."""
     if stop <= low or high <= start:
         return []
     if start <= low and high <= stop:

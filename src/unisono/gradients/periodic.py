@@ -58,7 +58,7 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule:
-    """Schedule that `every` returns for a `timedelta`: exchanges at the same time on all ranks, whatever their steps.
+    """Schedule that `every` returns for a `timedelta`: all ranks exchange at the same times, regardless of their steps.
 
     Attributes:
         interval: Time from one exchange of all parameters to the next.

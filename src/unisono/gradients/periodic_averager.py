@@ -36,7 +36,7 @@ __all__ = ["ExchangeOptions", "PeriodicAverager", "floating", "mean"]
 
 
 class ExchangeOptions(TypedDict, total=False):
-    """Arguments of `PeriodicAverager` that `DiLoCo` and other subclasses pass through."""
+    """Arguments that `DiLoCo` and other subclasses pass on to `PeriodicAverager`."""
 
     fragments: int | Sequence[Sequence[str]]
     reduce: str | Reduction
@@ -71,7 +71,7 @@ class PeriodicAverager(PeriodicAction):
 
     You may load other weights into the module at any time, on all ranks: with `load_state_dict` (of the module or a
     submodule, also with `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. Loaded weights become the
-    anchor, and the loaded parameters' outer momentum and results in flight are dropped. Any other change to parameter
+    anchor; for the loaded parameters, outer momentum and results in flight are dropped. Any other change to parameter
     values counts as training. Names and shapes of parameters must not change; with `outer`, the parameter objects must
     not change either.
 
@@ -97,12 +97,12 @@ class PeriodicAverager(PeriodicAction):
             takes a flat tensor to change in place, a communicator, and the number of the fragment's exchange (from 0).
             With `outer`, the reduction's result must be the same on all ranks.
         overlap_steps: Number of steps that training takes between sending a fragment and applying the result; fewer if
-            the fragment is due again earlier. 0: wait for each exchange.
+            the fragment is due again earlier. With 0, training waits for each exchange.
         alpha: Weight of this rank's own parameters when they are mixed with a result, from 0 to less than 1; Streaming
-            DiLoCo uses 0.5. None: with `overlap_steps`, training continues from a predicted result, computed as if all
-            ranks sent this rank's contribution. When the true result is applied, its difference from the prediction is
-            added (after Kale et al., Eager updates, 2025), which reduces the effect of the delay on the loss. With
-            `outer`, a prediction costs a second run of the outer optimizer in each exchange.
+            DiLoCo uses 0.5. If None and `overlap_steps` is not 0, training continues from a predicted result, computed
+            as if all ranks sent this rank's contribution. When the true result is applied, its difference from the
+            prediction is added (after Kale et al., Eager updates, 2025), which reduces the effect of the delay on the
+            loss. With `outer`, a prediction costs a second run of the outer optimizer in each exchange.
         bucket_cap_mb: Maximum message size in MiB.
 
     Raises:
@@ -167,7 +167,8 @@ class PeriodicAverager(PeriodicAction):
                 "every=timedelta(...) needs outer=, such as DiLoCo's, and reduce='mean': it averages changes from an "
                 "anchor"
             )
-        # An iterator of parameters can be read only once, and the base class reads the model again.
+        # Read an iterator of parameters into a list: it can be read only once, and the base class reads the model
+        # again.
         model = model if isinstance(model, torch.nn.Module) else named_tensors(model)
         self._known = named = floating(named_tensors(model, buffers=buffers))
         check_parameters(named)
@@ -259,8 +260,8 @@ class PeriodicAverager(PeriodicAction):
     def step(self, samples: int | None = None) -> bool:
         """Count a step; send the fragments and apply the results that are due. Call `step` after each optimizer step.
 
-        Collective when a fragment is sent or applied. If `every` is a time, no rank waits for another rank's step. On
-        each rank, stop at the same number of `rounds` or when samples run out, and then call `finish`.
+        Collective when a fragment is sent or applied. If `every` is a time, no rank waits for another rank's step. Stop
+        each rank at the same number of `rounds`, or when its samples run out, and then call `finish`.
 
         Args:
             samples: Number of samples in this step, such as `len(batch)`, if `every` is a time. None means 1.
@@ -329,7 +330,7 @@ class PeriodicAverager(PeriodicAction):
         # Look up tensors by `id` as well as by name, because only the first name of a tied parameter is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
         own = chain(module.named_parameters(name, recurse=False), module.named_buffers(name, recurse=False))
-        # In timed exchanges, the worker thread may be taking an outer step on the anchor at this moment.
+        # Keep the worker thread out: in timed exchanges, it may be taking an outer step on the anchor at this moment.
         with self._exchanges.held():
             for key, tensor in own:
                 index = numbers.get(key, numbers.get(id(tensor)))
@@ -370,7 +371,7 @@ class PeriodicAverager(PeriodicAction):
             state["rounds"].append(fragment.rounds)
             saved = None
             if exchange is not None:
-                # `ahead.own` serves only to undo a failed exchange, and this exchange has succeeded.
+                # Leave out `ahead.own`: it serves only to undo a failed exchange, and this exchange has succeeded.
                 expected = exchange.ahead and exchange.ahead.expected
                 saved = [exchange.due, exchange.tensors, expected, sorted(exchange.loaded)]
             state["under_way"].append(saved)
@@ -468,7 +469,7 @@ class PeriodicAverager(PeriodicAction):
     def _follow_leader(self, *, is_new: bool) -> None:
         """Continue from the state of the rank with the most progress, unless all ranks' averagers are new. Collective.
 
-        The constructor and `move_to` both make these calls, because a rank joins with a new averager while the others
+        Both the constructor and `move_to` call this method: a rank that joins creates an averager while the other ranks
         move theirs.
         """
         rounds = sum(fragment.rounds for fragment in self._fragments)
@@ -507,8 +508,8 @@ class PeriodicAverager(PeriodicAction):
                 # Training continued from the prediction, except in parameters that have been loaded with other values
                 # since then.
                 if index not in exchange.loaded:
-                    # Replace the prediction with the values that this rank had before (the anchor minus the
-                    # contribution), but keep the training since the prediction.
+                    # Undo the prediction: restore the values that this rank had before (the anchor minus the
+                    # contribution), but keep the training since then.
                     here.add_(there - own - expected)
 
 

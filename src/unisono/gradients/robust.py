@@ -30,8 +30,8 @@ class TrimmedMean:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    For each rank whose contribution's distance from the result is more than 5 times the median distance, rank 0 logs a
-    warning on the logger "unisono". Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning
+    Rank 0 logs a warning on the logger "unisono" for each rank whose contribution is more than 5 times the median
+    distance away from the result. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning
     (2018).
 
     Args:
@@ -86,8 +86,8 @@ class ClippedMean:
     Provisional: it may change in any minor version, without a deprecation.
 
     Non-finite contributions count as zeros. Rank 0 logs a warning on the logger "unisono" for each rank whose
-    contribution's norm is not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from
-    history for Byzantine robust optimization (2021), with the median norm as the radius.
+    contribution has a norm that is not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi:
+    Learning from history for Byzantine robust optimization (2021), with the median norm as the radius.
 
     Cost: communicates as much as an all_reduce of the tensor, plus an all_reduce of 8 bytes per rank. Memory: one more
     copy of the tensor.
@@ -146,7 +146,7 @@ def _norms(rows: torch.Tensor, comm: Communicator) -> torch.Tensor:
 
 
 def _outliers(norms: torch.Tensor, comm: Communicator) -> list[tuple[int, float]]:
-    """Return, on rank 0, each rank with a norm far above the median norm, and the ratio of the two norms.
+    """On rank 0, return each rank with a norm far above the median norm, and the ratio of the two norms.
 
     A NaN norm counts as infinite. Other ranks get an empty list.
     """

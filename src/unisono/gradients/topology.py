@@ -98,10 +98,10 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
     """Return the weights with which each rank mixes its own and its neighbours' values: a doubly stochastic matrix.
 
-    If all neighbours receive from each other, they are Metropolis-Hastings weights: a link has weight 1 / (1 + n),
-    where n is the larger neighbour count of its two ranks. If some links are one-way, each rank must send to as many
-    ranks as it receives from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's own weight
-    is the remainder.
+    If all neighbours receive from each other, the weights are Metropolis-Hastings weights: a link has weight 1 / (1 +
+    n), where n is the larger neighbour count of its two ranks. If some links are one-way, each rank must send to as
+    many ranks as it receives from, and all links have weight 1 / (1 + the largest number of neighbours). A rank's
+    weight for its own value is the remainder to 1.
 
     Raises:
         ValueError: The number of lists differs from the number of ranks; a list contains an invalid rank, its own rank
@@ -146,7 +146,7 @@ def _check(neighbours: Neighbours, size: int) -> None:
 
 
 def _reached(neighbours: Neighbours) -> set[int]:
-    """Return the ranks that rank 0 reaches, which also reach rank 0, because in- and out-degrees are equal."""
+    """Return the ranks that rank 0 reaches. They also reach rank 0, because in- and out-degrees are equal."""
     reached: set[int] = {0}
     while True:
         more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached

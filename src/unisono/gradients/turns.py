@@ -33,7 +33,7 @@ class _Interval:
 
     Attributes:
         due_s: Time at which the current turn begins.
-        left: Number of consecutive turns in which all ranks contributed from `finish`.
+        left: Number of consecutive turns for which all ranks had called `finish`.
         is_over: Whether all ranks have left.
         last: The latest exchange.
         step: The step that training has reached.
@@ -220,7 +220,8 @@ class Turns(Exchanges):
                 return self._contributions.get(timeout=max(0.0, late_s - clock.now()))
             except queue.Empty:
                 if clock.now() < late_s:
-                    # The timeout has elapsed in real time, but the library's clock was stopped for a while.
+                    # Wait again: the timeout has elapsed in real time, but not on the library's clock, which was
+                    # stopped for a while.
                     continue
             if not self._lock.acquire(blocking=False):
                 # The training thread is in `step` or `finish`, and about to contribute.

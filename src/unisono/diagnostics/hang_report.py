@@ -174,7 +174,7 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
 
 
 def lines_of(name: str, report: _Report | None) -> list[str]:
-    """Return a line about what a rank is doing; outside of calls, also a few lines of its thread's stack."""
+    """Return a line about what a rank is doing, and, if it is in no call, a few lines of its thread's stack."""
     if report is None:
         return [f"{name} {_SILENT}"]
     if not report:

@@ -59,7 +59,7 @@ def summarize(document: _Json) -> _Json:
 
 
 def _core_waits(events: Iterable[_Json]) -> dict[int, float]:
-    """Return how long each rank waited for a core, for ranks whose wait is known."""
+    """Return how long each rank waited for a core; leave out ranks for which this is unknown."""
     named = [event for event in events if event["ph"] == "M" and isinstance(event.get("args"), dict)]
     waits = [(event.get("pid"), event["args"].get("core_wait_us")) for event in named]
     return {rank: us / 1e6 for rank, us in waits if isinstance(rank, int) and isinstance(us, (int, float))}
@@ -82,7 +82,7 @@ def _rank(rank: int, events: Sequence[_Json]) -> _Json:
 
 
 def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
-    """Return when ranks started each collective or bucket that two or more ranks started, by name and source line."""
+    """Return when each rank started a collective or bucket, by name and source line; skip those of a single rank."""
     found: dict[tuple[str, Any], dict[int, float]] = defaultdict(dict)
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()

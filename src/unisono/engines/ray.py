@@ -97,7 +97,7 @@ class Ray(Engine):
 
 
 class RayActors(Executor):
-    """Runs each task on a new actor, in the placement group's next bundle or, after the last bundle, in any free one.
+    """Runs each task on a new actor. Actors get the placement group's bundles in order, and after that any free bundle.
 
     Args:
         ray: The module `ray`.

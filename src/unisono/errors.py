@@ -116,7 +116,7 @@ class CommTimeoutError(CommError, TimeoutError):
         unisono.errors.CommTimeoutError: rank 0 of 2, barrier #1 of world: timed out: ...rank 1...
     """
 
-    # Programs written for torch search error messages for "timed out".
+    # Keep these words: programs written for torch search error messages for "timed out".
     _beginning = "timed out: "
 
 

@@ -120,8 +120,8 @@ _DIVIDING = "BatchSamplerShard.", "DataLoaderDispatcher.", "IterableDatasetShard
 def refuse_second_split(ranks: int) -> None:
     """Raise `ValueError` if Accelerate's `prepare` would divide the caller's samples a second time.
 
-    Accelerate does not check whether a sampler already divides the samples, and offers no hook for such a check. So
-    this function looks for Accelerate's classes in the call stack.
+    Accelerate neither detects distributed samplers nor offers a hook for that, so this function looks for Accelerate's
+    classes in the call stack.
 
     Args:
         ranks: Number of ranks among which the caller divides the samples.

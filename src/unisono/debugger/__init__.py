@@ -29,8 +29,8 @@ def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # like 
     input is a terminal, the debugger's prompt appears in that terminal. If there is no prompt, attach as the same user
     from another terminal on this host with `unisono debug PID`, or from Python with `attach`. If the job has several
     hosts, attach on each host to the ranks on that host. While ranks are held, each process has a Unix socket through
-    which other processes can run code in it, if they belong to the same user (the kernel checks that). With
-    PYTHONBREAKPOINT=0, this function does nothing, like Python's `breakpoint`.
+    which other processes of the same user (checked by the kernel) can run code in it. With PYTHONBREAKPOINT=0, this
+    function does nothing, like Python's `breakpoint`.
 
     Args:
         comm: A communicator of the job. If None, a communicator that this thread has created or used.

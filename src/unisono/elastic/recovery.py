@@ -165,8 +165,8 @@ class Recovery:
         Raises:
             CommError: As for `Communicator.rebuild`.
             RuntimeError: Some shards are lost, because more adjacent ranks died at the same time than there are copies;
-                or `size` was passed, and more than ten recoveries in a row were not followed by a commit, which
-                suggests that the training step itself kills ranks. Raised on every rank.
+                or `size` was passed, and more than ten recoveries in a row without a commit suggest that the training
+                step itself kills ranks. Raised on every rank.
         """
         while True:
             self._count_attempt(size)

@@ -41,9 +41,9 @@ _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKey
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     """Yield batches until the loader is exhausted, or until all ranks stop at the same step.
 
-    A step is counted before its batch is fetched, so a stop leaves no fetched batch unused, and a resumable loader
-    later continues at the first unused batch. If `enable` was not called for the communicator, Slurm's time limit
-    requests a stop, and so does SIGTERM unless it already has a handler.
+    A step is counted before its batch is fetched, so after a stop, a resumable loader continues with the first unused
+    batch. If `enable` was not called for the communicator, Slurm's time limit requests a stop, and so does SIGTERM
+    unless it already has a handler.
 
     Args:
         comm: Communicator of the ranks that stop together. All ranks of `comm` must call `batches`, either with loaders

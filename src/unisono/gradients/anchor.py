@@ -62,7 +62,7 @@ class Anchor:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], update: OuterUpdate) -> None:
-        # In a 16-bit dtype, small outer steps would be rounded away.
+        # By default, use at least float32: in a 16-bit dtype, small outer steps would be rounded away.
         self.tensors: list[torch.Tensor] = [_wide(p, update.anchor_dtype) for p in parameters]
         self.outer: torch.optim.Optimizer = update.optimizer(self.tensors)
 

@@ -109,8 +109,8 @@ class Averaging(PassOwner):
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
     begin: The outermost autograd call is about to accumulate its first gradient.
-    begin held: Replaces `begin` if the calling thread would have to reduce buckets itself, or if this rank has other
-        models whose backward passes are watched.
+    begin held: Like `begin`, but no bucket is sent before the pass ends: the calling thread would have to reduce
+        buckets itself, or this rank has other models whose backward passes are watched.
     hold: A full bucket could not be sent, because another rank's pass has failed. This rank handles another rank's
         failure only at the end of its own pass: if its own pass fails before that, there is nothing to repeat.
     reduce: The outermost autograd call has succeeded outside `no_sync`. If another rank fails while this rank is in
@@ -221,7 +221,7 @@ class Averaging(PassOwner):
         find_unused = self._settings.find_unused
         reached = self._on_output_gradient if find_unused else self._tracker.follow
         self.registry.watch_forward(self.check, partial(watch_outputs, arrived=reached), traced=find_unused)
-        # Gradients arrive roughly in reverse order of the parameters.
+        # Add the last parameters first, because gradients arrive roughly in this order.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def remove(self) -> None:
@@ -263,7 +263,7 @@ class Averaging(PassOwner):
         chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
         for number, slots in chunks[:-1]:
             bucket = self.buckets.ordered[number]
-            # Torch rejects hooks on frozen parameters.
+            # Skip frozen parameters, because torch rejects hooks on them.
             trained = [slot for slot in slots if bucket.parameters[slot].requires_grad]
             free = [slot for slot in trained if bucket.indices[slot] not in self._hooks.stays]
             if free:
@@ -338,7 +338,7 @@ class Averaging(PassOwner):
         self.check()
         arrived = saved.arrived()
         taken = self._reduction.taken()
-        # Torch adds no gradient to a parameter that was frozen after its forward pass.
+        # Leave out parameters that were frozen after their forward pass: torch adds no gradients to them.
         unchanged = self._tracker.arrived - arrived - taken
         if unchanged:
             unchanged = {i for i in unchanged if self._parameters[i].requires_grad}
@@ -415,7 +415,8 @@ class Averaging(PassOwner):
         # Clear `_saved` first: p.grad contains the means now, and an error below must not restore the old gradients.
         self._saved = None
         if self._accumulated:
-            # Gradients accumulated before a parameter was frozen are averaged once it is unfrozen.
+            # Remember frozen parameters: gradients accumulated before a parameter was frozen are averaged once it is
+            # unfrozen.
             waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
             self._accumulated = {i for i in waiting - averaged if not self._reduction.has_mean(i)}
         self.steps += self._weights.here
@@ -470,7 +471,7 @@ class Averaging(PassOwner):
     # -- the end of a step ----------------------------------------------------------------------
     def _average_sparse(self, arrived: set[int]) -> set[int]:
         """Average the sparse gradients, and return the indices of the averaged parameters. Collective."""
-        # The caller may have set accumulated gradients to None.
+        # Look at p.grad, too, because the caller may have set accumulated gradients to None.
         has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
         absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]

@@ -37,7 +37,7 @@ class GradientBucket:
 
     Attributes:
         memory: The whole message: the gradients, two header elements per gradient, and a few header elements for
-            requests.
+            requests to all ranks.
         flat: The part of `memory` that contains the gradients.
         header: The part of `memory` that contains the header, sent separately if gradients are compressed.
         full_header: The header of a rank that has all gradients.
@@ -140,7 +140,7 @@ class BucketContents:
         for slot in slots:
             parameter = bucket.parameters[slot]
             grad = parameter.grad
-            # The gradient has not arrived, or a hook has removed it.
+            # Skip the slot: the gradient has not arrived, or a hook has removed it.
             if grad is None:
                 continue
             if grad.requires_grad or grad.layout != torch.strided:

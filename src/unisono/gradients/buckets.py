@@ -43,7 +43,7 @@ class Buckets:
     Attributes:
         ordered: The buckets.
         where: For each parameter that has a bucket, the bucket's index in `ordered`, and the parameter's slot.
-        background: Whether buckets are sent while other buckets fill.
+        background: Whether buckets are sent while others are still being filled.
         codec: The codec that was passed.
         comm: The communicator for which the memory was allocated. After a failed pass, `comms.data` may be a new
             communicator.

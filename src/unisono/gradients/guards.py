@@ -246,8 +246,7 @@ def agree_step(
     Raises:
         TypeError, ValueError: `every` is not a number of steps.
         MismatchError: Raised on every rank by the collective that compares the values. The error names the first value
-            that differs, and the ranks that have each variant of it; or it names a rank that has taken a different
-            number of steps.
+            that differs, and the ranks that have each variant; or a rank that has taken a different number of steps.
 
     Cost: a hash of all values (about 1 ns per 4 bytes on one core) for each comparison; every 100 steps, a barrier and
     a round trip to the control plane.

@@ -197,7 +197,8 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
     """Call a hook with each gradient of a parameter, even if it is frozen now and unfrozen later."""
     frozen = not parameter.requires_grad
     if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
-        # A frozen inference tensor, or a tensor that is neither floating-point nor complex, can never have a gradient.
+        # Frozen inference tensors, and tensors that are neither floating-point nor complex, can never have a gradient
+        # to hook.
         return RemovableHandle(OrderedDict())
     # Unfreeze the parameter temporarily, because torch rejects hooks on frozen parameters.
     parameter.requires_grad_(True)
@@ -283,7 +284,7 @@ class _AfterForward(_ModuleHook):
         if not compiled:
             for table, number, hook in self._paused:
                 table[number] = hook
-        # `returned` is None if the forward pass has raised.
+        # If the forward pass has raised, `returned` is None, and nothing is called.
         if returned is not None and (not self._traced or compiled or not in_functional_call()):
             self._after(returned)
 

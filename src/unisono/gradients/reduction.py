@@ -37,7 +37,8 @@ class Reduction:
     Args:
         buckets: The buckets.
         comms: Communicators; only `data` is used.
-        weights: Source of the factor for this rank's gradients, which is read before the first bucket starts.
+        weights: Source of the factor for this rank's gradients; the factor is read before the first bucket's reduction
+            starts.
         keeps_copies: Whether to keep a copy of sent buckets, so that they can be sent again.
 
     Attributes:
@@ -98,7 +99,7 @@ class Reduction:
             first: The first bucket to wait for.
             requests: For each kind of request except late gradients, whether this rank makes such a request.
         """
-        # Look for late gradients before another bucket starts, because `finalize` clears p.grad.
+        # Look for late gradients before another bucket's reduction starts, because `finalize` clears p.grad.
         late = any(map(BucketContents.is_late, self.contents[: self.sent]))
         while self.sent < len(self.contents):
             self._start(saved, arrived, (late, *requests))

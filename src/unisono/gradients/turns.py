@@ -224,7 +224,7 @@ class Turns(Exchanges):
                     # stopped for a while.
                     continue
             if not self._lock.acquire(blocking=False):
-                # The training thread is in `step` or `finish`, and about to contribute.
+                # Wait longer: the training thread is in `step` or `finish`, and about to contribute.
                 late_s = clock.now() + self._max_lag_s
                 continue
             try:

@@ -17,8 +17,8 @@ _HANDLE = struct.Struct("<qqq16s")
 def create_file(name: str, nbytes: int) -> Iterator[bytes]:
     """Keep a zeroed anonymous file open during a `with` block; yield a handle with which other processes open it.
 
-    During the block, the file begins with a random number, by which `open_file` recognizes the file. Afterwards, these
-    bytes are zero again.
+    During the block, the file begins with a random number, by which `open_file` recognizes it; afterwards, this number
+    is zero again.
 
     Args:
         name: Name of the file in /proc.

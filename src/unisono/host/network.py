@@ -80,7 +80,7 @@ def address_towards(host: str, port: int = 9) -> str:
     """Return this host's address on the route to another host. No packet is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        # Connecting a datagram socket only queries the routing table.
+        # Connecting a datagram socket sends nothing: it only queries the routing table.
         probe.connect(address)
         return host_in(probe.getsockname())
 

@@ -146,7 +146,7 @@ class BucketContents:
             if grad.requires_grad or grad.layout != torch.strided:
                 grad = self._plain(slot, grad)
             source = grad.data_ptr()
-            # The gradient is stored in another slot: copying it within the bucket would silently mix two gradients.
+            # This gradient is in the memory of another one: copying it within the bucket would silently mix the two.
             if bucket.low <= source < bucket.high and not _same(grad, bucket.views[slot]):
                 raise RuntimeError(
                     f"the gradient of parameter number {bucket.indices[slot]} is memory of the averager for other "

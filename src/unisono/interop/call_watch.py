@@ -258,7 +258,8 @@ class Watch:
         activity = where.activity
         kind = form.operation
         self._threads.add(threading.get_ident())
-        # A receive from any rank may match any sender's message, so it counts as posted to all, and waits for nobody.
+        # Any rank can complete a receive from any rank, so note the receive for all ranks; it waits for no particular
+        # one.
         posted = tuple(activity.post(kind, other, tag) for other in (range(where.size) if peer is None else (peer,)))
         name = "any rank" if peer is None else f"rank {activity.group.members[peer]}"
         record = (kind, None, f"{'to' if kind == 'send' else 'from'} {name}, tag {tag}", callers_places()[1])

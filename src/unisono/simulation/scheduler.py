@@ -485,8 +485,8 @@ def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float)
     operations: dict[int, str] = {}
     alike: dict[str, list[int]] = {}
     for rank, tasks in sorted(ranks.items()):
-        # Report only main tasks' operations, because a rank's other tasks wait for collectives that its program has
-        # started.
+        # Report only the operations of the ranks' main tasks: the other tasks wait for collectives that the main tasks
+        # have started.
         for main in [task for task in tasks if task.main]:
             operation, site = _operation_of(frames.get(main.ident or 0))
             if operation is not None:

@@ -148,8 +148,8 @@ class Restorer:
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        # The `Wanted` that collects the next tensors: `early` while an object that is loaded early is being matched,
-        # otherwise `late`.
+        # Where to add the next tensors: to `early` while an object that is loaded early is being matched, and to `late`
+        # otherwise.
         self._wanted = self.late
         self._parts: list[_EarlyObject] = []
         # Names of saved tensors, keyed by the memory of the target's tensors; used to match optimizers once all names

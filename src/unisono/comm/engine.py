@@ -405,8 +405,8 @@ class Engine:
                 self._perform(call, transport, then)
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
-            # If the collective times out, a hang report names the missing ranks. Wait one default timeout longer than
-            # the collective may take, so that the report is finished before this wait ends.
+            # If the collective times out, a hang report names the missing ranks. Give the report time: wait for the
+            # collective's own timeout plus one default timeout.
             done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:

@@ -84,7 +84,7 @@ class Life:
 
     def fail_after_fork(self, cause: Cause) -> None:
         """Apply "fail" in a forked child; `cause` replaces any cause that the parent had."""
-        # Nobody in the child would release the old lock if another thread of the parent held it.
+        # Another thread of the parent may have held the old lock; nothing in the child would ever release it.
         self._lock = _thread.RLock()
         self.cause = cause
         self.change("fail")

@@ -260,7 +260,7 @@ class Turns(Exchanges):
         assert interval is not None
         assert share is not None
         behind_s = self._weigh(interval, exchange.tensors, share)
-        # Read the clock only now that the last rank has joined; `behind_s` is the last rank's delay.
+        # The last rank has joined now, `behind_s` seconds after the turn began.
         began_s = clock.now() - behind_s
         if share.of_all:
             super()._reduce(fragment, exchange)
@@ -268,7 +268,7 @@ class Turns(Exchanges):
         # exchange has completed.
         self._number += 1
         interval.due_s = max(began_s + self._interval_s, clock.now())
-        # If every fragment has had a turn in which all ranks were leaving, there is nothing left to contribute.
+        # The exchanges are over once each fragment has been exchanged in a turn in which all ranks were leaving.
         interval.is_over = interval.left >= len(self._fragments)
 
     def _weigh(self, interval: _Interval, tensors: Sequence[torch.Tensor], share: Share) -> float:

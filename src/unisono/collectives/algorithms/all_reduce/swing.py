@@ -27,8 +27,8 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 def cost(size: int, numel: int) -> Cost:
     rounds = size.bit_length() - 1
     least, longer = divmod(numel, size)
-    # Each run of adjacent chunks has a pair of numbers: how many of its chunks are longer, and the largest number of
-    # longer chunks that one owner in the run sends to the other owners. Each pass of the loop merges every two
+    # Some chunks are one element longer than the others. For each run of adjacent chunks, count its longer chunks, and
+    # the longer chunks that its busiest owner sends to other owners in the run. Each pass of the loop merges pairs of
     # neighbouring runs.
     runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
     while len(runs) > 1:

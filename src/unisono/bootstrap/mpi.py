@@ -92,7 +92,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
     """Return the rendezvous of an MPI communicator's ranks, all of which must call this function.
 
     Args:
-        comm: An MPI communicator on which no receive with `MPI.ANY_TAG` is posted.
+        comm: An MPI communicator on which no receive with any tag is posted.
         source: As for `Rendezvous`.
         deadline: Time by which all ranks must have joined, on the library's clock.
         secret: The shared secret; if None, rank 0 generates one.

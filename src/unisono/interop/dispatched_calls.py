@@ -106,6 +106,7 @@ class Operator:
         self.places: dict[str, int] = {argument.name: place for place, argument in enumerate(schema.arguments)}
         self.group: int = self.places["process_group"]
         self.redispatch: Callable[..., Any] = overload.redispatch
+        self._asynchronous = self.places.get("async_op", self.places.get("asyncOp", len(self.places)))
         self._returns = len(schema.returns)
         self._method = {"recv_any_source_": "recv_anysource"}.get(self.name, self.name.removesuffix("_"))
 
@@ -116,7 +117,7 @@ class Operator:
 
     def asynchronous(self, args: Sequence[Any]) -> bool:
         """Return whether the caller waits for the result later."""
-        return bool(self.value(args, "async_op", self.value(args, "asyncOp", True)))
+        return self._asynchronous >= len(args) or bool(args[self._asynchronous])
 
     def kind(self, args: Sequence[Any]) -> Any:
         """Return the reduce operation, or None if the call has none or this version of torch hides it."""

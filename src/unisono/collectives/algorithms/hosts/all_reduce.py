@@ -3,9 +3,10 @@
 `sizes` lists the number of ranks on each host; ranks are numbered host by host. On each host, the first n ranks carry
 the data between hosts, where n is the number of ranks on the smallest host. A reduce-scatter inside each host gives
 each carrier its share; an all-gather inside each host distributes the result. In between, the k-th carriers of all N
-hosts reduce their shares. If `short` is 1 or N is 2, this works like `one_shot`, with 1 round, in which each host sends
-N-1 times the message. Otherwise, it works like `halving_doubling`, or like `bruck` if N is not a power of two, with 2
-log2(N) rounds, log2(N) rounded up, in which each host sends 2(N-1)/N of the message. Source: Mikami et al., "Massively
+hosts reduce their shares. If `short` is 1, this works like `one_shot`, with 1 round, in which each host sends N-1 times
+the message. Otherwise, it works like `halving_doubling`, or like `bruck` if N is not a power of two, with 2 log2(N)
+rounds, log2(N) rounded up, in which each host sends 2(N-1)/N of the message. For two hosts, that is as much in one
+round as in two, but a long message is reduced while it arrives only in two. Source: Mikami et al., "Massively
 distributed SGD: ImageNet/ResNet-50 training in a flash", arXiv:1811.05233, 2018.
 """
 
@@ -61,7 +62,7 @@ def cost(size: int, numel: int, sizes: tuple[int, ...] = (), short: int = 0) -> 
 
 def _chunks_of_share(hosts: int, short: int) -> int:
     """Return how many chunks a share has: 1 if carriers send whole shares, or else the number of hosts."""
-    return 1 if short or hosts == 2 else hosts
+    return 1 if short else hosts
 
 
 def _across(host: int, hosts: int, chunks: int) -> Iterator[Step]:

@@ -27,8 +27,8 @@ class Reductions {
           one_shot_bytes_(std::min(rounds.stage_bytes, size_ <= 2 ? size_t{1} << 20 : size_t{128} << 10)),
           rows_(static_cast<size_t>(size_)) {}
 
-    // Makes ranks compare the offsets of their tensors in symmetric memory in every later call. Must be called on every
-    // rank before the first segment is allocated.
+    // From now on, ranks also compare the offsets of their tensors in symmetric memory in short all_reduces of at least
+    // kInPlaceBytes. Must be called on every rank before the first segment is allocated.
     void expect_symmetric_memory() { has_symmetric_memory_ = true; }
     // `add_segment` and `remove_segment` are thread-safe.
     void add_segment(const Segment& segment) {

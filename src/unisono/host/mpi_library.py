@@ -1,6 +1,7 @@
 """The MPI library of this process, and the environment variables that MPI's launcher sets.
 
-Importing mpi4py starts MPI, so only `library` imports it completely, and only when the caller requests MPI.
+Importing `mpi4py.MPI` normally starts MPI. `imported` imports it without starting MPI; only `library` starts MPI, when
+the caller requests it.
 """
 
 from __future__ import annotations

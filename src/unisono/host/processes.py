@@ -1,4 +1,4 @@
-"""Identifies processes (their IDs are reused, and differ between hosts), and returns the interpreter's options."""
+"""Identifies processes, whose IDs are valid only on one host and are reused; also returns interpreter options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def exit_status(pid: int) -> int | None:
     platform is not Linux.
     """
     stat = process_stat(pid)
-    # Read the exit status first: an exiting process has one even before its state shows that it is exiting.
+    # Check the exit status before the state: an exiting process has one even before its state shows that it is exiting.
     code = int(stat[49]) if len(stat) > 49 else 0
     return -(code & 0x7F) or code >> 8 or (0 if stat[0] in "ZX" else None)
 

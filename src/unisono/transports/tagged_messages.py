@@ -74,7 +74,7 @@ class MessageWork(CountdownWork):
             first = not self._is_waited_for
             self._is_waited_for = True
         if first and not self._done.is_set():
-            # Report an error through the future, because no caller waits in that thread.
+            # Report an error through the future, because no caller waits in the pool's thread.
             _threads.run(lambda: self.complete(raised_by(lambda: self.wait(_NO_TIMEOUT_S))))
         return super().get_future()
 
@@ -387,8 +387,8 @@ class TaggedMessages(ABC):
             raise self.broken
         for rank in missing():
             error = self.end_of(rank)
-            # Look again before raising: the peer's last messages may have arrived after the `move` above, even in
-            # another thread.
+            # Look again before raising: the peer's last messages may have arrived after the `move` above, and another
+            # thread may have received them.
             if error is not None and not self.move() and not done() and rank in missing():
                 raise error
 

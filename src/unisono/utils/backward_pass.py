@@ -181,7 +181,7 @@ class BackwardTracker:
             if number == self._reading:
                 return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
-            # Skip compiled autograd, which has no current node and is rejected by `enter`.
+            # Skip this test in compiled autograd, which has no current node; `enter` rejects it.
             if number >= 0 and not compiled and not will_run(_current_node()):
                 self._reading = number
                 return

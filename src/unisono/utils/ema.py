@@ -246,7 +246,7 @@ class _FlatAverage:
             place.copy_(before)
 
     def state(self) -> dict[str, torch.Tensor | TensorShard]:
-        """Return a dict from names to this rank's shards of the averages, which share memory with this object."""
+        """Return this rank's part of each average by name. The parts share memory with this object."""
         found = {s.index: (average, s.start) for s, average in zip(self._slices, self.averages, strict=True)}
         nothing = self._flat[:0], 0
         shards = {

@@ -74,8 +74,8 @@ class Checked(Wrapper):
         connect: Function that opens the connections over which a group's calls are compared. If None, calls are
             compared through the control plane.
         full: Whether to also compare shapes and contents.
-        report: Function called with the error if a comparison fails while its call is running. If None, all calls wait
-            for their comparison.
+        report: Function that reports the error of a comparison that runs while the compared call does. If None, all
+            calls wait for their comparison.
     """
 
     def __init__(

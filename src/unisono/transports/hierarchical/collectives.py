@@ -48,7 +48,7 @@ class HierarchicalCollectives:
         rail: Transport among this rank and its peers on the other hosts; None if this rank is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Maximum size of an algorithm's messages.
-        timeout_s: Maximum time to wait for the last exchange between hosts after a call's deadline.
+        timeout_s: Default timeout of the exchanges between hosts; the waits in this class override it.
     """
 
     def __init__(

@@ -127,8 +127,8 @@ class MpiCommunicators:
         missing = set(range(self._base.comm.Get_size())) - going_on
         clock.poll_until(lambda: self._base.failed() >= missing, clock.now() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
-            # Don't shrink, because a missing rank may be alive but not take part: shrinking would include this rank,
-            # and wait for it in vain.
+            # Don't shrink, because a missing rank may be alive: shrinking would include the missing rank, and wait for
+            # it in vain, because it does not take part.
             return self.part(ranks, name)
         order = sorted(going_on)
         return MpiCommunicators(self._base.shrink(), [order.index(self._ranks[rank]) for rank in ranks], name)

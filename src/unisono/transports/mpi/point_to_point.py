@@ -1,7 +1,7 @@
 """Sends and receives messages through MPI, directly from and to the tensors' memory.
 
 In MPI, receiving a message that is longer than the receive buffer is an error, and Open MPI 5 then writes past the end
-of the buffer. Therefore, an envelope announces the length of each long message before the message is received.
+of the buffer. Therefore, an envelope announces the length of a user's long message before its content is received.
 """
 
 from __future__ import annotations

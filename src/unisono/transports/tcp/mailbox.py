@@ -85,8 +85,9 @@ class EnvelopeReader:
 class TcpMailbox(Mailbox):
     """Mailbox over one connection per pair of ranks. Both ends prove that they know the job's secret.
 
-    As on the control plane, each message's header (function names and sizes) is authenticated, but the bytes of long
-    tensors are not. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are connected.
+    As on the control plane, each message's header, which contains function names and sizes, is authenticated; the bytes
+    of long tensors are not. Nothing is encrypted unless UNISONO_TLS is set. No port remains open once all ranks are
+    connected.
 
     Cost: one system call to send a message, and two to receive it.
     """

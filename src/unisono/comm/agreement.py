@@ -67,7 +67,7 @@ class Agreements:
         self._values.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
-        """Remove this thread's pending values; return them as a separate call to compare, or None if there are none."""
+        """Remove this thread's pending values; return them as a call to compare first, or None if there are none."""
         here = get_ident()
         taken = tuple(agreed for thread, agreed in self._values if thread == here)
         if not taken:
@@ -163,7 +163,7 @@ def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterat
 
 
 def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
-    """Return a value's kind, and its elements with their locations, or None if it is not a container."""
+    """Return a value's kind, and its elements with their locations (None if the value is not a container)."""
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         value = value.state_dict()

@@ -405,8 +405,8 @@ class Engine:
                 self._perform(call, transport, then)
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
-            # If the collective times out, a hang report names the missing ranks. Give the report time: wait for the
-            # collective's own timeout plus one default timeout.
+            # If the collective times out, a hang report names the missing ranks. Give the report time: wait one
+            # default timeout longer than the collective may take.
             done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:

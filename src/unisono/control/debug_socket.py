@@ -48,7 +48,7 @@ class _HeldRank:
 
     @property
     def thread(self) -> int:
-        """Identifier of the held thread or, if none is held, of the calling thread; 0 without open communicators.
+        """Identifier of the held thread, or else of the one that makes the rank's calls; 0 without open communicators.
 
         The two threads differ if several threads use the rank's communicators.
         """

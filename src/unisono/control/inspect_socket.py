@@ -192,7 +192,7 @@ def _read(connection: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
             match serialization.decode(frame.content):
                 case str(host), int(port), bytes(secret):
                     return (host, port), secret
-    # If the process ends before it answers, the connection is reset; another version's answer may be malformed.
+    # If the process ends before it answers, the connection is reset; another version may answer differently.
     except (OSError, ValueError):
         pass
     raise CommError(f"process {pid} does not answer: it is stopped or ending, or has another version of unisono")

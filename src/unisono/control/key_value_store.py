@@ -42,7 +42,11 @@ class KeyValueStore:
         return total, self.set(key, b"%d" % total)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
-        """Set the key if its value is `expected`; return the resulting value, and the requests that awaited the key."""
+        """Set the key if its value is `expected`, or if the key is absent and `expected` is empty.
+
+        Return the value after the call (`expected` if the key is still absent), and the requests that waited for the
+        key.
+        """
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             return desired, self.set(key, desired)

@@ -1,4 +1,4 @@
-"""One rank's handle to the control plane. Data transports never use it on their hot path."""
+"""One rank's handle to the control plane. Data transports never need it on their hot path."""
 
 from __future__ import annotations
 

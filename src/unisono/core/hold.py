@@ -131,7 +131,7 @@ class Hold:
         return next((thread for thread, (_, at) in reversed(list(self._gates.items())) if at in activities), None)
 
     def wait(self, activity: Activity) -> None:
-        """Wait until all ranks continue or this thread is stepped. `activity` belongs to the thread's communicator."""
+        """Wait until all ranks continue or this thread is stepped. `activity` belongs to the communicator in use."""
         here = _thread.get_ident()
         gate = _thread.allocate_lock()
         with self._lock:

@@ -22,8 +22,8 @@ class StepBoundaries:
     | held | the training thread reaches a boundary, and receives the stop boundary | decided |
 
     In the state "running", nothing is sent. `hold` sets `requested` and only then reads `passed`; the training thread
-    counts a boundary and only then reads `requested`. So either the number that `hold` returns includes a boundary, or
-    the training thread waits at that boundary until the stop boundary is known. If either thread reversed its two
+    counts a boundary and only then reads `requested`. So, for each boundary, either the number that `hold` returns
+    includes it, or the training thread waits at it until the stop boundary is known. If either thread reversed its two
     steps, the training thread could pass a boundary that `hold` does not count.
 
     Attributes:

@@ -88,7 +88,7 @@ class Dask(Engine):
         return sorted(suitable, key=lambda address: busy.get(address, 0))
 
     def _spare(self, client: Any, timeout_s: float, taken: Set[str]) -> str:
-        """Wait for an idle worker not in `taken`: if one is lost, Dask's nanny starts it again within seconds."""
+        """Wait for an idle worker not in `taken`, because Dask's nanny restarts a lost worker within seconds."""
         deadline = clock.now() + timeout_s
         while True:
             busy = {address for address, tasks in client.processing().items() if tasks}

@@ -234,7 +234,7 @@ class _LentRanks(Closing):
         return self._start_by is None
 
     def first_lost(self) -> int | None:
-        """Return the rank that the control plane lost first, because executors may then kill all other workers."""
+        """Return the rank that the control plane lost first; after that loss, executors may kill all other workers."""
         with suppress(TimeoutError):
             return self._first_lost.result(END_S)
         return None

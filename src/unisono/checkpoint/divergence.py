@@ -72,8 +72,8 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     values remain unchanged on each rank.
 
     Args:
-        state: Any state that `save` accepts, without `TensorShard`s and with the same structure on every rank;
-            optimizers may differ only in whether they have taken a step.
+        state: Any state that `save` accepts, without `TensorShard`s and with the same structure on every rank, except
+            that on some ranks, optimizers may not have taken a step yet.
         comm: Communicator of the ranks whose states become equal.
         src: The rank to copy from.
 

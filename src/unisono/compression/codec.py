@@ -206,8 +206,8 @@ class Codec(ABC):
                 number of elements; or `kept` differs from `flat` in length, dtype or device or shares its memory.
             MismatchError: Codecs, their settings, `shared_state`, dtypes or shapes differ between ranks.
 
-        Cost: one `Communicator.flush_agreements` in the first call for a communicator and bucket; later calls send
-        nothing.
+        Cost: one `Communicator.flush_agreements` in the first call, and whenever the communicator or bucket differs
+        from the last call's.
         """
         check_bucket(flat, shapes, kept)
         bucket = (flat.dtype, tuple(shapes))

@@ -195,8 +195,8 @@ class Recovery:
             comm: The communicator that `unisono.join` returned; None if this object was created with that communicator.
 
         Returns:
-            The communicator to use, which is also stored in `comm`. It differs from the argument if another rank was
-            lost, or left the job, during the call.
+            The communicator to use, which is also stored in `comm`. It is a new one if another rank was lost, or
+            left the job, during the call.
 
         Raises:
             ValueError: `comm` is None although a part is sharded.
@@ -256,7 +256,7 @@ class Recovery:
             return False
 
     def _follow(self) -> bool:
-        """Agree on the step, and move all parts to the communicator. Return False if `comm` must be rebuilt again."""
+        """Agree on the step, and move all parts to `comm`. Return False if this rank must rebuild `comm` again."""
         comm = self.comm
         shots = self._snapshots
         serial = 0 if shots is None else shots.serial if shots.has(shots.serial) else -1

@@ -111,7 +111,7 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Check that ranks pass the same tensors. Compare a list in detail at first, and later only by its number.
+    """Check that ranks pass the same tensors. Compare a new list in detail, and a known list by its number.
 
     Return whether `digest` is the same on all ranks.
     """

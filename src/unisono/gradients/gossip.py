@@ -65,7 +65,8 @@ class _GossipExchanges(StepExchanges):
     def _compare(self, state: Mapping[str, Any]) -> None:
         # Ranks communicate only with neighbours, so no collective can compare their steps and rounds. Average this
         # rank's numbers with its neighbours' numbers: if the average differs from this rank's numbers, a neighbour has
-        # different numbers. If numbers differ anywhere, at least one of the ranks with the highest numbers notices.
+        # different numbers. If numbers differ between ranks that this round connects, directly or through others, at
+        # least one of those with the highest numbers notices.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._settings.reduce(mixed, self._comm, state["rounds"])

@@ -33,7 +33,7 @@ class _Interval:
 
     Attributes:
         due_s: Time at which the current turn begins.
-        left: Number of consecutive turns for which all ranks had called `finish`.
+        left: Number of consecutive turns to which all ranks contributed from `finish`.
         is_over: Whether all ranks have left.
         last: The latest exchange.
         step: The step that training has reached.

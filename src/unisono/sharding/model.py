@@ -383,7 +383,7 @@ class ShardedModel:
         """Load a snapshot that has this rank's shards.
 
         Args:
-            snapshot: Snapshot with the keys and shards that `snapshot` returns on the current ranks.
+            snapshot: Snapshot with the same keys and shard ranges as the result of `snapshot` on the current ranks.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

@@ -475,7 +475,7 @@ class ShardedOptimizer(Optimizer):
         """Load a snapshot, and send each part of the parameters to all ranks. Collective.
 
         Args:
-            snapshot: Snapshot with the keys and shards that `snapshot` returns on the current ranks.
+            snapshot: Snapshot with the same keys and shard ranges as the result of `snapshot` on the current ranks.
 
         Example:
             >>> model = torch.nn.Linear(3, 1)

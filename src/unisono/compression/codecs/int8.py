@@ -18,8 +18,8 @@ _TINY = 2.0**-149
 class Int8(TwoStage):
     """Codec that sends one byte per number, and one float32 per block: the block's largest magnitude divided by 127.
 
-    A NaN or an infinity (in float64 buckets, also any number beyond float32's range) makes its whole block non-finite,
-    on every rank.
+    A NaN or an infinity makes its whole block non-finite, on every rank. In float64 buckets, so does a scale beyond
+    float32's range.
 
     Args:
         block: Number of elements that share a scale; at least 1.

@@ -25,8 +25,8 @@ class Onebit(TwoStage):
     Provisional: it may change in any minor version, without a deprecation.
 
     A single average has a large error, so use `error_feedback(onebit())`. Zero counts as positive, except in a block of
-    only zeros. A NaN or an infinity (in float64 buckets, also any number beyond float32's range) makes its whole block
-    non-finite, on every rank.
+    only zeros. A NaN or an infinity makes its whole block non-finite, on every rank. In float64 buckets, so does a mean
+    magnitude beyond float32's range.
 
     Args:
         block: Number of elements that share a magnitude; at least 1.

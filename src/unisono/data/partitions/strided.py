@@ -16,7 +16,7 @@ class Strided(Partitioner):
     """Round-robin assignment: of p equal parts, part r has samples r, r + p, r + 2p and so on.
 
     Unequal parts are spread as evenly as possible (Webster's method of apportionment): sample i of a part with n
-    samples gets the key (i + 0.5) / n, the keys of all parts are sorted, and the dataset's k-th sample goes to the part
+    samples gets the key (i + 0.5) / n, the keys of all parts are sorted, and the k-th of all samples goes to the part
     that the k-th key comes from.
 
     Balance: each part's length differs from its share by less than one sample. Cost: none for equal shares; unequal

@@ -258,8 +258,8 @@ class Watch:
         activity = where.activity
         kind = form.operation
         self._threads.add(threading.get_ident())
-        # Any rank can complete a receive from any rank, so note the receive for all ranks; it waits for no particular
-        # one.
+        # A receive from any rank may match any sender's message, so post it for all ranks; it waits for no particular
+        # rank.
         posted = tuple(activity.post(kind, other, tag) for other in (range(where.size) if peer is None else (peer,)))
         name = "any rank" if peer is None else f"rank {activity.group.members[peer]}"
         record = (kind, None, f"{'to' if kind == 'send' else 'from'} {name}, tag {tag}", callers_places()[1])

@@ -52,8 +52,7 @@ class _Calls(threading.local):
     """Per-thread state of the calls in progress.
 
     Attributes:
-        making: Whether an operator is calling one of our groups on this thread, so the operator must not be called
-            again.
+        making: Whether this thread is inside `make`, so that the operator must not be called again.
         kind: Reduce operation that the Python caller passed, for versions of torch whose operators hide it.
     """
 

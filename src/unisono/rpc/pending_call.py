@@ -26,7 +26,7 @@ class PendingCall:
         reply: The reply as received.
         error: Error that ended the call without a reply.
         done: Whether a waiter may continue: `reply` or `error` is set, and the future, if any, is complete.
-        within: Autograd context of the call, and the request during which this rank made the call, if any. Callbacks of
+        within: Autograd context of the call, and the request, if any, that the calling thread was serving. Callbacks of
             the call's future run in the same context and request.
     """
 

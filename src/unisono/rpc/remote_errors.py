@@ -56,7 +56,7 @@ _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteErr
 
 
 def packed(error: BaseException) -> _Report:
-    """Convert an exception to values that can be sent: class name, text, arguments and fields, and traceback."""
+    """Convert an exception to values: its class's module and name, text, arguments and fields, and traceback."""
     if isinstance(error, RemoteError):
         # This rank got the error from a third rank, so report the original class.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception

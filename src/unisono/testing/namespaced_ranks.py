@@ -434,7 +434,7 @@ class Network(Closing):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _socket(self, host: int, kind: socket.SocketKind) -> socket.socket:
-        """Return a socket that is bound to a host's address and can be used from any thread."""
+        """Return a socket on a host, bound to the host's address. Any thread may use the socket."""
 
         def made() -> socket.socket:
             self.enter(host)

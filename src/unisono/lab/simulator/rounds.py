@@ -87,7 +87,7 @@ class Rounds:
             self.messages += self.size * len(sends)
 
     def _check_links(self, sends: list[_ShiftedSend]) -> None:
-        """Allow only steps in which every rank sends one message, all in one direction, so that no link carries two."""
+        """Allow only one message per rank and step, to neighbours in one direction, so that no ranks share a link."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
             raise TypeError("ranks may use a shared link at the same time")

@@ -282,7 +282,7 @@ def receive_of_wrong_size_is_rejected(world: World) -> None:
         part = comm.dup()
         try:
             if part.rank == 0:
-                # Like the receive, the send may fail with `MismatchError`, unless it has already completed.
+                # The send may also fail with `MismatchError`, unless it has already completed.
                 part.isend(torch.ones(sent, device=comm.device), 1)
             else:
                 part.recv(torch.zeros(count, dtype=dtype, device=comm.device), 0)

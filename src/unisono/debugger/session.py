@@ -211,7 +211,7 @@ def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[Debug
 
 
 def _chosen(jobs: dict[str, list[DebugConnection]], pid: int | None) -> str:
-    """Return the job of a process, even if the process has no ranks. If `pid` is None, return the only job."""
+    """Return the job of a process, which need not hold any ranks itself. If `pid` is None, return the only job."""
     if pid is None:
         if len(jobs) > 1:
             named = sorted(connection.pid for connections in jobs.values() for connection in connections)

@@ -142,7 +142,7 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
         (number,) = _NUMBER.unpack_from(data, place)
         if number:
             time_s, call, of, kind, group, text = _BODY.unpack_from(data, place + _NUMBER.size)
-            # Skip impossible times: in a partially written record, the time may be any number.
+            # Skip records with impossible times: in a partially written record, the time may be any number.
             if not 0 <= time_s < _LAST_S:
                 continue
             in_group = None if call < 0 else call

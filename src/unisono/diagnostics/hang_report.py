@@ -42,8 +42,8 @@ class Hang(NamedTuple):
         report: Lines that describe what each rank is doing, to append to an error's message.
         deadlock: Whether ranks wait for each other in a cycle: each waits for a collective or message that the next
             rank has not started.
-        missing: Ranks that the collective waits for, as far as known: those that are not in any call; if there are
-            none, those that do not respond; or else those that are still in an earlier call.
+        missing: Ranks that the collective waits for, as far as known: those that are in no call of the group; if there
+            are none, those that do not respond; or else those that are still in an earlier call.
         verdict: `missing` as a sentence, or empty.
         waits: For each rank in the cycle, the group in which it waits, and the number of calls that it has made in that
             group.
@@ -66,7 +66,8 @@ class BlockedRank(NamedTuple):
         call: The call as text.
         for_s: Seconds since the rank entered the call.
         peers: For a message, the ranks that have not posted the matching operation.
-        aside: Whether the rank can still make other calls meanwhile, so that it is not part of a deadlock.
+        aside: Whether the rank can make other calls even if this one never ends, in another thread or after the call's
+            own timeout, so that it is not counted as part of a deadlock.
     """
 
     rank: int

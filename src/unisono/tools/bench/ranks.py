@@ -192,7 +192,7 @@ class _Measurement:
         return seconds
 
     def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return a function that runs a candidate's collective on a slot; cached, because slots don't change."""
+        """Return a candidate's collective, bound to a slot; cached, because slots don't change during a measurement."""
         call = self._calls.get((name, id(slot)))
         if call is None:
             call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)

@@ -164,7 +164,7 @@ def interleave(
         comm: Communicator of the participating ranks. All use the same number of rounds, and each returns its own
             timings.
         seconds: Approximate duration; the number of rounds is determined from the last warm-up round.
-        rounds: Number of rounds; if given, `seconds` is ignored.
+        rounds: Number of rounds; if given, `seconds`, `least` and `most` are ignored.
         least, most: Bounds on the number of rounds.
         warmup: Number of rounds at the start that are not counted.
         after_round: Function called after each round, outside the timed region, for work that needs all candidates'

@@ -15,7 +15,7 @@ __all__ = ["PEER", "Roofline"]
 
 
 class Roofline(Peer):
-    """Copies each message of S bytes within this rank's memory, which moves 2S bytes, the minimum for an all_reduce."""
+    """Copies each message of S bytes within this rank's memory: 2S bytes of traffic, the minimum for an all_reduce."""
 
     verified = False
 

@@ -86,7 +86,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _described(manifest: Manifest) -> dict[str, Any]:
-    """Return the information that `show` prints, as JSON-serializable values."""
+    """Return what `show --json` prints, as JSON-serializable values."""
     tensors = {
         name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape), "nbytes": one.nbytes}
         for name, one in manifest.tensors.items()

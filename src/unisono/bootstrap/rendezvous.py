@@ -158,7 +158,7 @@ class Lease:
     withdraw: Callable[[], None]
 
     def release(self) -> None:
-        """Release the lease; after its last release, the server shuts down in the background once clients have left."""
+        """Release the lease. After the last release, the server shuts down in the background once clients have left."""
         with _lock:
             self.users -= 1
             if not self.users:

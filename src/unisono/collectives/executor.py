@@ -182,8 +182,8 @@ class PartialSums(Pieces):
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         # Look up this rank's own contributions first: once a chunk is marked as received, `regions` returns the memory
-        # of its partial sum instead. If a step receives several contributions to a chunk, only the first target
-        # therefore holds this rank's own, and `_store` uses that target.
+        # of its partial sum instead. A step may receive several contributions to a chunk; then only the chunk's first
+        # target has this rank's own contribution, and `_store` uses that target.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)

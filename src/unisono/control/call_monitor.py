@@ -151,7 +151,7 @@ def _main() -> None:
             began = clock.now()
             if quiet and began >= query_at:
                 blocked = blocked_ranks(control.query(None, _ANSWER_WITHIN_S))
-                # Queries to many ranks take long, and must not keep the monitor busy.
+                # With many ranks, a query takes long; wait ten times as long, so that the monitor is mostly idle.
                 query_at = began + max(_QUERY_EVERY_S, _LEAST_SHARE * (clock.now() - began))
             ended, quiet, overdue = control.examine(blocked)
             if overdue is not None:

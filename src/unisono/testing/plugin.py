@@ -135,7 +135,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPatch) -> None:
-    """Make a unittest test run on ranks, each of which sets up its own instance."""
+    """Make a test of a `TestCase` run on several ranks. Each rank creates and sets up its own `TestCase`."""
     if not ranks.torch:
         pytest.fail("a test of unittest cannot take `comm`: mark it with `ranks(..., torch=True)`", pytrace=False)
     if hasattr(item.obj, "hypothesis"):

@@ -107,7 +107,7 @@ class Bytes(Protocol):
         """
 
     def peek(self) -> memoryview:
-        """Return bytes that have arrived, without consuming them: at least a header if a whole header has arrived."""
+        """Return bytes that have arrived, without consuming them. If a whole header has arrived, they contain it."""
 
     def skip(self, nbytes: int, /) -> None:
         """Consume a header of this length, which `peek` has returned."""

@@ -2,8 +2,9 @@
 
 An inner node of one tree is a leaf of the other, so that all ranks send about the same amount. Each half is cut into k
 `segments`, which follow each other up and down the trees. Cost: 2(log2(p) + k - 1) rounds, with log2(p) rounded down;
-each rank sends at most 4k messages, in total twice the message. Source: Sanders, Speck and Träff, "Two-tree algorithms
-for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, sections 2 and 3.
+each rank sends at most 4k segments, which together are twice as long as the message. Source: Sanders, Speck and Träff,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, sections 2 and
+3.
 """
 
 from __future__ import annotations

@@ -47,11 +47,14 @@ class CallControl(SocketControl):
     def attend(self, group: Group, on_failure: Callable[[Cause], None], pid: int) -> None:
         """Join the watched ranks. `on_failure` is as for `join`; `pid` is 0 on a host other than the monitor's."""
         self.join(group, on_failure)
-        if not pid or why_no_shm() is not None or native() is None:
-            self._request("attend", group.name, pid, b"")
-            return
-        with create_file("watch", REPORT_BYTES) as handle:
-            reports = ReportWriter(handle, lambda: self._ended is not None)
+        handle = b""
+        with contextlib.ExitStack() as stack:
+            # Descriptors or memory may be exhausted, and /proc may not be mounted.
+            with contextlib.suppress(OSError, ValueError):
+                if pid and why_no_shm() is None and native() is not None:
+                    made = stack.enter_context(create_file("watch", REPORT_BYTES))
+                    reports = ReportWriter(made, lambda: self._ended is not None)
+                    handle = made
             if self._request("attend", group.name, pid, handle):
                 self._reports = reports
 

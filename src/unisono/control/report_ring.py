@@ -62,6 +62,7 @@ class ReportWriter:
         while not self._ring.room:
             if self._stopped() or clock.now() > deadline:
                 raise TimeoutError("the monitor does not read")
+            # The monitor tells nobody that it has read, so look again.
             time.sleep(_LOOK_EVERY_S)
 
 

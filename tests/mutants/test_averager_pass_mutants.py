@@ -242,7 +242,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (alone, Averaging, "fail", fails_unsent),
     (left, Reduction, "__init__", keeps_no_copies),
     (alone, AveragerComms, "abort_pass", nothing),
-    (parameters, ParameterRegistry, "problem", nothing),
+    (parameters, ParameterRegistry, "check", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
     (parameters, model_parameters, "in_functional_call", lambda: False),
     (parameters, AveragerComms, "abort_all", nothing),

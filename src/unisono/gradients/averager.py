@@ -244,7 +244,7 @@ class GradientAverager:
             RuntimeError: A parameter was replaced, swapped or added; the error names the parameter. On the other ranks,
                 the next `backward()` raises `AbortedError`.
         """
-        self._averaging.check()
+        self._averaging.registry.check()
 
     def abort(self, reason: str) -> None:
         """Abort current and later averaging on all ranks, for example after an error that other ranks don't know about.

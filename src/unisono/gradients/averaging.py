@@ -172,7 +172,7 @@ class Averaging(PassOwner):
         self._origin = ref(comm)
         # Create the registry before sending anything: it raises if the model already has an averager, perhaps on this
         # rank only.
-        self.registry: ParameterRegistry = ParameterRegistry(model, named)
+        self.registry: ParameterRegistry = ParameterRegistry(model, named, self._abort_all)
         codec = codec_for(settings.compression)
         buffers = list(model.named_buffers()) if model is not None and init_sync else []
         agree_on_parameters([*named, *buffers], comm, settings.described(codec), hooked=True)
@@ -209,7 +209,7 @@ class Averaging(PassOwner):
             # Without `remove`, the hooks would keep the averager alive, and no other averager could use its parameters.
             self.remove()
             raise
-        self._reduction = self._new_reduction()
+        self._reduction = Reduction(self.buckets, self.comms, weights)
         weights.attach(self.comms.control)
         weights.forget()
 
@@ -220,7 +220,7 @@ class Averaging(PassOwner):
         # If ranks may lack gradients, a rank takes part in averaging even if its backward pass reaches no parameter.
         find_unused = self._settings.find_unused
         reached = self._on_output_gradient if find_unused else self._tracker.follow
-        self.registry.watch_forward(self.check, partial(watch_outputs, arrived=reached), traced=find_unused)
+        self.registry.watch_forward(partial(watch_outputs, arrived=reached), traced=find_unused)
         # Add the last parameters first, because gradients arrive roughly in this order.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
@@ -235,20 +235,13 @@ class Averaging(PassOwner):
         self._hooks.clear()
         self.comms.close()
 
-    def check(self) -> None:
-        """Raise on all ranks if a parameter of this rank was replaced, swapped, added or converted."""
-        problem = self.registry.problem()
-        if problem is not None:
-            self.comms.abort_all(problem)
-            raise RuntimeError(problem)
+    def _abort_all(self, problem: str) -> None:
+        """Notify all ranks of a problem with the parameters. A method, because `registry` is older than `comms`."""
+        self.comms.abort_all(problem)
 
     def _change(self, event: str) -> None:
         """Move to the phase that an event leads to; only this method changes the phase."""
         self.phase = TRANSITIONS[event][self.phase]
-
-    def _new_reduction(self) -> Reduction:
-        keeps_copies = self.phase is Phase.UNSENT
-        return Reduction(self.buckets, self.comms, self._weights, keeps_copies=keeps_copies)
 
     # -- hooks ----------------------------------------------------------------------------------
     def _add_parameters(self, indices: Sequence[int]) -> None:
@@ -313,7 +306,8 @@ class Averaging(PassOwner):
         if stale:
             self.buckets.recreate(list(self.buckets.where))
         if failed or stale:
-            self._reduction = self._new_reduction()
+            keeps_copies = self.phase is Phase.UNSENT
+            self._reduction = Reduction(self.buckets, self.comms, self._weights, keeps_copies=keeps_copies)
         # A hook that the caller has added must run before the averager's hooks, so register the averager's hooks again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
@@ -335,7 +329,7 @@ class Averaging(PassOwner):
         """Complete the gradients of a pass, and check which gradients arrived. Collective except in `no_sync`."""
         saved = self._saved
         assert saved is not None
-        self.check()
+        self.registry.check()
         arrived = saved.arrived()
         taken = self._reduction.taken()
         # Leave out parameters that were frozen after their forward pass: torch adds no gradients to them.
@@ -430,7 +424,7 @@ class Averaging(PassOwner):
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
         # Create the reduction last, because learning the order replaces the buckets.
-        self._reduction = self._new_reduction()
+        self._reduction = Reduction(self.buckets, self.comms, self._weights)
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
         """Recreate the buckets, in the order in which rank 0's gradients arrived."""

@@ -128,7 +128,7 @@ class LogicalShards:
         self._attach(comm, init_sync=init_sync)
 
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
-        self._registry = ParameterRegistry(self._model, self._named, "LogicalShards")
+        self._registry = ParameterRegistry(self._model, self._named, self.abort, "LogicalShards")
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         settings = {"count": self._count, "average": self._total, "broadcast_buffers": self._sync_buffers}
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
@@ -223,10 +223,7 @@ class LogicalShards:
             RuntimeError: A parameter was replaced, swapped or added; the error names it. The other ranks raise
                 `AbortedError` when they next average gradients.
         """
-        problem = self._registry.problem()
-        if problem is not None:
-            self.abort(problem)
-            raise RuntimeError(problem)
+        self._registry.check()
 
     def abort(self, reason: str) -> None:
         """Abort current and later averaging on all ranks, for example after an error that other ranks don't know about.

@@ -39,11 +39,12 @@ class ParameterRegistry:
     A hook belongs to a tensor's C++ implementation, not to its name in the model. So a parameter that was replaced,
     swapped or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are
     compared with the registered parameters before each forward of the model, before each forward of a submodule that is
-    called separately, and whenever `problem` is called.
+    called separately, and whenever `check` is called.
 
     Args:
         model: The module; None for parameters without a module.
         named: The parameters, with their names.
+        abort: Function that `check` calls with the error's text before it raises, to notify the other ranks.
         owner: Class name of the averager.
 
     Raises:
@@ -55,16 +56,19 @@ class ParameterRegistry:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
-        >>> registry = ParameterRegistry(model, list(model.named_parameters()))
+        >>> registry = ParameterRegistry(model, list(model.named_parameters()), print)
         >>> _ = model.append(torch.nn.Linear(1, 1))
-        >>> registry.problem()
-        "'1.weight' (and 1 more) was added to the model later, ...
+        >>> registry.check()
+        Traceback (most recent call last):
+        ...
+        RuntimeError: '1.weight' (and 1 more) was added to the model later, ...
     """
 
     def __init__(
         self,
         model: torch.nn.Module | None,
         named: Named,
+        abort: Callable[[str], object],
         owner: str = "GradientAverager",
     ) -> None:
         check_unclaimed(named)
@@ -72,6 +76,7 @@ class ParameterRegistry:
         _check_grad_dtypes(named)
         self.model = model
         self.named = named
+        self._abort = abort
         self._owner = owner
         self.names: list[str] = [name for name, _ in named]
         self.parameters: list[torch.Tensor] = [p for _, p in named]
@@ -84,16 +89,18 @@ class ParameterRegistry:
         self._members = ModelMembers(model, named)
 
     # -- checks ---------------------------------------------------------------------------------
-    def problem(self) -> str | None:
-        """Return text that names a parameter that was replaced, swapped, added or converted, and so is not averaged."""
-        problem = None if self._members.same() else self._members.problem()
+    def check(self) -> None:
+        """Raise `RuntimeError` if a parameter was replaced, swapped, added or converted, and so is not averaged."""
+        problem = self._members.problem()
         if problem is None:
             # Compare the addresses of the C++ tensors, because a swap keeps the Python objects in the model.
             same = list(map(_implementation, self.parameters)) == self._implementations
             if same and list(map(_dtype, self.parameters)) == self._dtypes:
-                return None
+                return
             problem = self._converted()
-        return f"{problem}. Call remove() on the averager, and create a new averager for the changed model"
+        text = f"{problem}. Call remove() on the averager, and create a new averager for the changed model"
+        self._abort(text)
+        raise RuntimeError(text)
 
     def _converted(self) -> str:
         known = zip(self.names, self.parameters, self._implementations, self._dtypes, strict=True)
@@ -116,11 +123,10 @@ class ParameterRegistry:
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
-    def watch_forward(self, check: Callable[[], None], after: Callable[[Any], object], *, traced: bool) -> None:
+    def watch_forward(self, after: Callable[[Any], object], *, traced: bool) -> None:
         """Call `check` before each forward of the model or a submodule, or during tracing if the forward is compiled.
 
         Args:
-            check: Function that raises if a parameter has changed.
             after: Called with the value that each forward of the model returned.
             traced: Whether to call `after` if the forward is compiled.
         """
@@ -129,11 +135,11 @@ class ParameterRegistry:
             return
 
         self._handles += [
-            model.register_forward_pre_hook(_BeforeForward(check, self._paused)),
+            model.register_forward_pre_hook(_BeforeForward(self.check, self._paused)),
             model.register_forward_hook(_AfterForward(after, self._paused, traced=traced), always_call=True),
         ]
         self._watch_writes(model)
-        hook = _ModuleHook(lambda *_: check())
+        hook = _ModuleHook(lambda *_: self.check())
         for module in model.modules():
             if module is not model and any(id(p) in self.ids for p in module.parameters()):
                 handle = module.register_forward_pre_hook(hook)

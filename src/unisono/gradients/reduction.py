@@ -49,7 +49,9 @@ class Reduction:
         uneven: Whether any rank lacked a gradient in this step.
     """
 
-    def __init__(self, buckets: Buckets, comms: ReplaceableComms, weights: Weights, *, keeps_copies: bool) -> None:
+    def __init__(
+        self, buckets: Buckets, comms: ReplaceableComms, weights: Weights, *, keeps_copies: bool = False
+    ) -> None:
         self._buckets = buckets
         self._comms = comms
         self._weights = weights

@@ -539,8 +539,8 @@ class GradientSharder(PassOwner):
         self._syncing = self._early = True
         # Whether there were gradients from earlier backward passes when the current backward pass began.
         self._held = False
-        # Whether an earlier backward pass has failed.
-        self._broken = False
+        # Whether an earlier pass has failed and its error has already been raised on this rank.
+        self.is_broken = False
         # Value of `_watch.errors` when the last pass began.
         self._errors = 0
         # The error that `end` raises because other ranks have dropped gradients that this rank still has.
@@ -572,7 +572,7 @@ class GradientSharder(PassOwner):
             # may communicate. Raise, so that this rank also repeats its forward pass, instead of waiting for the failed
             # rank at the end of this backward pass.
             raise error
-        self._broken = error is not None
+        self.is_broken = error is not None
         # A reduction may block until all ranks take part. If there are several models, their gradients arrive in any
         # order, so reductions start at the end of the backward pass, in an order that is the same on all ranks. After a
         # failure, reductions also start at the end, because the communicators must be replaced first.
@@ -587,10 +587,6 @@ class GradientSharder(PassOwner):
             if parameter.grad is placeholder:
                 parameter.grad = None
         self._held = self._holds()
-
-    def is_broken(self) -> bool:
-        """Return whether an earlier pass has failed and its error has already been raised on this rank."""
-        return self._broken
 
     def renew(self) -> None:
         """Replace the communicators after a failed pass of this model, or of another model in the same pass."""

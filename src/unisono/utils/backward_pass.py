@@ -41,6 +41,7 @@ _current_node: Callable[[], Any] = _current_autograd_node
 
 _in_order = attrgetter("owner.waits", "number")
 _is_open = attrgetter("is_open")
+_is_broken = attrgetter("owner.is_broken")
 
 
 def _end_passes(trackers: list[BackwardTracker]) -> None:
@@ -64,9 +65,7 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         return
     ordered = sorted(trackers, key=_in_order)
     begun = list(filter(_is_open, ordered))
-    is_broken = False
-    for tracker in begun:
-        is_broken = is_broken or tracker.owner.is_broken()
+    is_broken = any(map(_is_broken, begun))
     for tracker in begun:
         if tracker.owner.gathers:
             tracker.complete()
@@ -87,6 +86,8 @@ class PassOwner:
     """Whether the model's forward passes communicate. If so, a backward pass cannot join another rank's repetition."""
     waits = False
     """Whether `end` waits for a rank to repeat its failed backward pass, instead of raising an error."""
+    is_broken = False
+    """Whether the model cannot communicate because an earlier backward pass has failed."""
 
     def begin(self) -> None:
         """Begin a backward pass, before any gradient is accumulated."""
@@ -103,10 +104,6 @@ class PassOwner:
         backward pass began.
         """
         raise NotImplementedError
-
-    def is_broken(self) -> bool:
-        """Return whether the model cannot communicate because an earlier backward pass has failed."""
-        return False
 
     def renew(self) -> None:
         """Restore communication. Collective. Called for all models of a backward pass if one of these models is broken.

@@ -88,14 +88,15 @@ class ModelMembers:
         model: The module. An object that is not a module is ignored.
         named: The parameters that the owner (such as an averager) knows, with their names.
 
-    Cost: `same` takes about 0.1 us per parameter, a tenth of the time to walk through the modules.
+    Cost: `problem` takes about 0.1 us per parameter while nothing has changed, a tenth of the time to walk through the
+    modules.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
         >>> members = ModelMembers(model, list(model.named_parameters()))
         >>> model[0].bias = torch.nn.Parameter(torch.zeros(1))
-        >>> members.same(), members.problem()
-        (False, "'0.bias' was replaced by a new parameter later, so its gradient is not averaged")
+        >>> members.problem()
+        "'0.bias' was replaced by a new parameter later, so its gradient is not averaged"
     """
 
     def __init__(self, model: object, named: Named) -> None:
@@ -116,18 +117,16 @@ class ModelMembers:
     def __getstate__(self) -> NoReturn:
         raise TypeError("what follows a model is of this process: it can be neither pickled nor copied")
 
-    def same(self) -> bool:
-        """Return whether the model is unchanged and the owner knows all parameters that need a gradient."""
-        return (
+    def problem(self) -> str | None:
+        """Describe the parameters that need a gradient but are unknown to the owner; return None if there are none."""
+        # Compare with the record first, which is cheap: walking through the modules would slow down every step.
+        same = (
             all(map(is_, chain.from_iterable(self._held), self._members))
             and sum(map(len, self._held)) == len(self._members)
             and not any(self._empty)
             and not (self._unknown and any(p.requires_grad for p in self._unknown))
         )
-
-    def problem(self) -> str | None:
-        """Describe the parameters that need a gradient but are unknown to the owner; return None if there are none."""
-        if self.same() or in_functional_call():
+        if same or in_functional_call():
             return None
         new = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._ids]
         if not new:

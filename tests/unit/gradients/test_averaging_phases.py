@@ -16,6 +16,7 @@ from torch import nn
 
 import unisono as un
 from unisono.gradients.averaging import TRANSITIONS, AveragerSettings, Averaging, Phase
+from unisono.gradients.reduction import Reduction
 from unisono.gradients.weights import Weights
 from unisono.transports.thread import ThreadTransport
 
@@ -48,7 +49,8 @@ class Passes(RuleBasedStateMachine):
         )
         # As if there were other ranks.
         self.averaging._install()
-        self.averaging._reduction = self.averaging._new_reduction()
+        averaging = self.averaging
+        averaging._reduction = Reduction(averaging.buckets, averaging.comms, averaging._weights)
         self.wanted = [0.0] * LAYERS
         self.expected = Phase.IDLE
 

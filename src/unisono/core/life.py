@@ -35,6 +35,8 @@ TRANSITIONS: dict[Event, dict[Phase, Phase]] = {
 }
 """For each event, the next phase by current phase; see `Life`."""
 
+_CLOSED = frozenset({Phase.CLOSING, Phase.CLOSED, Phase.RETIRED})
+
 
 class Life:
     """A communicator's phase, set only by `change`. The table shows the next phase; an empty cell means no change:
@@ -56,21 +58,18 @@ class Life:
 
     Attributes:
         phase: The current phase.
+        closed: Whether this rank has closed the communicator, or another communicator has replaced it.
         cause: The group's first failure; None until a failure changes the phase.
     """
 
     def __init__(self) -> None:
         self.phase: Phase = Phase.OPEN
+        self.closed: bool = False
         self.cause: Cause | None = None
         # The phase is changed by the program's threads, by the library's threads that report failures, and by the
         # thread that holds or releases the ranks for a debugger. A lock from `_thread` also works in simulations, which
         # replace the locks of `threading`; this one is reentrant, because a signal handler may interrupt `change`.
         self._lock = _thread.RLock()
-
-    @property
-    def closed(self) -> bool:
-        """Whether this rank has closed the communicator, or another communicator has replaced it."""
-        return self.phase in (Phase.CLOSING, Phase.CLOSED, Phase.RETIRED)
 
     def change(self, event: Event, cause: Cause | None = None) -> bool:
         """Apply an event; return whether the phase has changed. Pass `cause` only with "fail"."""
@@ -80,6 +79,7 @@ class Life:
                 # Set the cause first, because a call that finds the phase broken raises the cause.
                 self.cause = self.cause or cause
                 self.phase = then
+                self.closed = then in _CLOSED
             return then is not None
 
     def fail_after_fork(self, cause: Cause) -> None:

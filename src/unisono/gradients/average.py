@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import ErrorContext, Weights, warn_of_uneven_batches
 from unisono.utils.flatten import MIB, buckets, flat_apply
@@ -61,7 +61,7 @@ def average_gradients(
         >>> un.launch(program, nprocs=2, backend="thread")
         [[1.5, 1.5], [1.5, 1.5]]
     """
-    warn_of_uneven_batches(comm, total=False)
+    warn_of_uneven_batches(engine_of(comm))
     named = named_tensors(model)
     trained = [(name, p) for name, p in named if p.requires_grad]
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()

@@ -169,7 +169,7 @@ class Averaging(PassOwner):
         self._settings = settings
         self._weights = weights
         # A weak reference, so that a communicator that the program no longer uses is freed and leaves its group.
-        self._origin = ref(comm)
+        self._engine = ref(engine_of(comm))
         # Create the registry before sending anything: it raises if the model already has an averager, perhaps on this
         # rank only.
         self.registry: ParameterRegistry = ParameterRegistry(model, named, self._abort_all)
@@ -418,9 +418,9 @@ class Averaging(PassOwner):
         if self._weights.uneven:
             self._weights.forget()
         elif not self._settings.total:
-            origin = self._origin()
-            if origin is not None and engine_of(origin).uneven_batches:
-                warn_of_uneven_batches(origin, total=False)
+            engine = self._engine()
+            if engine is not None and engine.uneven_batches:
+                warn_of_uneven_batches(engine)
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
         # Create the reduction last, because learning the order replaces the buckets.

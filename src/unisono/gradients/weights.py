@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.communicator import Communicator, engine_of
+from unisono.comm.engine import Engine
+from unisono.communicator import Communicator
 from unisono.errors import CommError, MismatchError
 
 __all__ = [
@@ -101,10 +102,10 @@ class Weights:
         self.factor = float(self._size) if self._total else 1.0
 
 
-def warn_of_uneven_batches(comm: Communicator | None, total: bool) -> None:
-    """Warn once if gradients are averaged without weights over batches whose sizes differ between ranks."""
-    if comm is not None and not total and engine_of(comm).uneven_batches:
-        engine_of(comm).uneven_batches = False
+def warn_of_uneven_batches(engine: Engine) -> None:
+    """Warn once that gradients are averaged without weights over batches whose sizes differ between ranks."""
+    if engine.uneven_batches:
+        engine.uneven_batches = False
         warnings.warn(
             "GlobalBatchSampler gives ranks batches of unequal sizes, and the mean of the ranks' gradients is not that "
             "over their samples then. Call averager.weight(len(batch)) before each backward(), or pass average='sum' "

@@ -107,15 +107,17 @@ class Programs:
         """Return the steps of an algorithm for several hosts, with ranks numbered host by host, the root first."""
         hosts = sorted(self._hosts, key=lambda ranks: root not in ranks)
         order = [rank for ranks in hosts for rank in sorted(ranks, key=lambda rank: rank != root)]
-        algorithm = across_hosts(collective, tuple(map(len, hosts)), short=nbytes * (len(hosts) - 1) <= _SHORT_BYTES)
-        if algorithm is None:
+        sizes = tuple(map(len, hosts))
+        short = nbytes * (len(hosts) - 1) <= _SHORT_BYTES
+        found = across_hosts(collective, order.index(self._rank), sizes, short=short)
+        if found is None:
             return None
-        steps = algorithm.steps(order.index(self._rank), self._size)
+        chunks, steps = found
         # The core numbers the ranks' parts starting with the root's, also in an all_gather that is half of a rooted
         # call.
-        chunks = [(rank - root) % self._size for rank in order] if collective in EVEN else ()
-        number = xxhash.xxh3_64_intdigest(algorithm.label.encode())
-        return self._module.Program(encoded(steps, order, chunks), algorithm.chunks(self._size), self._size, number)
+        parts = [(rank - root) % self._size for rank in order] if collective in EVEN else ()
+        number = xxhash.xxh3_64_intdigest(f"hosts {sizes} {chunks}".encode())
+        return self._module.Program(encoded(steps, order, parts), chunks, self._size, number)
 
     def named(self, number: int, op: int, root: int, label: str) -> Program | None:
         """Return the steps of the algorithm with this name, or None if the call must use the general path."""

@@ -1911,11 +1911,9 @@ class Communicator(Place):
                 self._finish()
         finally:
             if self._successor is not None:
-                for part in self._open_parts():
-                    part._close(0.0)
                 self._successor.close()
             if not self._engine.life.closed:
-                self._close(CLOSE_S)
+                self._engine.ending.close(CLOSE_S)
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Register an action to run at the start of `close`, while calls still work.
@@ -1957,12 +1955,6 @@ class Communicator(Place):
         self._engine.settle()
         for part in self._open_parts():
             part._finish()
-
-    def _close(self, patience: float) -> None:
-        self._engine.close(patience)
-        for part in self._open_parts():
-            part._close(0.0)
-        self._engine.ending.finish()
 
     def _fail(self, error: BaseException) -> None:
         """Report this rank's error to the ranks that may be waiting for this rank, here or in sub-communicators."""

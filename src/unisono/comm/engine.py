@@ -113,11 +113,10 @@ class Engine:
         self._pending = 0
         self._lock = threading.Lock()
         self.parent: Engine | None = None
-        self.ending: Teardown = Teardown(self.transport, self.control, self._helper, options.timeout_s)
-        self._dropped = weakref.finalize(self, self.ending.drop)
+        self.ending: Teardown = Teardown(self.transport, self.control, self.activity, self._helper, options.timeout_s)
         # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
         # open.
-        self._dropped.atexit = False
+        weakref.finalize(self, self.ending.drop).atexit = False
         HOLD.add(self)
 
     def wrap(self, transport: Transport, control: ControlPlane) -> None:
@@ -519,23 +518,11 @@ class Engine:
         if self.parent is None:
             self.agreements.compare_at_close()
 
-    def close(self, patience: float) -> None:
-        """Accept no more calls, finish those in flight, and leave the group; wait briefly for the others to leave."""
-        self.life.change("close")
-        if self.life.cause is None:
-            self.activity.log_event("end", "closed")
-        self._dropped.detach()
-        self.ending.drain()
-        # No call is in flight any more, so a later failure has no call to abort.
-        self.life.change("drain")
-        self.ending.leave(0.0 if self.life.cause is not None else patience)
-
     def retire(self) -> None:
         """Accept no more calls, and abort those in flight, because another group replaces this one."""
         if not self.life.change("retire"):
             return
         self.ending.over = True
-        self._dropped.detach()
         self.transport.abort(ClosedError("the communicator was rebuilt; use the new communicator"))
         self._helper.end()
         self.transport.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 from unisono.control.process_exit import close_at_exit
 from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
+from unisono.core.flight_recorder import Activity
 from unisono.core.group import Group
 from unisono.core.threads import SerialWorker, spawn_thread
 from unisono.core.transport import Transport
@@ -33,18 +35,28 @@ class Teardown:
     Args:
         transport: Transport to close.
         control: Control plane on which to leave the group.
+        activity: This rank's activity. Not kept alive, because reports list a communicator as long as it exists.
         helper: Thread to stop.
         timeout_s: Seconds to wait for the helper thread.
 
     Attributes:
         closers: Further functions to call at the end.
-        over: Whether teardown has run.
+        over: Whether teardown has run, or has been left to the communicator that replaces this one.
         dropped: Whether the communicator has lost its last reference without being closed.
     """
 
-    def __init__(self, transport: Transport, control: ControlPlane, helper: SerialWorker, timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        control: ControlPlane,
+        activity: Activity,
+        helper: SerialWorker,
+        timeout_s: float,
+    ) -> None:
         self._transport = transport
         self._control = control
+        self._activity = weakref.ref(activity)
+        self._life = activity.life
         self._helper = helper
         self._timeout_s = timeout_s
         self.group: Group = transport.group
@@ -61,35 +73,31 @@ class Teardown:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
-        """Release everything, by calling `drain`, `leave` and `finish`."""
-        self.drain()
-        self.leave(patience)
-        self.finish()
+        """Wait for the calls in the helper thread, then release everything, including the subgroups still open.
 
-    def drain(self) -> None:
-        """Wait for the calls in the helper thread, and end the thread."""
+        Args:
+            patience: Maximum number of seconds to wait for the other ranks to leave; 0 if the group has failed.
+        """
+        life = self._life
+        life.change("close")
+        activity = self._activity()
+        if activity is not None and life.cause is None:
+            activity.log_event("end", "closed")
         self.over = True
-        if os.getpid() == self._process:
-            self._helper.end()
-            self._helper.join(self._timeout_s)
-
-    def leave(self, patience: float) -> None:
-        """Leave the group and close the transport; wait briefly for the other ranks to leave."""
         if os.getpid() != self._process:
             # In a forked child, all resources belong to the parent process, which continues.
             return
+        self._helper.end()
+        self._helper.join(self._timeout_s)
+        # No call is in flight any more, so a later failure has no call to abort.
+        life.change("drain")
         # If the control plane has already ended, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
             # `leave` notifies waiting ranks immediately, but returns only when all ranks have left or `patience` has
             # passed, so that messages in flight are not cut off.
-            self._control.leave(self.group, patience)
+            self._control.leave(self.group, 0.0 if life.cause is not None else patience)
         self._transport.close()
-
-    def finish(self) -> None:
-        """Close the subgroups that are still open, and call `closers`. Called after `leave`."""
-        if os.getpid() != self._process:
-            return
         for part in self.left():
             part.close(0.0)
         for closer in self.closers:
@@ -133,8 +141,11 @@ class Teardown:
 
     # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:
-        """Mark as dropped. Called in finalizers, so it takes no lock: this thread may hold the control plane's lock."""
-        if self._control.simulated or os.getpid() != self._process:
+        """Mark as dropped, unless closed. Called in finalizers.
+
+        Takes no lock, because this thread may hold the control plane's lock.
+        """
+        if self.over or self._control.simulated or os.getpid() != self._process:
             return
         self.dropped = True
         self._helper.end()

@@ -10,12 +10,11 @@ import torch
 
 from unisono.autograd.operator import LINEAR, REDUCTIONS, apply
 from unisono.collectives.arguments import check_rank, check_scale
-from unisono.comm.shape_exchange import ShapeExchange
+from unisono.comm.shape_exchange import exchange_shapes
 from unisono.communicator import Communicator, engine_of
 from unisono.core.collective import COLLECTIVES
 from unisono.core.tensors import parse_op
 from unisono.core.types import ReduceOp
-from unisono.errors import MismatchError
 
 __all__ = [
     "all_gather",
@@ -546,12 +545,6 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
     """
     engine = engine_of(comm)
     engine.enter(name)
-    exchange = ShapeExchange(COLLECTIVES[name], None, comm.rank, comm.size, engine.transport.devices)
     with torch.no_grad():
-        exchange.give(tensors, engine.options.device)
-        engine.block(exchange.header, exchange.table, exchange.mine)
-        try:
-            exchange.allocate()
-        except MismatchError as error:
-            raise engine.failures.report(error, name) from None
+        exchange = exchange_shapes(engine, COLLECTIVES[name], tensors)
     return [tensor.shape for tensor in exchange.output]

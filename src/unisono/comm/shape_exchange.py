@@ -20,7 +20,7 @@ from unisono.core.types import Timeout
 from unisono.core.work import ResultWork
 from unisono.errors import MismatchError
 
-__all__ = ["ShapeExchange", "run_uneven"]
+__all__ = ["ShapeExchange", "exchange_shapes", "run_uneven"]
 
 _MOST_DIMENSIONS = 16
 _NUMBERS = 2 + _MOST_DIMENSIONS
@@ -32,11 +32,15 @@ _REFUSED = -1
 class ShapeExchange:
     """One rank's view of a collective: the headers that the rank sends and receives, and the tensors they describe.
 
+    The output will be on the device of this rank's tensors, or on the communicator's device if this rank has none.
+    Headers are in CPU memory if the transport supports CPU tensors. A sending root that rejects its tensors does not
+    raise here: the other ranks are waiting for its headers, which report the rejection instead.
+
     Args:
+        engine: Engine of the communicator.
         collective: A collective that allocates its output.
         root: Root of the collective, if it has one.
-        rank, size: This rank, and the number of ranks.
-        devices: Device types that the transport supports.
+        tensors: The argument of this rank's call.
 
     Attributes:
         header: Collective that moves the headers.
@@ -48,50 +52,34 @@ class ShapeExchange:
         lengths: See `Call`.
     """
 
-    mine: torch.Tensor
-    table: torch.Tensor
-    device: torch.device
-
-    def __init__(self, collective: Collective, root: int | None, rank: int, size: int, devices: frozenset[str]) -> None:
+    def __init__(self, engine: Engine, collective: Collective, root: int | None, tensors: Tensors) -> None:
         self._what = collective
         self._root = root or 0
-        self._rank = rank
-        self._size = size
-        self._devices = devices
+        self._rank = engine.group.rank
+        self._size = engine.group.size
+        self._devices = engine.transport.devices
         self._refusal: Exception | None = None
         self.header: Collective = header_of(collective)
-        self.input: Any = None
         self.output: Any = None
         self.lengths: tuple[int, ...] = ()
-
-    def give(self, tensors: Tensors, device: str) -> None:
-        """Make the headers for this rank's tensors; on a rank that only receives, allocate room for the headers.
-
-        The output will be on the device of this rank's tensors, or on `device` if this rank has none. Headers are in
-        CPU memory if the transport supports CPU tensors.
-
-        A sending root that rejects its tensors does not raise here: the other ranks are waiting for its headers, which
-        report the rejection instead.
-        """
-        what = self._what
         given = tuple[torch.Tensor, ...]()
-        if what.contributes(self._rank, self._root):
+        if collective.contributes(self._rank, self._root):
             try:
                 given = self._checked(tensors)
             except (TypeError, ValueError) as error:
-                if what.root != "src":
+                if collective.root != "src":
                     raise
                 self._refusal = error
         elif tensors is not None:
-            raise ValueError(f"{what.input} is for rank {self._root} only; pass None on the other ranks")
+            raise ValueError(f"{collective.input} is for rank {self._root} only; pass None on the other ranks")
         rows = [[_DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (_MOST_DIMENSIONS - t.dim())] for t in given] or [
             [_REFUSED] * _NUMBERS
         ] * self._size
-        self.input = given if what.scatters and given else given[0] if given else None
-        self.device = given[0].device if given else torch.device(device)
+        self.input: Any = given if collective.scatters and given else given[0] if given else None
+        self.device: torch.device = given[0].device if given else torch.device(engine.options.device)
         where = "cpu" if "cpu" in self._devices else self.device
-        self.mine = torch.tensor(rows, dtype=torch.int64, device=where)
-        self.table = self.mine if self.header.in_place else self.mine.new_empty(self._size, _NUMBERS)
+        self.mine: torch.Tensor = torch.tensor(rows, dtype=torch.int64, device=where)
+        self.table: torch.Tensor = self.mine if self.header.in_place else self.mine.new_empty(self._size, _NUMBERS)
 
     def _checked(self, tensors: Any) -> tuple[torch.Tensor, ...]:
         """Return the tensors that this rank sends, after checking them."""
@@ -148,6 +136,24 @@ def _fixed(dtype: torch.dtype, shape: torch.Size) -> tuple[torch.dtype, int, tor
     return dtype, len(shape), shape[1:]
 
 
+def exchange_shapes(
+    engine: Engine, what: Collective, tensors: Tensors, root: int | None = None, timeout: Timeout | None = None
+) -> ShapeExchange:
+    """Return the exchange of a blocking call, after moving the headers and allocating the output."""
+    exchange = ShapeExchange(engine, what, root, tensors)
+    engine.block(exchange.header, exchange.table, exchange.mine, root=root, timeout=timeout)
+    try:
+        exchange.allocate()
+    except MismatchError as error:
+        raise engine.failures.report(error, what.name) from None
+    except (TypeError, ValueError):
+        # No rank runs the collective for the data, but it counts, because an asynchronous call reserves its number in
+        # advance.
+        engine.activity.calls += 1
+        raise
+    return exchange
+
+
 def run_uneven(
     engine: Engine,
     what: Collective,
@@ -167,10 +173,8 @@ def run_uneven(
         check_rank(root, what.root, group.size)
     if algorithm not in (None, NATIVE, FEWEST_BYTES):
         find(what.family, algorithm)
-    exchange = ShapeExchange(what, root, group.rank, group.size, engine.transport.devices)
-    exchange.give(tensors, engine.options.device)
-    header = exchange.header, exchange.table, exchange.mine
     if async_op:
+        exchange = ShapeExchange(engine, what, root, tensors)
         streams = current_streams([exchange.device])
 
         def second(make: Callable[..., Call]) -> Call:
@@ -182,19 +186,12 @@ def run_uneven(
                 call.staging.follow((*call.inputs, *call.outputs))
                 return call
 
-        work = engine.run(*header, None, root, None, timeout, async_op=True, then=second)
+        work = engine.run(
+            exchange.header, exchange.table, exchange.mine, None, root, None, timeout, async_op=True, then=second
+        )
         assert work is not None
         return ResultWork(work, lambda: exchange.output)
-    engine.block(*header, root=root, timeout=timeout)
-    try:
-        exchange.allocate()
-    except MismatchError as error:
-        raise engine.failures.report(error, what.name) from None
-    except (TypeError, ValueError):
-        # No rank runs the collective for the data, but it counts, because an asynchronous call reserves its number in
-        # advance.
-        engine.activity.calls += 1
-        raise
+    exchange = exchange_shapes(engine, what, tensors, root, timeout)
     engine.block(
         what,
         exchange.output,

@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -81,14 +82,15 @@ class PointToPointMailbox(Mailbox):
         super().__init__(transport.group)
         self._transport = transport
         self._bell: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
         self._incoming = {peer: IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
         # Some transports connect two ranks at their first message, and connect one pair at a time, so use the same
-        # order of pairs on all ranks.
-        for peer in _partners(transport.rank, transport.size):
-            hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
-            transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
+        # order of pairs on all ranks: in each round, the pairs whose ranks have the same sum, modulo the size.
+        for total in range(transport.size):
+            peer = (total - transport.rank) % transport.size
+            if peer != transport.rank:
+                hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+                transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
         for incoming in self._incoming.values():
             self._post(incoming)
 
@@ -133,16 +135,13 @@ class PointToPointMailbox(Mailbox):
                 raise PeerLostError(f"rank {peer} has left: {error.message}", peer=peer) from error
 
     def poll(self) -> list[Envelope]:
-        while True:
-            try:
-                self._rung.append(self._bell.get_nowait())
-            except queue.Empty:
-                break
         mails: list[Envelope] = []
-        while self._rung:
-            peer = self._rung.pop(0)
-            if peer >= 0:
-                self._advance(self._incoming[peer], mails)
+        with suppress(queue.Empty):
+            # Only what has arrived so far, because receives posted here may complete immediately.
+            for _ in range(self._bell.qsize()):
+                peer = self._bell.get_nowait()
+                if peer >= 0:
+                    self._advance(self._incoming[peer], mails)
         return mails
 
     def _advance(self, incoming: IncomingStream, mails: list[Envelope]) -> None:
@@ -163,11 +162,9 @@ class PointToPointMailbox(Mailbox):
             mails.append(mail)
 
     def wait(self, timeout: float) -> None:
-        if not self._rung:
-            try:
-                self._rung.append(self._bell.get(timeout=max(timeout, 0.0)))
-            except queue.Empty:
-                return
+        with suppress(queue.Empty):
+            # Put the peer back for `poll`. The order of peers does not matter, and none is in the queue twice.
+            self._bell.put(self._bell.get(timeout=max(timeout, 0.0)))
 
     def wake(self) -> None:
         # A finalizer may call `wake`, because a SimpleQueue's `put` is reentrant.
@@ -178,21 +175,6 @@ class PointToPointMailbox(Mailbox):
             self.closed = True
             self._transport.close()
         super().close()
-
-
-def _partners(rank: int, size: int) -> list[int]:
-    """Return the other ranks in round-robin tournament order, so that all ranks are paired up at once."""
-    even = size + size % 2
-    found = []
-    for day in range(even - 1):
-        if rank == even - 1:
-            partner = next(other for other in range(even - 1) if 2 * other % (even - 1) == day)
-        else:
-            partner = (day - rank) % (even - 1)
-            partner = even - 1 if partner == rank else partner
-        if partner < size:
-            found.append(partner)
-    return found
 
 
 def _tensor(content: bytes) -> torch.Tensor:

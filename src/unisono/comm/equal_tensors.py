@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from unisono.core.types import CommunicatorLike
 from unisono.errors import MismatchError
 
 __all__ = ["assert_equal_tensors", "odd_ranks", "ranks_text", "sides_of", "tensor_hash"]
@@ -19,20 +20,9 @@ _NAMED = 4
 _WORD = {1: torch.uint8, 2: torch.int16}
 
 
-class _Comm(Protocol):
-    """The part of a communicator that is needed here; `Communicator` itself is in a higher layer."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, /) -> Any: ...
-    def all_reduce(self, tensor: torch.Tensor, op: Any, /) -> Any: ...
-
-
-def assert_equal_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: _Comm, complaint: str, advice: str) -> None:
+def assert_equal_tensors(
+    named: Sequence[tuple[str, torch.Tensor]], comm: CommunicatorLike, complaint: str, advice: str
+) -> None:
     """Raise `MismatchError` on every rank unless all ranks hold the same elements, bit for bit. Collective.
 
     Args:
@@ -84,7 +74,7 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _distance(comm: _Comm, tensor: torch.Tensor) -> str:
+def _distance(comm: CommunicatorLike, tensor: torch.Tensor) -> str:
     """Return the largest difference between ranks in any element, as text."""
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     low, high = (values.detach().double().clone() for _ in range(2))

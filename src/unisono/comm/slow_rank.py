@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import sqrt
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.utils.data
 
@@ -26,6 +26,7 @@ from unisono.core.flight_recorder import (
     users_frame,
     with_callers,
 )
+from unisono.core.types import CommunicatorLike
 from unisono.host.processors import core_wait_s
 
 __all__ = ["SlowRank"]
@@ -46,19 +47,6 @@ _OF_CALLS = tuple(_PACKAGE + name for name in ("comm", "core", "collectives", "c
 
 _Doing = Counter[tuple[str, str]]
 """Samples of a thread, by activity ("computing", "in a collective", "in the loader", "waiting") and line."""
-
-
-class _Comm(Protocol):
-    """The part of a communicator that is needed here."""
-
-    _engine: Any
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None: ...
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
 
 
 class _Part(NamedTuple):
@@ -93,7 +81,7 @@ class SlowRank:
         self._samples: _StackSamples | None = None
         self._named: tuple[int, str | None] | None = None
 
-    def metrics(self, comm: _Comm) -> dict[str, Any]:
+    def metrics(self, comm: CommunicatorLike) -> dict[str, Any]:
         """Return the figures for the latest calls, as in `Communicator.metrics`. Collective."""
         activity = self._activity
         oldest = min(self._until, activity.calls - _FEWEST)
@@ -130,7 +118,7 @@ class SlowRank:
             return 0.0
         return max(0.0, waited_s - before_s) / max(now_s - begun_s, 1e-9)
 
-    def _follow(self, straggler: Mapping[str, Any] | None, comm: _Comm) -> None:
+    def _follow(self, straggler: Mapping[str, Any] | None, comm: CommunicatorLike) -> None:
         """Log when another rank becomes the slow rank, and sample stacks for as long as there is a slow rank."""
         named = None if straggler is None else (straggler["rank"], straggler["doing"])
         if straggler is not None and named != self._named and comm.rank == 0:

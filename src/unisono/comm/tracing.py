@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 from unisono.core.staging import current_streams
 from unisono.core.tracing import TraceEvent, recording
+from unisono.core.types import CommunicatorLike
 from unisono.diagnostics.trace_file import Json, merged, rank_events
 from unisono.host.processors import core_wait_s
 
@@ -25,25 +25,8 @@ _ROUNDS = 16
 _now = time.perf_counter
 
 
-class _TracedComm(Protocol):
-    """The part of a communicator that a trace needs."""
-
-    _engine: Any
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def device(self) -> torch.device: ...
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None: ...
-
-
 @contextmanager
-def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iterator[list[TraceEvent]]:
+def trace(path: str | os.PathLike[str], comm: CommunicatorLike | None = None) -> Iterator[list[TraceEvent]]:
     """Record the collectives, messages, buckets and waits inside the `with` block, and write them to `path` at the end.
 
     With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at the beginning
@@ -102,7 +85,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
 
 
 def _write_own(
-    path: str | os.PathLike[str], comm: _TracedComm | None, part: list[Json], clocks: list[ClockReading]
+    path: str | os.PathLike[str], comm: CommunicatorLike | None, part: list[Json], clocks: list[ClockReading]
 ) -> None:
     """Write only this rank's part."""
     own = Path(path)
@@ -126,7 +109,7 @@ class ClockReading:
         digest: Hash of all ranks' times, equal on all ranks and unique to this reading.
     """
 
-    def __init__(self, comm: _TracedComm) -> None:
+    def __init__(self, comm: CommunicatorLike) -> None:
         starts = torch.empty(_ROUNDS, comm.size, dtype=torch.float64, device=comm.device)
         ends = torch.empty(_ROUNDS, dtype=torch.float64)
         all_ends = starts.new_empty(comm.size * _ROUNDS)

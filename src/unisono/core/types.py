@@ -16,6 +16,7 @@ __all__ = [
     "COLLECTIVE_TAG",
     "MAX_TAG",
     "Blocking",
+    "CommunicatorLike",
     "Message",
     "NonBlocking",
     "PointToPoint",
@@ -202,3 +203,22 @@ class PointToPoint(Protocol):
     def post(self, batch: Sequence[Message]) -> Work:
         """Start all messages of a batch in one call. No message in the batch waits for another."""
         ...
+
+
+class CommunicatorLike(Protocol):
+    """The part of a communicator that modules below `Communicator` call."""
+
+    _engine: Any
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, /) -> Any: ...
+    def all_reduce(self, tensor: torch.Tensor, op: Any, /) -> Any: ...
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None: ...
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...

@@ -369,9 +369,8 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        blocks = not async_op and scale is None
-        if blocks and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout):
-            return None
+        if scale is None:
+            return self._engine.collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout, async_op)
         return self._engine.run(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout, async_op, scale=scale)
 
     @overload
@@ -411,9 +410,7 @@ class Communicator(Place):
             [1, 3, 3]
         """
         op, dst = (dst or "sum", op) if isinstance(op, int) else (op, dst)
-        if not async_op and self._engine.try_collective(_REDUCE, tensor, None, op, dst, algorithm, timeout):
-            return None
-        return self._engine.run(_REDUCE, tensor, None, op, dst, algorithm, timeout, async_op)
+        return self._engine.collective(_REDUCE, tensor, None, op, dst, algorithm, timeout, async_op)
 
     @overload
     def reduce_scatter(
@@ -460,11 +457,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")
             [0.0, 20.0]
         """
-        if not async_op and self._engine.try_collective(
-            _REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout
-        ):
-            return None
-        return self._engine.run(_REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout, async_op)
+        return self._engine.collective(_REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout, async_op)
 
     @overload
     def reduce_scatter_single(
@@ -504,11 +497,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 2.0], [4.0, 6.0]]
         """
-        if not async_op and self._engine.try_collective(
-            _REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout
-        ):
-            return None
-        return self._engine.run(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout, async_op)
+        return self._engine.collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout, async_op)
 
     @overload
     def barrier(self, **how: Unpack[Blocking]) -> None: ...
@@ -526,9 +515,7 @@ class Communicator(Place):
 
         Cost: with p ranks, ceil(log2 p) rounds of one byte.
         """
-        if not async_op and self._engine.try_collective(_BARRIER, None, None, None, None, algorithm, timeout):
-            return None
-        return self._engine.run(_BARRIER, None, None, None, None, algorithm, timeout, async_op)
+        return self._engine.collective(_BARRIER, None, None, None, None, algorithm, timeout, async_op)
 
     def agree(self, value: Any, name: str) -> None:
         """Register a value that must be equal on all ranks; the next collective checks that it is.
@@ -654,9 +641,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 1, 1]
         """
-        if not async_op and self._engine.try_collective(_BROADCAST, tensor, None, None, src, algorithm, timeout):
-            return None
-        return self._engine.run(_BROADCAST, tensor, None, None, src, algorithm, timeout, async_op)
+        return self._engine.collective(_BROADCAST, tensor, None, None, src, algorithm, timeout, async_op)
 
     @overload
     def scatter(
@@ -699,9 +684,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [0.0, 1.0, 2.0]
         """
-        if not async_op and self._engine.try_collective(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout):
-            return None
-        return self._engine.run(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout, async_op)
+        return self._engine.collective(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout, async_op)
 
     @overload
     def gather(
@@ -744,9 +727,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, None, [0.0, 1.0, 2.0]]
         """
-        if not async_op and self._engine.try_collective(_GATHER, gather_list, tensor, None, dst, algorithm, timeout):
-            return None
-        return self._engine.run(_GATHER, gather_list, tensor, None, dst, algorithm, timeout, async_op)
+        return self._engine.collective(_GATHER, gather_list, tensor, None, dst, algorithm, timeout, async_op)
 
     # -- collectives among all ranks, of any dtype -----------------------------------------------
     @overload
@@ -783,11 +764,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[0.0], [1.0, 1.0]]
         """
-        if not async_op and self._engine.try_collective(
-            _ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout
-        ):
-            return None
-        return self._engine.run(_ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout, async_op)
+        return self._engine.collective(_ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
@@ -819,11 +796,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[1.0, 2.0], [11.0, 12.0]]
         """
-        if not async_op and self._engine.try_collective(
-            _ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout
-        ):
-            return None
-        return self._engine.run(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout, async_op)
+        return self._engine.collective(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_to_all(
@@ -864,11 +837,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 10.0], [1.0, 11.0]]
         """
-        if not async_op and self._engine.try_collective(
-            _ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout
-        ):
-            return None
-        return self._engine.run(_ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout, async_op)
+        return self._engine.collective(_ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_to_all_single(
@@ -922,9 +891,8 @@ class Communicator(Place):
             [[0, 10], [1, 2, 11, 12]]
         """
         splits = output_split_sizes, input_split_sizes
-        plain = not async_op and splits == (None, None)
-        if plain and self._engine.try_collective(_ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout):
-            return None
+        if splits == (None, None):
+            return self._engine.collective(_ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout, async_op)
         return self._engine.run(
             _ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout, async_op, splits=splits
         )

@@ -171,7 +171,7 @@ class Engine:
             self.activity.owner = 0
 
     # -- the fast path: 1 us per call ----------------------------------------------------------
-    def try_collective(
+    def collective(
         self,
         what: Collective,
         output: Tensors,
@@ -180,13 +180,15 @@ class Engine:
         root: int | None,
         algorithm: str | None,
         timeout: Timeout | None,
+        async_op: bool,
         /,
-    ) -> bool:
-        """Run a blocking collective on the transport's fast path; return False, with no effect, if it can't do so."""
+    ) -> Work | None:
+        """Run a collective, with arguments as for `run`: on the transport's fast path if it can do so and blocks."""
         fast = self.fast_path
         here = get_ident()
         if (
-            fast is None
+            async_op
+            or fast is None
             or (self.owner != here and not self.any_thread)
             or self._pending
             or self._inside
@@ -194,7 +196,7 @@ class Engine:
             or self.life.phase is not _OPEN
             or profiler._is_profiler_enabled
         ):
-            return False
+            return self.run(what, output, input, op, root, algorithm, timeout, async_op)
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller = _getframe(2)
         activity = self.activity
@@ -225,7 +227,8 @@ class Engine:
         finally:
             self._inside.discard(here)
             activity.leave()
-        return status is Status.OK
+        # With any other status, the fast path has done nothing.
+        return None if status is Status.OK else self.run(what, output, input, op, root, algorithm, timeout)
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
         """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it can't do so."""
@@ -326,9 +329,10 @@ class Engine:
         origin: tuple[int, str] | None = None,
     ) -> None:
         """Run a collective, with arguments as for `run`, and return when it is done; use the fast path if possible."""
-        plain = not lengths and origin is None
-        if not (plain and self.try_collective(what, output, input, op, root, algorithm, timeout)):
+        if lengths or origin is not None:
             self.run(what, output, input, op, root, algorithm, timeout, lengths=lengths, origin=origin)
+        else:
+            self.collective(what, output, input, op, root, algorithm, timeout, False)
 
     @property
     def is_inside(self) -> bool:
@@ -380,7 +384,7 @@ class Engine:
         activity = self.activity
         at = activity.calls + 1, callers_place()
         call = self._make(at, what, output, input, op, root, algorithm, timeout, splits, lengths, origin, scale)
-        if self.is_inside:
+        if get_ident() in self._inside:
             raise self._called_inside(what.name)
         # Change the pending values only after all checks, because a rejected collective must leave them unchanged.
         if scale is not None and self.checked:

@@ -14,7 +14,7 @@ from unisono.collectives.algorithms.all_reduce import one_shot
 from unisono.collectives.algorithms.broadcast import binomial
 from unisono.collectives.algorithms.butterfly import doubling, halvings, needs_power_of_two
 from unisono.collectives.algorithms.reduce_scatter import bruck
-from unisono.collectives.algorithms.step import Move, Step, mirrored, move_of, others
+from unisono.collectives.algorithms.step import Move, Step, mirrored, move_of, others, there_and_back
 
 __all__ = ["EVEN", "across_hosts"]
 
@@ -112,9 +112,8 @@ def _across(host: int, hosts: int, share: int) -> Iterator[Step]:
     if share == 1:
         yield from one_shot.steps(host, hosts)
         return
-    reducing = list(bruck.steps(host, hosts) if needs_power_of_two(hosts) else halvings(host, hosts, doubling))
-    yield from reducing
-    yield from mirrored(reducing)
+    reducing = bruck.steps(host, hosts) if needs_power_of_two(hosts) else halvings(host, hosts, doubling)
+    yield from there_and_back(reducing)
 
 
 def _broadcast(rank: int, sizes: Sequence[int]) -> Iterator[Step]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "others", "wrapped"]
+__all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "others", "there_and_back", "wrapped"]
 
 
 class Move(NamedTuple):
@@ -157,6 +157,19 @@ def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
         (Move(peer=2, start=0, stop=1, further=()),)
     """
     return (Step(step.recv, step.send, reduce) for step in reversed(list(steps)))
+
+
+def there_and_back(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield steps that reduce, then the same steps in reverse, which distribute the results.
+
+    Example:
+        >>> reducing = Step(send=(Move(peer=0, start=0, stop=1),), reduce=True)
+        >>> [step.reduce for step in there_and_back([reducing])]
+        [True, False]
+    """
+    there = list(steps)
+    yield from there
+    yield from mirrored(there)
 
 
 class Cost(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.all_reduce import halving_doubling
 from unisono.collectives.algorithms.butterfly import halvings, needs_power_of_two, swinging
-from unisono.collectives.algorithms.step import Cost, Step, mirrored
+from unisono.collectives.algorithms.step import Cost, Step, there_and_back
 
 __all__ = ["cost", "steps", "unsupported"]
 
@@ -20,8 +20,7 @@ unsupported = needs_power_of_two
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    yield from halvings(rank, size, swinging)
-    yield from mirrored(halvings(rank, size, swinging))
+    yield from there_and_back(halvings(rank, size, swinging))
 
 
 def cost(size: int, numel: int) -> Cost:

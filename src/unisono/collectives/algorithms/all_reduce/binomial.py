@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unisono.collectives.algorithms.reduce import binomial
-from unisono.collectives.algorithms.step import Cost, Step, mirrored
+from unisono.collectives.algorithms.step import Cost, Step, there_and_back
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 
@@ -22,8 +22,7 @@ def chunks(size: int) -> int:
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    yield from binomial.steps(rank, size)
-    yield from mirrored(binomial.steps(rank, size))
+    yield from there_and_back(binomial.steps(rank, size))
 
 
 def cost(size: int, numel: int) -> Cost:

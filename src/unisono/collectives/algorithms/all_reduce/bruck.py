@@ -11,14 +11,13 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.butterfly import halvings_cost
 from unisono.collectives.algorithms.reduce_scatter import bruck
-from unisono.collectives.algorithms.step import Cost, Step, mirrored
+from unisono.collectives.algorithms.step import Cost, Step, there_and_back
 
 __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    yield from bruck.steps(rank, size)
-    yield from mirrored(bruck.steps(rank, size))
+    yield from there_and_back(bruck.steps(rank, size))
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from unisono.collectives.algorithms.binary_tree import children, path
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, there_and_back
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps", "unsupported"]
 
@@ -42,8 +42,7 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
                 move = Move((other - 1 - tree) % size, chunk, chunk + 1)
                 rounds[start + segment][receives].append(move)
     reducing = [Step(tuple(send), tuple(recv), reduce=True) for send, recv in rounds if send or recv]
-    yield from reducing
-    yield from mirrored(reducing)
+    yield from there_and_back(reducing)
 
 
 def cost(size: int, numel: int, segments: int = 4) -> Cost:

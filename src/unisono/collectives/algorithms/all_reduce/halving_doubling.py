@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost
 from unisono.collectives.algorithms.fold import extra_ranks, folded, nodes_of
-from unisono.collectives.algorithms.step import Cost, Step, mirrored
+from unisono.collectives.algorithms.step import Cost, Step, there_and_back
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 
@@ -27,8 +27,7 @@ def chunks(size: int) -> int:
 
 def steps(rank: int, size: int) -> Iterator[Step]:
     def among(node: int, nodes: int) -> Iterator[Step]:
-        yield from halvings(node, nodes, doubling)
-        yield from mirrored(halvings(node, nodes, doubling))
+        return there_and_back(halvings(node, nodes, doubling))
 
     yield from folded(rank, size, chunks(size), among)
 

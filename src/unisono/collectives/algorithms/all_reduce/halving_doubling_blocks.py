@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost, owners, places
 from unisono.collectives.algorithms.fold import nodes_of
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, there_and_back
 
 __all__ = ["chunks", "cost", "steps"]
 
@@ -53,8 +53,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         reducing.append(Step(recv=owned_by(number + 1), reduce=True))
     if number > 0:
         reducing.append(Step(send=owned_by(number - 1)))
-    yield from reducing
-    yield from mirrored(reducing)
+    yield from there_and_back(reducing)
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -18,7 +18,7 @@ from math import isqrt, prod
 
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost, needs_power_of_two
 from unisono.collectives.algorithms.reduce_scatter import bruck
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, others
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, others, there_and_back
 
 __all__ = ["OPTIONS", "cost", "steps", "unsupported"]
 
@@ -58,8 +58,7 @@ def steps(rank: int, size: int, levels: tuple[int, ...] = ()) -> Iterator[Step]:
     group = rank // stride
     across = bruck.steps(group, outermost) if needs_power_of_two(outermost) else halvings(group, outermost, doubling)
     reducing += [step.renumbered(lambda peer: rank + (peer - group) * stride, start) for step in across]
-    yield from reducing
-    yield from mirrored(reducing)
+    yield from there_and_back(reducing)
 
 
 def cost(size: int, numel: int, levels: tuple[int, ...] = ()) -> Cost:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.butterfly import needs_power_of_two, owners, swinging
 from unisono.collectives.algorithms.reduce_scatter import swing
-from unisono.collectives.algorithms.step import Cost, Step, mirrored
+from unisono.collectives.algorithms.step import Cost, Step, there_and_back
 
 __all__ = ["cost", "steps", "unsupported"]
 
@@ -20,8 +20,7 @@ unsupported = needs_power_of_two
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    yield from swing.steps(rank, size)
-    yield from mirrored(swing.steps(rank, size))
+    yield from there_and_back(swing.steps(rank, size))
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -77,7 +77,9 @@ class Selection:
         key = call.name, call.op, dtype, bits, requested, native, call.root, machine, uniform
         chosen = self._kept.get(key)
         if chosen is None:
-            label = self._choose(call, self._needs(call, dtype, requested), 1 << bits, native, requested, machine)
+            balanced = self._deterministic or (requested is None and self._transport.balanced)
+            needs = self._needs(call.name, call.op, dtype, balanced=balanced, rotated=bool(call.root))
+            label = self._choose(call, needs, 1 << bits, native, requested, machine)
             chosen = self._kept[key] = label, None if label == NATIVE else self._schedule(call, label)
         return chosen
 
@@ -92,9 +94,7 @@ class Selection:
         """
         assert self._machine is not None
         machine = self._machine()
-        rounded = op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
-        rounded = rounded and (dtype.is_floating_point or dtype.is_complex)
-        needs = Needs(collective, self._size, rounded, rounded and self._deterministic, rotated=False)
+        needs = self._needs(collective, op, dtype, balanced=self._deterministic, rotated=False)
         why = "set by the argument"
         if algorithm is None:
             algorithm = dict(machine.table.overrides).get(collective)
@@ -111,11 +111,12 @@ class Selection:
             )
         return self._schedules[key]
 
-    def _needs(self, call: Call, dtype: torch.dtype | None, requested: str | None) -> Needs:
+    def _needs(
+        self, collective: str, op: ReduceOp | None, dtype: torch.dtype | None, *, balanced: bool, rotated: bool
+    ) -> Needs:
         inexact = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-        rounded = inexact and call.op in (ReduceOp.SUM, ReduceOp.PRODUCT)
-        balanced = rounded and (self._deterministic or (requested is None and self._transport.balanced))
-        return Needs(call.name, self._size, rounded, balanced, bool(call.root))
+        rounded = inexact and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+        return Needs(collective, self._size, rounded, rounded and balanced, rotated)
 
     def _choose(
         self, call: Call, needs: Needs, nbytes: int, native: bool, requested: str | None, machine: Machine | None

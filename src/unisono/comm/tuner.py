@@ -59,7 +59,7 @@ class Tuner:
 
         Collective on the first call: rank 0 loads its table, and all ranks use it.
         """
-        machine = self._machine or self._share(None)
+        machine = self._machine or self.adopt(None)
         sink = SINK.get()
         if sink is not None and sink is not self._traced:
             detail = {"hash": machine.table.hash, "overrides": dict(machine.table.overrides)}
@@ -68,15 +68,12 @@ class Tuner:
         self._traced = sink
         return machine
 
-    def adopt(self, measured: CostTable | None) -> CostTable:
+    def adopt(self, measured: CostTable | None) -> Machine:
         """Use a table that rank 0 has measured, and store it on rank 0's host. Collective.
 
         Args:
-            measured: The table, on rank 0.
+            measured: The table, on rank 0; None to use the table that rank 0 has already.
         """
-        return self._share(measured).table
-
-    def _share(self, measured: CostTable | None) -> Machine:
         self._agreements += 1
         group = self._transport.group
         topic = f"cost table {self._agreements}"
@@ -143,9 +140,9 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
             with leaders:
                 between = _fitted(leaders, device, seconds / 2, 0)
     if between is None:
-        return tuner.adopt(None)
+        return tuner.adopt(None).table
     near = inside or between
-    return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead, cores=cores()))
+    return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead, cores=cores())).table
 
 
 def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:

@@ -35,6 +35,11 @@ class TwoStage(Codec):
     block: int
     multiple: ClassVar[int] = 1
 
+    def __post_init__(self) -> None:
+        # Dataclasses call this, for codecs whose `block` is an argument.
+        if self.block < 1:
+            raise ValueError(f"a block must have at least one element, not {self.block}")
+
     @abstractmethod
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return some pieces encoded as bytes.

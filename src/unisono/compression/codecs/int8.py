@@ -45,10 +45,6 @@ class Int8(TwoStage):
     multiple: ClassVar[int] = 4
     steps: ClassVar[int] = 127
 
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"a block must have at least one element, not {self.block}")
-
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         count, blocks, length = pieces.shape
         high = pieces.amax(-1, keepdim=True)

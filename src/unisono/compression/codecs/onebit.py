@@ -48,10 +48,6 @@ class Onebit(TwoStage):
     # 32 sign bits are 4 bytes, so blocks fill whole bytes, and the float32 magnitudes stay aligned.
     multiple: ClassVar[int] = 32
 
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"a block must have at least one element, not {self.block}")
-
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         count, blocks, length = pieces.shape
         signs = pack_signs(pieces.view(-1)).view(count, -1)

@@ -17,6 +17,7 @@ from unisono.collectives.arguments import check_rank
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.collectives.tuning.prediction import Choice
 from unisono.comm.engine import Engine
+from unisono.comm.equal_tensors import sides_of
 from unisono.comm.failures import Failures, weak_method
 from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
@@ -176,10 +177,7 @@ class Communicator(Place):
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """The ranks on each host."""
-        found: dict[str, list[int]] = {}
-        for rank, name in enumerate(self._host_names):
-            found.setdefault(name, []).append(rank)
-        return tuple(map(tuple, found.values()))
+        return tuple(map(tuple, sides_of(self._host_names).values()))
 
     @classmethod
     def from_group(
@@ -1088,7 +1086,7 @@ class Communicator(Place):
             [{'lr': 0.1}, {'lr': 0.1}]
         """
         self._engine.enter("broadcast_object")
-        self._check_rank(src, "src")
+        check_rank(src, "src", self.size)
         data = encode(obj, self.rank, trusted) if self.rank == src else b""
         length = torch.tensor([len(data)], device=self.device)
         self.broadcast(length, src, timeout=timeout)
@@ -1141,7 +1139,7 @@ class Communicator(Place):
             [None, [{'rank': 0}, {'rank': 1}]]
         """
         self._engine.enter("gather_object")
-        self._check_rank(dst, "dst")
+        check_rank(dst, "dst", self.size)
         data = encode(obj, self.rank, trusted)
         gathered = self.gather_v(self._bytes(data), dst, timeout=timeout)
         check_sent(data)
@@ -1168,7 +1166,7 @@ class Communicator(Place):
             ['first', 'second']
         """
         self._engine.enter("scatter_object")
-        self._check_rank(src, "src")
+        check_rank(src, "src", self.size)
         parts = encode_each(objs, self.rank, self.size, trusted) if self.rank == src else []
         sent = [self._bytes(part) for part in parts] or None
         return decode(self.scatter_v(sent, src, timeout=timeout), trusted)
@@ -1499,7 +1497,7 @@ class Communicator(Place):
         self._engine.enter("subgroup")
         ranks = list(ranks)
         for index, rank in enumerate(ranks):
-            self._check_rank(rank, f"ranks[{index}]")
+            check_rank(rank, f"ranks[{index}]", self.size)
         if len(set(ranks)) != len(ranks) or not ranks:
             raise ValueError(f"ranks must be distinct, and at least one, not {ranks}")
         self.agree(ranks, "the ranks of a subgroup")
@@ -1954,9 +1952,6 @@ class Communicator(Place):
 
     def _require_same(self, what: str, value: bytes, wrong: Exception) -> None:
         self._engine.agreements.require_same(what, value, wrong)
-
-    def _check_rank(self, rank: int, name: str) -> None:
-        check_rank(rank, name, self.size)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"

@@ -193,8 +193,6 @@ class PartialSums(Pieces):
 IN_FLIGHT = 8
 """Maximum number of message batches in flight, which limits the memory for received contributions."""
 
-_Combine = Callable[..., object]
-
 
 class Schedule:
     """An algorithm's steps on one rank, for any number of calls.
@@ -248,8 +246,21 @@ class Schedule:
         else:
             layout = _layout_of(family, call, self.chunks, self._rank, self._size)
         combine = COMBINE[call.op or ReduceOp.SUM]
-        run = _Execution(transport, self._rank, self._size, self._root, combine, deadline, self._scratch)
-        run.carry_out(self._steps, layout, self._segment_bytes)
+        run = _Execution(transport, self._rank, combine, deadline, self._scratch)
+        for number, step in enumerate(self._steps, 1):
+            # Segments with the same index in all messages of this step form a batch.
+            segments: list[_Segment] = []
+            for side, moves in enumerate((step.send, step.recv)):
+                for move in moves:
+                    peer = (move.peer + self._root) % self._size
+                    for place, regions in enumerate(layout.messages(move, self._segment_bytes, receive=side == 1)):
+                        if place == len(segments):
+                            segments.append(([], []))
+                        segments[place][side].append((peer, regions))
+            for sends, recvs in segments:
+                run.start(number, sends, recvs, step.reduce)
+        while run.flight:
+            run.settle()
 
 
 def encoded(steps: Iterable[Step], ranks: Sequence[int], chunks: Sequence[int] = ()) -> list[int]:
@@ -361,9 +372,7 @@ class _Execution:
         self,
         transport: PointToPoint,
         rank: int,
-        size: int,
-        root: int,
-        combine: _Combine | None,
+        combine: Callable[..., object],
         deadline: float,
         spare: ScratchPool,
     ) -> None:
@@ -371,27 +380,8 @@ class _Execution:
         self._combine = combine
         self._deadline = deadline
         self._rank = rank
-        self._size = size
-        self._root = root
         self._spare = spare
         self.flight: deque[_InFlight] = deque()
-
-    def carry_out(self, steps: Iterable[Step], layout: Layout, segment_bytes: int) -> None:
-        """Run all steps; return once they are done."""
-        for number, step in enumerate(steps, 1):
-            # Segments with the same index in all messages of this step form a batch.
-            segments: list[_Segment] = []
-            for side, moves in enumerate((step.send, step.recv)):
-                for move in moves:
-                    peer = (move.peer + self._root) % self._size
-                    for place, regions in enumerate(layout.messages(move, segment_bytes, receive=side == 1)):
-                        if place == len(segments):
-                            segments.append(([], []))
-                        segments[place][side].append((peer, regions))
-            for sends, recvs in segments:
-                self.start(number, sends, recvs, step.reduce)
-        while self.flight:
-            self.settle()
 
     def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
         """Post a batch, after waiting for the earlier batches that it depends on."""
@@ -472,7 +462,6 @@ class _Execution:
         own = target if region.own is None else region.own
 
         def plus(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-            assert self._combine is not None
             out = target if low is own or high is own or high is target else low
             self._combine(low, high, out=out)
             return out

@@ -153,7 +153,7 @@ def _counted(checker: ModelChecker, numel: int) -> Cost:
     return Cost(
         max(model.rounds for model in checker.models),
         max(model.messages for model in checker.models),
-        max(sum(times * length for times, length in zip(model.sent, lengths, strict=True)) for model in checker.models),
+        max(sum(times * lengths[chunk] for chunk, times in model.sent.items()) for model in checker.models),
     )
 
 
@@ -205,7 +205,7 @@ class ModelChecker:
         owned = [start(self.collective, rank, chunk, self.size) for chunk in range(self.chunks)]
         held = [ChunkState(bit, self.trees.leaf(bit.bit_length() - 1)) if bit else NOTHING for bit in owned]
         steps = algorithm.steps(rank, self.size)
-        return RankModel(rank, self.size, self.collective, steps, held, self.trees, self.collective != "barrier")
+        return RankModel(rank, self.size, self.collective, steps, held, self.trees)
 
     def run(self) -> None:
         """Run all ranks to the end. Raises AlgorithmError if a step is wrong or ranks deadlock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -49,7 +50,6 @@ class RankModel:
 
     Attributes:
         chunks: The contributions in each chunk.
-        once: Whether a contribution may enter a result only once.
         written: For each received chunk, the step and peer of the last message that wrote it.
         step: The current step; None after the last step.
         number: Number of the current step, from 1.
@@ -66,7 +66,6 @@ class RankModel:
     program: Iterator[Step]
     chunks: list[ChunkState]
     trees: ReductionTrees
-    once: bool
     written: dict[int, tuple[int, int]] = field(default_factory=dict)
     step: Step | None = None
     number: int = 0
@@ -74,11 +73,8 @@ class RankModel:
     recvs: dict[tuple[int, int], Move] = field(default_factory=dict)
     rounds: int = 0
     messages: int = 0
-    sent: list[int] = field(init=False)
+    sent: Counter[int] = field(default_factory=Counter)
     landing: int = 0
-
-    def __post_init__(self) -> None:
-        self.sent = [0] * len(self.chunks)
 
     def error(self, message: str) -> AlgorithmError:
         """Return an error about the current step."""
@@ -109,8 +105,7 @@ class RankModel:
         for chunk, parts in incoming.items():
             self.chunks[chunk] = self._reduced(chunk, parts) if self.step.reduce else parts[-1][1]
         for move in self.step.send:
-            for chunk in move.chunks:
-                self.sent[chunk] += 1
+            self.sent.update(move.chunks)
         self.messages += len(self.step.send)
         self.rounds = rounds
         if self.step.reduce:
@@ -120,7 +115,8 @@ class RankModel:
         """Combine a chunk's contents with the contributions received for it, in rank order."""
         seen = self.chunks[chunk].members
         for peer, held in arrived:
-            if self.once and seen & held.members:
+            # In a barrier, it does no harm if a contribution arrives several times.
+            if self.collective != "barrier" and seen & held.members:
                 again = ranks_text(seen & held.members)
                 raise self.error(f"chunk {chunk} from rank {peer} adds the contribution of {again} a second time")
             seen |= held.members
@@ -206,24 +202,23 @@ class ReductionTrees:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._nodes: list[tuple[int, int]] = []
+        # In the order of the numbers.
+        self._nodes: dict[tuple[int, int], int] = {}
 
     def leaf(self, contribution: int) -> int:
         """Return the number of the tree that consists of a single contribution."""
-        return self._number((-1, contribution))
+        return self.plus(-1, contribution)
 
     def plus(self, some: int, other: int) -> int:
         """Return the number of the tree that adds two trees, in this order."""
-        return self._number((some, other))
-
-    def _number(self, node: tuple[int, int]) -> int:
-        number = self._numbers.setdefault(node, len(self._nodes))
-        if number == len(self._nodes):
-            self._nodes.append(node)
-        return number
+        return self._nodes.setdefault((some, other), len(self._nodes))
 
     def text(self, number: int) -> str:
         """Return a tree as text, such as "((0+1)+2)"."""
-        low, high = self._nodes[number]
-        return str(high) if low < 0 else f"({self.text(low)}+{self.text(high)})"
+        nodes = list(self._nodes)
+
+        def text_of(number: int) -> str:
+            low, high = nodes[number]
+            return str(high) if low < 0 else f"({text_of(low)}+{text_of(high)})"
+
+        return text_of(number)

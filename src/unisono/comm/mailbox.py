@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.comm.engine import Engine
+from unisono.comm.failures import weak_method
 from unisono.core import clock
 from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
@@ -202,6 +202,8 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
         box = transport.mailbox(group)
         if box is None:
             box = PointToPointMailbox(transport.split(group))
+        # The open mailbox keeps the engine and its control plane alive, whatever happens to the communicator.
+        box.on_close(partial(_leave, engine, pairs))
         for peer in range(group.size):
             if peer != group.rank:
                 pairs.append(_pair(group, peer))
@@ -210,14 +212,10 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     except BaseException as error:
         if box is not None:
             box.close()
-        for pair in pairs:
-            control.leave(pair)
         control.report_failure(group, to_cause(error, group.rank, "mailbox"))
         raise
     finally:
         control.leave(group)
-    # The open mailbox keeps the engine and its control plane alive, whatever happens to the communicator.
-    box.on_close(partial(_leave, engine, pairs))
     return box, values
 
 
@@ -233,16 +231,10 @@ def _leave(engine: Engine, pairs: Sequence[Group]) -> None:
 
 
 def _loser(box: Mailbox, peer: int, group: Group) -> Callable[[Cause], None]:
-    known = weakref.ref(box)
-
-    def lose(cause: Cause) -> None:
-        box = known()
-        if box is None:
-            return
-        # Within the pair, ranks are numbered 0 and 1, so the text of `cause` would name the wrong ranks.
-        reason = Cause(
-            "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
-        )
-        box.mark_lost(peer, error_of(reason, group))
-
-    return lose
+    """Return a function that marks a rank as lost, and does not keep the mailbox alive."""
+    # Within the pair, ranks are numbered 0 and 1, so the text of the pair's cause would name the wrong ranks.
+    reason = Cause(
+        "PeerLostError", peer, f"rank {peer} was lost: its process ended or failed, or the connection to it broke"
+    )
+    mark_lost = weak_method(box.mark_lost)
+    return lambda cause: mark_lost(peer, error_of(reason, group))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "others", "there_and_back", "wrapped"]
+__all__ = ["Cost", "Move", "Step", "elements", "in_order", "mirrored", "move_of", "others", "there_and_back", "wrapped"]
 
 
 class Move(NamedTuple):
@@ -61,6 +61,12 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
         else:
             runs.append((chunk, chunk + 1))
     (start, stop), *further = runs
+    return Move(peer, start, stop, tuple(further))
+
+
+def in_order(peer: int, chunks: Iterable[int]) -> Move:
+    """Return a message with the given chunks in the given order, at least one, each as a run of its own."""
+    (start, stop), *further = [(chunk, chunk + 1) for chunk in chunks]
     return Move(peer, start, stop, tuple(further))
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.all_gather import ring as all_gather
+from unisono.collectives.algorithms.reduce_scatter import ring as reduce_scatter
+from unisono.collectives.algorithms.step import Cost, Step
 
 __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    left = (rank - 1) % size
-    right = (rank + 1) % size
-    for back in range(1, 2 * size - 1):
-        out = (rank - back) % size
-        into = (rank - back - 1) % size
-        yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),), reduce=back < size)
+    yield from reduce_scatter.steps(rank, size)
+    yield from all_gather.steps(rank, size)
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Step, in_order
 
 __all__ = ["UNIFORM", "chunks", "cost", "steps"]
 
@@ -29,7 +29,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         source = (rank - distance) % size
         sent = [_chunk(rank, way, way % distance, size) for way in ways]
         received = [_chunk(rank, way, way % (2 * distance), size) for way in ways]
-        yield Step((_in_order(to, sent),), (_in_order(source, received),))
+        yield Step((in_order(to, sent),), (in_order(source, received),))
 
 
 def _chunk(rank: int, way: int, travelled: int, size: int) -> int:
@@ -41,11 +41,6 @@ def _chunk(rank: int, way: int, travelled: int, size: int) -> int:
         return (rank + way) % size
     left = (way ^ travelled).bit_count()
     return size + (rank - way) % size if left % 2 == 0 else 2 * size + way
-
-
-def _in_order(peer: int, places: list[int]) -> Move:
-    (start, stop), *further = [(chunk, chunk + 1) for chunk in places]
-    return Move(peer, start, stop, tuple(further))
 
 
 def cost(size: int, numel: int) -> Cost:

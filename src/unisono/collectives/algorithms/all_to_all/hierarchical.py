@@ -9,9 +9,9 @@ for hierarchical all-to-all communication", EuroMPI 2014.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Step, in_order
 
 __all__ = ["OPTIONS", "UNIFORM", "chunks", "cost", "steps", "unsupported"]
 
@@ -34,9 +34,9 @@ def steps(rank: int, size: int, group: int = 0) -> Iterator[Step]:
     groups = [other for other in range(size // group) if other != mine]
     if neighbours:
         yield Step(
-            tuple(_parts(mine * group + to, range(to, size, group)) for to in neighbours),
+            tuple(in_order(mine * group + to, range(to, size, group)) for to in neighbours),
             tuple(
-                _parts(
+                in_order(
                     mine * group + source, (_kept(rank, source, other, size, group) for other in range(size // group))
                 )
                 for source in neighbours
@@ -45,11 +45,11 @@ def steps(rank: int, size: int, group: int = 0) -> Iterator[Step]:
     if groups:
         yield Step(
             tuple(
-                _parts(other * group + place, (_kept(rank, source, other, size, group) for source in range(group)))
+                in_order(other * group + place, (_kept(rank, source, other, size, group) for source in range(group)))
                 for other in groups
             ),
             tuple(
-                _parts(other * group + place, range(size + other * group, size + (other + 1) * group))
+                in_order(other * group + place, range(size + other * group, size + (other + 1) * group))
                 for other in groups
             ),
         )
@@ -69,11 +69,6 @@ def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
     if other == mine:
         return size + mine * group + source
     return other * group + place if source == place else 2 * size + other * group + source
-
-
-def _parts(peer: int, places: Iterable[int]) -> Move:
-    (start, stop), *further = [(chunk, chunk + 1) for chunk in places]
-    return Move(peer, start, stop, tuple(further))
 
 
 def cost(size: int, numel: int, group: int = 0) -> Cost:

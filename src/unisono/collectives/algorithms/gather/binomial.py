@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements
+from unisono.collectives.algorithms.scatter import binomial as scatter
+from unisono.collectives.algorithms.step import Cost, Step, elements, mirrored
 
 __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    for bit in range((size - 1).bit_length()):
-        span = 1 << bit
-        if rank & span:
-            yield Step(send=(Move(rank - span, rank, min(rank + span, size)),))
-            return
-        if rank + span < size:
-            yield Step(recv=(Move(rank + span, rank + span, min(rank + 2 * span, size)),))
+    return mirrored(scatter.steps(rank, size))
 
 
 def cost(size: int, numel: int) -> Cost:

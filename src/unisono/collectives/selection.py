@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.collectives.executor import Schedule, ScratchPool
 from unisono.collectives.tuning.cost_table import GAP
-from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted, size_class
+from unisono.collectives.tuning.prediction import Choice, Machine, compare, size_class
 from unisono.core.call import NATIVE, Call, Steps
 from unisono.core.collective import FAMILIES
 from unisono.core.tensors import numels
@@ -141,6 +140,7 @@ class Selection:
         raise ValueError(f"{refusal}; known: {', '.join(names)}")
 
 
+@lru_cache(maxsize=4096)
 def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = None, why: str = "") -> Choice:
     """Return the algorithm that "auto" chooses, and the predicted times of the other algorithms.
 
@@ -150,27 +150,9 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
         machine: Cost constants and ranks per host.
         forced: Algorithm to choose instead of the fastest, for the reason in `why`.
     """
-    fastest = _fastest(needs, nbytes, machine)
-    if forced is None or forced == fastest.algorithm:
-        return replace(fastest, why=why or fastest.why)
-    algorithm = find(needs.collective, forced)
-    others = {**fastest.others, fastest.algorithm: fastest.predicted_s}
-    if (seconds := others.pop(algorithm.label, None)) is None:
-        seconds = predicted(algorithm, needs.size, nbytes, machine)
-    return replace(
-        fastest,
-        algorithm=algorithm.label,
-        options=dict(algorithm.options),
-        predicted_s=seconds,
-        others=others,
-        why=why,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _fastest(needs: Needs, nbytes: int, machine: Machine) -> Choice:
     # Assume uneven parts, because a rank cannot tell whether other ranks' parts have the same length.
-    return compare(needs.collective, _serving(needs, uneven=True), needs.size, nbytes, machine)
+    names = _serving(needs, uneven=True)
+    return compare(needs.collective, names, needs.size, nbytes, machine, forced=forced, why=why)
 
 
 class Needs(NamedTuple):

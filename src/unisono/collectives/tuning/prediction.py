@@ -181,7 +181,14 @@ def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]
 
 
 def compare(
-    collective: str, names: Sequence[str], size: int, nbytes: int, machine: Machine, *, why: str = ""
+    collective: str,
+    names: Sequence[str],
+    size: int,
+    nbytes: int,
+    machine: Machine,
+    *,
+    forced: str | None = None,
+    why: str = "",
 ) -> Choice:
     """Return the algorithm with the lowest predicted time; among equally fast ones, the one with the fewest messages.
 
@@ -191,6 +198,7 @@ def compare(
         size: Number of ranks.
         nbytes: Size of the message in bytes.
         machine: Cost constants and ranks per host.
+        forced: Name of the algorithm to choose instead of the fastest; may also be none of `names`.
         why: Reason for the choice; by default, that the algorithm is the fastest.
 
     Example:
@@ -199,10 +207,13 @@ def compare(
         'recursive_doubling'
     """
     found = [one for name in names for one in _variants(find(collective, name), size, machine.per_host)]
+    given = None if forced is None else find(collective, forced)
+    if given is not None and given not in found:
+        found.append(given)
     seconds = {one.label: predicted(one, size, nbytes, machine) for one in found}
     # Compare rounded times: equal times may differ in their last bits because they were summed in different orders.
     fewest = {one.label: one.cost(size, nbytes).messages for one in found}
-    chosen = min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
+    chosen = given or min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
     least = seconds.pop(chosen.label)
     table = f"{'measured' if machine.table.measured else 'built-in'} constants {machine.table.hash}"
     why = why or f"the fastest of {len(names)} algorithms for {nbytes} bytes on {size} ranks by {table}"

@@ -138,19 +138,14 @@ def _apart(
     read, written = checks.sides(output, input, splits)
     reduced = parse_op(op) if what.reduces else None
     like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
-    packed: torch.Tensor | None = None
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
-    if reduced is not None:
-        outputs = (staging.flat(written.tensors[0], read=False, write=True),)
-        if (reduced is ReduceOp.AVG and like.dtype in HALVES) or _share_storage(read, written):
-            packed = _copied(read.tensors, staging)
-            inputs = packed.split(read.counts)
-        else:
-            inputs, packed = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
+    halves = reduced is ReduceOp.AVG and like.dtype in HALVES
+    if reduced is None or not (halves or _share_storage(read, written)):
+        inputs, packed = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
     else:
-        inputs, _ = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
-        outputs, packed = _flat(written, [staging.flat(t, read=False, write=True) for t in written.tensors])
+        packed = _copied(read.tensors, staging)
+        inputs = packed.split(read.counts)
+    outputs, whole = _flat(written, [staging.flat(t, read=False, write=True) for t in written.tensors])
+    packed = whole if reduced is None else packed
     average = reduced is ReduceOp.AVG
     if reduced is not None:
         check_reducible(reduced, like.dtype)
@@ -329,11 +324,8 @@ class _Checks(NamedTuple):
         taken = check_tensor(output, collective.output, self.devices, written=True)
         _check_like(taken, collective.output, given)
         if collective.pairwise:
-            rows = (
-                self._split_rows(given, splits[1], collective.input),
-                self._split_rows(taken, splits[0], collective.output),
-            )
-            return _Side((given,), rows[0]), _Side((taken,), rows[1])
+            sent = self._split_rows(given, splits[1], collective.input)
+            return _Side((given,), sent), _Side((taken,), self._split_rows(taken, splits[0], collective.output))
         sides = [(taken, collective.output), (given, collective.input)]
         (large, name), (small, other) = reversed(sides) if collective.scatters else sides
         if large.numel() != small.numel() * self.size:

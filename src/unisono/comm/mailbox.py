@@ -30,19 +30,21 @@ _LOOK_EVERY_S = 0.05
 
 
 class IncomingStream:
-    """Incoming stream from one rank: an envelope, the rest of the head, the bodies, then the next envelope."""
+    """Incoming stream from one rank: an envelope, the rest of the head, the bodies, then the next envelope.
+
+    Attributes:
+        peer: The other rank.
+        wanted: Tensors to receive next.
+        work: The receives in flight; None after an error.
+    """
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
-        self.envelope: torch.Tensor = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
-        self.rest: list[torch.Tensor] = []
+        self._envelope = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        self.wanted: list[torch.Tensor] = [self._envelope]
         self._begin: bytes = b""
         self._message: Envelope | None = None
         self.work: Work | None = None
-
-    def wanted(self) -> list[Message]:
-        """Return the receives to post next."""
-        return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
 
     def arrived(self) -> Envelope | None:
         """Process the data of the completed receives. Return the message if it is complete.
@@ -51,19 +53,19 @@ class IncomingStream:
             ValueError: The message is invalid, or there is not enough memory for it.
         """
         if self._message is None:
-            (arrived,) = self.rest or [self.envelope]
+            (arrived,) = self.wanted
             self._begin += bytes(view_of(arrived))
             self._message, end = parse(self.peer, self._begin)
             if self._message is None:
-                self.rest = [torch.empty(end - len(self._begin), dtype=torch.uint8, device="cpu")]
+                self.wanted = [torch.empty(end - len(self._begin), dtype=torch.uint8, device="cpu")]
                 return None
             self._begin = b""
-            self.rest = [body for body in self._message.bodies if body.numel()]
-            if self.rest:
+            self.wanted = [body for body in self._message.bodies if body.numel()]
+            if self.wanted:
                 return None
         message = self._message
         self._message = None
-        self.rest = []
+        self.wanted = [self._envelope]
         return message
 
 
@@ -95,7 +97,7 @@ class PointToPointMailbox(Mailbox):
             self._post(incoming)
 
     def _post(self, incoming: IncomingStream) -> None:
-        incoming.work = self._transport.post(incoming.wanted())
+        incoming.work = self._transport.post([Recv(tensor, incoming.peer) for tensor in incoming.wanted])
         peer = incoming.peer
         incoming.work.get_future().add_done_callback(lambda _: self._bell.put(peer))
 

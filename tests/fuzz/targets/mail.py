@@ -50,13 +50,13 @@ def _over_envelopes(data: bytes) -> Iterator[Envelope]:
     incoming = IncomingStream(1)
     found = None
     while found is None:
-        for receive in incoming.wanted():
-            size = receive.tensor.numel()
+        for tensor in incoming.wanted:
+            size = tensor.numel()
             # Whatever a rank announces, no more has arrived.
             if size > len(data) + ENVELOPE_BYTES:
                 return
             part = data[:size].ljust(size, b"\0")
-            receive.tensor.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+            tensor.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
             data = data[size:]
         found = incoming.arrived()
     yield found

@@ -6,8 +6,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -29,7 +28,7 @@ from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours
 if TYPE_CHECKING:
     from unisono._native import Core
 
-__all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
+__all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport"]
 
 
 class ShmTransport(NativeTransport):
@@ -64,10 +63,10 @@ class ShmTransport(NativeTransport):
         # object out of reference cycles, because the memory remains mapped as long as the core exists.
         core = module.Core(memoryview(memory)[PAGE_BYTES:], rank, size, size > cores(), known_dtypes())
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
-        self.calls = ShmFastPath(core, rank, size, programs, _weak_method(self._raise_mismatch))
+        self.calls = ShmFastPath(core, group, control, options.timeout_s, programs)
         self.fast_path: FastPath | None = self.calls
         self._messages = self.calls.messages
-        self._symmetric = SymmetricMemory(group, control, options.timeout_s, self.calls.core)
+        self._allocations = 0
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ShmTransport:
@@ -88,7 +87,28 @@ class ShmTransport(NativeTransport):
         return neighbours(group, control, timeout_s)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._symmetric.empty(shape, dtype)
+        """Return a zeroed tensor in new symmetric memory, in which all_reduce works in place, without copies.
+
+        Collective, with the same shape and dtype on every rank. Each call creates its own anonymous file, with one
+        equal slice per rank; tensors at the same offset of every slice are reduced together. The file is unmapped when
+        the last tensor in it is freed.
+        """
+        core = self.calls.core
+        self._allocations += 1
+        core.expect_symmetric_memory()
+        count = math.prod(shape)
+        stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
+        with torch.inference_mode(mode=False):
+            name = f"segment {self._allocations}"
+            memory = map_shared(self.group, self._control, name, stride * self.size, self._options.timeout_s, _mapped)
+            rows = memory.view(self.size, stride)
+            owner: Any = (ctypes.c_ubyte * stride).from_address(rows[self.rank].data_ptr())
+            tensor = torch.frombuffer(owner, dtype=torch.uint8)
+        owner.memory = memory
+        core.add_segment(self._allocations, rows.data_ptr(), stride)
+        # `owner` lives as long as the tensor and its views, so its finalizer runs when the last of them is freed.
+        weakref.finalize(owner, _remove, weakref.ref(self), self._allocations).atexit = False
+        return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def split(self, group: Group) -> ShmTransport:
         # Keep the parent's `background`: a subgroup cannot tell whether ranks outside it need the processors.
@@ -108,11 +128,6 @@ class ShmTransport(NativeTransport):
     def iprobe(self, peer: int, tag: int) -> bool:
         return self._messages.holds(peer, tag)
 
-    def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
-        """Raise an error that quotes each rank's call. All ranks must already know that their calls differ."""
-        topic = f"mismatch in round {self.calls.core.round}"
-        raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
-
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
         if self._messages.broken is None:
@@ -127,19 +142,6 @@ class ShmTransport(NativeTransport):
             self._messages.abort(cause)
 
 
-def _weak_method(method: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """Return a function that calls a method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> NoReturn:
-        found = reference()
-        if found is not None:
-            found(*args)
-        raise ClosedError("the communicator is closed")
-
-    return call
-
-
 TRANSPORT = ShmTransport
 
 
@@ -148,50 +150,11 @@ def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _remove(memory: weakref.ref[SymmetricMemory], number: int) -> None:
+def _remove(transport: weakref.ref[ShmTransport], number: int) -> None:
     """Remove a segment whose last tensor has been freed. Tensors may outlive the group, but must not keep it alive."""
-    found = memory()
+    found = transport()
     if found is not None:
-        found._core.remove_segment(number)
-
-
-class SymmetricMemory:
-    """Memory of one group in which all_reduce works in place, without copies.
-
-    Each call to `empty` creates its own anonymous file, with one equal slice per rank; tensors at the same offset of
-    every slice are reduced together. The file is unmapped when the last tensor in it is freed.
-
-    Args:
-        group, control, timeout_s: The ranks that share the memory, their control plane, and their time limit.
-        core: The native core, which reduces tensors in this memory in place.
-    """
-
-    def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Core) -> None:
-        self._group = group
-        self._control = control
-        self._timeout_s = timeout_s
-        self._core = core
-        self._allocations = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a zeroed tensor in new symmetric memory. Collective, with the same shape and dtype on every rank."""
-        self._allocations += 1
-        self._core.expect_symmetric_memory()
-        count = math.prod(shape)
-        rank = self._group.rank
-        size = self._group.size
-        stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
-        with torch.inference_mode(mode=False):
-            name = f"segment {self._allocations}"
-            memory = map_shared(self._group, self._control, name, stride * size, self._timeout_s, _mapped)
-            rows = memory.view(size, stride)
-            owner: Any = (ctypes.c_ubyte * stride).from_address(rows[rank].data_ptr())
-            tensor = torch.frombuffer(owner, dtype=torch.uint8)
-        owner.memory = memory
-        self._core.add_segment(self._allocations, rows.data_ptr(), stride)
-        # `owner` lives as long as the tensor and its views, so its finalizer runs when the last of them is freed.
-        weakref.finalize(owner, partial(_remove, weakref.ref(self), self._allocations)).atexit = False
-        return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
+        found.calls.core.remove_segment(number)
 
 
 class ShmFastPath(NativeCalls):
@@ -199,23 +162,23 @@ class ShmFastPath(NativeCalls):
 
     Args:
         core: The native core.
-        rank, size: This rank, and the number of ranks.
+        group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
         programs: The steps of each algorithm, in the native core's format.
-        mismatch: Function that raises the error for ranks that make different calls.
     """
 
     core: Core
 
-    def __init__(
-        self, core: Core, rank: int, size: int, programs: Programs, mismatch: Callable[[Fingerprint], NoReturn]
-    ) -> None:
-        self.messages: ShmMessages = ShmMessages(rank, core)
-        super().__init__(core, rank, size, programs, self.messages)
-        self._mismatch = mismatch
+    def __init__(self, core: Core, group: Group, control: ControlPlane, timeout_s: float, programs: Programs) -> None:
+        self.messages: ShmMessages = ShmMessages(group.rank, core)
+        super().__init__(core, group.rank, group.size, programs, self.messages)
+        self._group = group
+        self._control = control
+        self._timeout_s = timeout_s
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """Implement `FastPath`."""
-        self._mismatch(fingerprint)
+        topic = f"mismatch in round {self.core.round}"
+        raise_mismatch(self._control, self._group, topic, fingerprint, self._timeout_s)
 
     def _cause(self) -> BaseException | None:
         return self.messages.broken

@@ -13,7 +13,7 @@ from unisono.errors import CommError
 from unisono.testing.conformance import CHECKS, World
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.composed import Hierarchical
-from unisono.transports.hierarchical.routing import Routes
+from unisono.transports.hierarchical.paired import Paired
 
 BY_NAME = {check.__name__: check for check in CHECKS}
 TWO = World("thread+thread", timeout=1.0, hosts=((0, 2), (1, 3)))
@@ -37,7 +37,7 @@ def root_last_of_its_host(self: Any, call: Call, deadline: float) -> None:
 def all_by_one_way(self: Any, batch: Any) -> Any:
     """Sends what is for this host by the numbers of the whole."""
     near = [m for m in batch if m.peer in self._local_ranks]
-    return self._inner.post(near) if self._inner is not None and near else self._outer.post(batch)
+    return self.inner.post(near) if self.inner is not None and near else self.outer.post(batch)
 
 
 def even_if_not(self: Any, *given: Any, **options: Any) -> None:
@@ -51,7 +51,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
     (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_reference", TWO),
-    (Routes, "post", all_by_one_way, "peers_are_separate", TWO),
+    (Paired, "post", all_by_one_way, "peers_are_separate", TWO),
     (Hierarchical, "__init__", even_if_not, "all_gather_equals_reference", UNEVEN),
 ]
 

@@ -15,10 +15,13 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import MESSAGE_CAPABILITIES, FastPath, Mailbox, Options, Transport, share_capabilities
 from unisono.core.types import Message, PointToPoint, Work
+from unisono.core.work import WorkGroup
 from unisono.errors import UnavailableError
-from unisono.transports.hierarchical.routing import RankMappedTransport, Routes
+from unisono.transports.hierarchical.routing import RankMappedTransport
 
 __all__ = ["Hosts", "Paired", "Pairing", "in_order"]
+
+_POLL_S = 0.01
 
 Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
@@ -81,7 +84,7 @@ class Paired(Transport):
         with ExitStack() as undo:
             self._connect(undo)
             self._undo = undo.pop_all()
-        self._routes = Routes(self.inner, self.outer, self._here, pairing.options.timeout_s)
+        self._local_ranks = {rank: local_rank for local_rank, rank in enumerate(self._here)}
 
     def _connect(self, undo: ExitStack) -> None:
         """Make the transports."""
@@ -121,10 +124,19 @@ class Paired(Transport):
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
-        return self._routes.post(batch)
+        near = [m for m in batch if m.peer in self._local_ranks]
+        if self.inner is None or not near:
+            return self.outer.post(batch)
+        inside = self.inner.post([type(m)(m.tensor, self._local_ranks[m.peer], m.tag) for m in near])
+        if len(near) == len(batch):
+            return inside
+        far = [m for m in batch if m.peer not in self._local_ranks]
+        return WorkGroup([inside, self.outer.post(far)], self._pairing.options.timeout_s, _POLL_S)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        return self._routes.iprobe(peer, tag)
+        if self.inner is None or peer not in self._local_ranks:
+            return self.outer.iprobe(peer, tag)
+        return self.inner.iprobe(self._local_ranks[peer], tag)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)

@@ -1,4 +1,4 @@
-"""Message routing over two transports, and transports that translate rank numbers between a group and its subsets."""
+"""Transports that translate rank numbers between a group and its subsets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from unisono.core.failure import with_notes_of
 from unisono.core.group import Group
 from unisono.core.transport import Transport, share_capabilities
 from unisono.core.types import Message, PointToPoint, Work
-from unisono.core.work import ChainedWork, WorkGroup, seconds_left
+from unisono.core.work import ChainedWork, seconds_left
 from unisono.errors import CommError
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["RankMappedTransport", "Routes", "SubsetCollectives", "SubsetTransport"]
+__all__ = ["RankMappedTransport", "SubsetCollectives", "SubsetTransport"]
 
-_POLL_S = 0.01
 _RANKS = re.compile(r"\b(ranks?) (\d+(?:, \d+)*)")
 
 
@@ -78,40 +77,6 @@ class RankMappedTransport(Wrapper):
         return self._ranks[local_rank] if local_rank < len(self._ranks) else local_rank
 
 
-class Routes:
-    """Routes a rank's messages: to this host's ranks over the inner transport, to other ranks over the outer transport.
-
-    Args:
-        inner: Transport among this host's ranks; None if this rank is alone there.
-        outer: Transport among all ranks, numbered as in the whole group.
-        here: The ranks on this host, in the order of `inner`.
-        timeout_s: Default timeout of a wait.
-    """
-
-    def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:
-        self._inner = inner
-        self._outer = outer
-        self._timeout_s = timeout_s
-        self._local_ranks = {rank: local_rank for local_rank, rank in enumerate(here)}
-
-    def post(self, batch: Sequence[Message]) -> Work:
-        """Like `Transport.post`."""
-        near = [m for m in batch if m.peer in self._local_ranks]
-        if self._inner is None or not near:
-            return self._outer.post(batch)
-        inside = self._inner.post([type(m)(m.tensor, self._local_ranks[m.peer], m.tag) for m in near])
-        if len(near) == len(batch):
-            return inside
-        far = [m for m in batch if m.peer not in self._local_ranks]
-        return WorkGroup([inside, self._outer.post(far)], self._timeout_s, _POLL_S)
-
-    def iprobe(self, peer: int, tag: int) -> bool:
-        """Like `Transport.iprobe`."""
-        if self._inner is None or peer not in self._local_ranks:
-            return self._outer.iprobe(peer, tag)
-        return self._inner.iprobe(self._local_ranks[peer], tag)
-
-
 class SubsetTransport(Transport):
     """Transport for a subset of another transport's ranks, renumbered from 0. Supports only messages.
 
@@ -148,19 +113,16 @@ class SubsetCollectives:
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
-        self.transport = transport
+        self._transport = transport
         self._selection = Selection(transport, chunk_bytes)
 
-    def __call__(self, call: Call, deadline: float, *, agrees: bool = False) -> None:
+    def __call__(self, call: Call, deadline: float) -> None:
         """Run a collective; return when this rank's part is done. An in-place reduction also overwrites its inputs.
 
         Args:
             call: The call, still without `steps`: this method chooses the algorithm.
             deadline: Deadline on the library's clock.
-            agrees: Whether ranks must compare their calls first.
         """
         _, steps = self._selection.choose(call)
         chosen = call._replace(steps=steps, timeout=seconds_left(deadline))
-        if agrees:
-            self.transport.compare(chosen, deadline)
-        self.transport.run(chosen).wait(seconds_left(deadline))
+        self._transport.run(chosen).wait(seconds_left(deadline))

@@ -8,20 +8,17 @@ instead of S.
 
 from __future__ import annotations
 
-import queue
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Self
 
 import torch
 
 from unisono.collectives.executor import even_edges
 from unisono.core.call import Call
-from unisono.core.threads import DaemonThreadPool
+from unisono.core.threads import SerialWorker
 from unisono.core.transport import Transport
-from unisono.core.work import Completion, seconds_left
+from unisono.core.work import Completion, raised_by, seconds_left
 from unisono.transports.hierarchical.routing import SubsetCollectives, SubsetTransport
 
 __all__ = ["HierarchicalCollectives"]
@@ -30,8 +27,6 @@ _AHEAD = 1
 """Number of tiles in flight between hosts while the next one is reduced inside a host."""
 _PARTS = 4
 _REPORT_S = 5.0
-
-_threads = DaemonThreadPool("unisono between hosts")
 
 
 class HierarchicalCollectives:
@@ -48,7 +43,9 @@ class HierarchicalCollectives:
         rail: Transport among this rank and its peers on the other hosts; None if this rank is not a carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Maximum size of an algorithm's messages.
-        timeout_s: Default timeout of the exchanges between hosts; the waits in this class override it.
+
+    Attributes:
+        worker: Thread that exchanges tiles between hosts. The owner ends it.
     """
 
     def __init__(
@@ -58,13 +55,12 @@ class HierarchicalCollectives:
         rail: Transport | None,
         hosts: Sequence[Sequence[int]],
         chunk_bytes: int,
-        timeout_s: float,
     ) -> None:
         self._outer = outer
         self._inside = inside
         self._hosts = hosts
         self._chunk_bytes = chunk_bytes
-        self._timeout_s = timeout_s
+        self.worker: SerialWorker = SerialWorker("unisono between hosts")
         rank = outer.rank
         self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._local_rank = hosts[self._here].index(rank)
@@ -85,15 +81,26 @@ class HierarchicalCollectives:
                 self._exchange(call, share, deadline)
                 self._gathered(tile, share, deadline)
             return
-        with _InterHostStage(self._timeout_s) as stage:
-            ahead: deque[tuple[torch.Tensor, torch.Tensor, Completion]] = deque()
-            for tile in tiles:
-                share = self._scattered(call, tile, deadline)
-                ahead.append((tile, share, stage.run(partial(self._exchange, call, share, deadline))))
-                if len(ahead) > _AHEAD:
-                    self._finish(*ahead.popleft(), deadline)
-            while ahead:
+        ahead: deque[tuple[torch.Tensor, torch.Tensor, Completion]] = deque()
+        for tile in tiles:
+            share = self._scattered(call, tile, deadline)
+            ahead.append((tile, share, self._start_exchange(call, share, deadline)))
+            if len(ahead) > _AHEAD:
                 self._finish(*ahead.popleft(), deadline)
+        while ahead:
+            self._finish(*ahead.popleft(), deadline)
+
+    def _start_exchange(self, call: Call, share: torch.Tensor, deadline: float) -> Completion:
+        """Exchange a share in the background, after all earlier shares."""
+        exchanged = Completion(0.0)
+        inference = torch.is_inference_mode_enabled()
+
+        def exchange() -> None:
+            with torch.no_grad(), torch.inference_mode(inference):
+                exchanged.complete(raised_by(lambda: self._exchange(call, share, deadline)))
+
+        self.worker.run(exchange)
+        return exchanged
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
         # The exchange enforces the deadline itself, so wait long enough for it to report a timeout.
@@ -210,37 +217,3 @@ def _moved(call: Call, root: int, here: bool) -> Call:
     """Return a broadcast of the same tensor among some of the ranks, with `root` numbered among them."""
     target = call.outputs[0]
     return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
-
-
-class _InterHostStage:
-    """Runs functions one after another in a background thread, for the duration of a `with` block."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._pending: queue.SimpleQueue[tuple[Callable[[], None], Completion] | None] = queue.SimpleQueue()
-        self._inference = torch.is_inference_mode_enabled()
-
-    def run(self, function: Callable[[], None]) -> Completion:
-        """Queue a function; return a `Completion`, which is completed once the function has run."""
-        done = Completion(self._timeout_s)
-        self._pending.put((function, done))
-        return done
-
-    def __enter__(self) -> Self:
-        _threads.run(self._work)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pending.put(None)
-
-    def _work(self) -> None:
-        with torch.no_grad(), torch.inference_mode(self._inference):
-            while (item := self._pending.get()) is not None:
-                function, done = item
-                error: BaseException | None = None
-                try:
-                    function()
-                except Exception as raised:
-                    # Don't raise here: the thread that waits for `done` raises the error.
-                    error = raised
-                done.complete(error)

@@ -40,9 +40,8 @@ class Hierarchical(Paired):
                 else SubsetTransport(self.outer, ranks)
             )
         inside = SubsetCollectives(self.inner, options.chunk_bytes) if self.inner is not None else None
-        self._bulk = HierarchicalCollectives(
-            self.outer, inside, self._rail, hosts, options.chunk_bytes, options.timeout_s
-        )
+        self._bulk = HierarchicalCollectives(self.outer, inside, self._rail, hosts, options.chunk_bytes)
+        undo.callback(self._bulk.worker.end)
 
     def _declare(self) -> None:
         super()._declare()

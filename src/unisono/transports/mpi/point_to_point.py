@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Timeout
 from unisono.core.work import CountdownWork, raised_by, resolve_timeout, timeout_error
 from unisono.errors import CommError, PeerLostError
 from unisono.transports.mpi.communicators import MpiCommunicators
-from unisono.transports.mpi.requests import DirectMessage, MessageRequest, RendezvousRecv, RendezvousSend
+from unisono.transports.mpi.requests import (
+    ENVELOPE_BYTES,
+    MessageRequest,
+    envelope_of,
+    post_direct,
+    post_recv,
+    post_send,
+)
 
 __all__ = ["LAST_LOOKS", "MpiMessages", "Posted", "keep"]
 
@@ -76,6 +84,7 @@ class MpiMessages:
     def post(self, batch: Sequence[Message]) -> Posted:
         """Start all messages of a batch."""
         work = Posted(self, [self._part(message) for message in batch], batch)
+        # The first `move` posts the messages' first requests.
         if not work.move():
             # MPI may access a tensor after the caller has dropped it, so keep the work while it is in flight.
             self._open.add(work)
@@ -85,11 +94,15 @@ class MpiMessages:
         return work
 
     def _part(self, message: Message) -> MessageRequest:
+        comms = self.comms
         if message.tag == COLLECTIVE_TAG:
-            return DirectMessage(self.comms, message)
+            return MessageRequest(message, b"", partial(post_direct, comms, message))
         if isinstance(message, Recv):
-            return RendezvousRecv(self.comms, message)
-        return RendezvousSend(self.comms, message, next(self.numbers) % self.comms.largest_tag)
+            space = bytearray(ENVELOPE_BYTES)
+            return MessageRequest(message, space, partial(post_recv, comms, message, space))
+        number = next(self.numbers) % comms.largest_tag
+        envelope = envelope_of(message, number)
+        return MessageRequest(message, envelope, partial(post_send, comms, message, envelope, number))
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """Return whether the envelope of a user's message with this tag has arrived, but no receive waits for it."""
@@ -133,9 +146,6 @@ class Posted(CountdownWork):
         self._all = messages
         self._moving = threading.Lock()
         self._parts = parts
-        with self._failing(), messages.comms.turn:
-            for part in parts:
-                part.start()
 
     def move(self) -> bool:
         """Make progress. Return whether all messages are done."""

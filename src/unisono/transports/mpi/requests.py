@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -20,13 +19,14 @@ __all__ = [
     "ENVELOPE_BYTES",
     "INLINE_BYTES",
     "LONGEST",
-    "DirectMessage",
     "MessageRequest",
-    "RendezvousRecv",
-    "RendezvousSend",
+    "envelope_of",
     "memory",
     "name_of",
     "opened",
+    "post_direct",
+    "post_recv",
+    "post_send",
 ]
 
 LONGEST = 1 << 30
@@ -44,8 +44,14 @@ def memory(comms: MpiCommunicators, tensor: torch.Tensor, start: int = 0, nbytes
     return comms.mpi.buffer.fromaddress(tensor.data_ptr() + start, tensor.nbytes if nbytes is None else nbytes)
 
 
-class MessageRequest(ABC):
+class MessageRequest:
     """A message in flight, and its MPI requests.
+
+    Args:
+        message: The posted message.
+        envelope: The envelope of a user's message.
+        steps: Function that takes `requests`, and returns an iterator. Each step of the iterator appends requests, and
+            the next step follows once they are done.
 
     Attributes:
         message: The posted message.
@@ -53,96 +59,69 @@ class MessageRequest(ABC):
         held: Memory that must not be freed before the requests complete.
     """
 
-    message: Message
-    requests: list[Any]
-    held: object
-
-    @abstractmethod
-    def start(self) -> None:
-        """Post the first requests."""
+    def __init__(
+        self, message: Message, envelope: bytes | bytearray, steps: Callable[[list[Any]], Iterator[None]]
+    ) -> None:
+        self.message = message
+        self.held: object = (message.tensor, envelope)
+        self.requests: list[Any] = []
+        self._steps = steps(self.requests)
 
     def move(self) -> bool:
-        """Make progress. Return whether all requests are done. Raises the same errors as `arrived`."""
-        while self.requests:
-            if not self.requests[0].Test():
-                return False
-            del self.requests[0]
-            self.arrived()
-        return True
+        """Post the first requests, or make progress. Return whether the message is done.
 
-    def arrived(self) -> None:
-        """Handle a completed request. Raises MismatchError if the message does not fit its receive."""
-
-
-class DirectMessage(MessageRequest):
-    """Message of a collective, whose length both ranks know."""
-
-    def __init__(self, comms: MpiCommunicators, message: Message) -> None:
-        self._comms = comms
-        self.message = message
-        self.requests: list[Any] = []
-        self.held: object = message.tensor
-
-    def start(self) -> None:
-        start = self._comms.own.Irecv if isinstance(self.message, Recv) else self._comms.own.Isend
-        for part, nbytes in _cut(self._comms, self.message.tensor):
-            self.requests.append(start(part, self.message.peer, nbytes % self._comms.largest_tag))
+        Raises MismatchError if the message does not fit its receive.
+        """
+        while True:
+            while self.requests:
+                if not self.requests[0].Test():
+                    return False
+                del self.requests[0]
+            if next(self._steps, True):
+                return True
 
 
-class RendezvousSend(MessageRequest):
-    """Send of a user's message: an envelope, and a separate body if the content is long."""
-
-    def __init__(self, comms: MpiCommunicators, message: Send, number: int) -> None:
-        self._comms = comms
-        self.message: Send = message
-        tensor = message.tensor
-        self._number = number
-        self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
-        self._inline = tensor.nbytes <= INLINE_BYTES
-        if self._inline:
-            self._envelope += bytes(view_of(tensor)) if tensor.nbytes else b""
-        self.requests: list[Any] = []
-        self.held: object = (tensor, self._envelope)
-
-    def start(self) -> None:
-        send = self._comms.users.Isend
-        message = self.message
-        byte = self._comms.mpi.BYTE
-        self.requests.append(send([self._envelope, byte], message.peer, 2 * message.tag))
-        if not self._inline:
-            for part, _ in _cut(self._comms, message.tensor):
-                self.requests.append(send(part, message.peer, 2 * self._number + 1))
+def post_direct(comms: MpiCommunicators, message: Message, requests: list[Any]) -> Iterator[None]:
+    """Send or receive a message of a collective, whose length both ranks know."""
+    start = comms.own.Irecv if isinstance(message, Recv) else comms.own.Isend
+    for part, nbytes in _cut(comms, message.tensor):
+        requests.append(start(part, message.peer, nbytes % comms.largest_tag))
+    yield
 
 
-class RendezvousRecv(MessageRequest):
-    """Receive of a user's message: the envelope, and then the body if the content is long."""
+def envelope_of(message: Send, number: int) -> bytes:
+    """Return the envelope of a user's message, which contains the content if that is short."""
+    tensor = message.tensor
+    header = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
+    return header + bytes(view_of(tensor)) if 0 < tensor.nbytes <= INLINE_BYTES else header
 
-    def __init__(self, comms: MpiCommunicators, message: Recv) -> None:
-        self._comms = comms
-        self.message: Recv = message
-        self._envelope = bytearray(ENVELOPE_BYTES)
-        self._opened = False
-        self.requests: list[Any] = []
-        self.held: object = (message.tensor, self._envelope)
 
-    def start(self) -> None:
-        receive = self._comms.users.Irecv
-        message = self.message
-        self.requests.append(receive([self._envelope, self._comms.mpi.BYTE], message.peer, 2 * message.tag))
+def post_send(
+    comms: MpiCommunicators, message: Send, envelope: bytes, number: int, requests: list[Any]
+) -> Iterator[None]:
+    """Send a user's message: an envelope, and a separate body if the content is long."""
+    send = comms.users.Isend
+    requests.append(send([envelope, comms.mpi.BYTE], message.peer, 2 * message.tag))
+    if message.tensor.nbytes > INLINE_BYTES:
+        for part, _ in _cut(comms, message.tensor):
+            requests.append(send(part, message.peer, 2 * number + 1))
+    yield
 
-    def arrived(self) -> None:
-        if self._opened:
-            return
-        self._opened = True
-        message = self.message
-        tensor = self.message.tensor
-        number = opened(self._comms, self._envelope, message)
-        if tensor.nbytes <= INLINE_BYTES:
-            content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
-            ctypes.memmove(tensor.data_ptr(), content, tensor.nbytes)
-            return
-        for part, _ in _cut(self._comms, tensor):
-            self.requests.append(self._comms.users.Irecv(part, message.peer, 2 * number + 1))
+
+def post_recv(comms: MpiCommunicators, message: Recv, envelope: bytearray, requests: list[Any]) -> Iterator[None]:
+    """Receive a user's message: the envelope, and then the body if the content is long."""
+    receive = comms.users.Irecv
+    requests.append(receive([envelope, comms.mpi.BYTE], message.peer, 2 * message.tag))
+    yield
+    tensor = message.tensor
+    number = opened(comms, envelope, message)
+    if tensor.nbytes <= INLINE_BYTES:
+        content = bytes(memoryview(envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
+        ctypes.memmove(tensor.data_ptr(), content, tensor.nbytes)
+        return
+    for part, _ in _cut(comms, tensor):
+        requests.append(receive(part, message.peer, 2 * number + 1))
+    yield
 
 
 def opened(comms: MpiCommunicators, envelope: bytearray, message: Message) -> int:

@@ -23,7 +23,7 @@ from unisono.host.mpi_library import check_world, env_without_launcher, launched
 from unisono.testing.reference import reduced
 from unisono.transports.mpi import point_to_point
 from unisono.transports.mpi.consistency import MpiAgreement
-from unisono.transports.mpi.reduce_op import Reductions, reducible
+from unisono.transports.mpi.reduce_op import finish, prepare, reducible
 
 
 class Request:
@@ -204,14 +204,13 @@ def test_float_order_is_kept_by_integers(dtype: torch.dtype, op: ReduceOp) -> No
     wanted = reduced([left, right], op)
     found = []
     for first, second in ((left.clone(), right.clone()), (right.clone(), left.clone())):
-        reductions = Reductions(FAKE)
-        reductions.prepare(second, op)
-        tensor, kind, by = reductions.prepare(first, op)
+        prepare(FAKE, second, op)
+        tensor, kind, by = prepare(FAKE, first, op)
         whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         assert (kind, by) == (f"INT{8 * dtype.itemsize}_T", op.name)
         pick = torch.minimum if op is ReduceOp.MIN else torch.maximum
         tensor.view(whole).copy_(pick(tensor.view(whole), second.view(whole)))
-        reductions.finish(first, op)
+        finish(first, op)
         assert not wanted.complaint(first)
         found.append(first.view(torch.uint8))
     assert torch.equal(*found), "the bits depend on the order of ranks"

@@ -18,7 +18,7 @@ from unisono.core.call import Call
 from unisono.core.collective import FAMILIES
 from unisono.core.tensors import numels
 from unisono.transports.mpi.communicators import MpiCommunicators
-from unisono.transports.mpi.reduce_op import Reductions, prepares, reducible
+from unisono.transports.mpi.reduce_op import finish, prepare, prepares, reducible
 from unisono.transports.mpi.requests import LONGEST, memory
 from unisono.transports.mpi.watchdog import Watchdog
 
@@ -30,10 +30,8 @@ _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 def carries(call: Call, size: int) -> bool:
     """Return whether MPI gives the correct result for a call. The answer is the same on every rank."""
-    if FAMILIES[call.name].reduces:
-        assert call.op is not None
-        if not reducible(call.inputs[0].dtype, call.op):
-            return False
+    if FAMILIES[call.name].reduces and not reducible(call.inputs[0].dtype, call.op):
+        return False
     if call.name not in _LISTS:
         return call.name in NATIVE
     if call.lengths:
@@ -67,12 +65,12 @@ class MpiCollectives:
         self._mpi = comms.mpi
         self._comm = comms.own
         self.watch = watch
-        self.reductions: Reductions = Reductions(comms.mpi)
         self._rank = self._comm.Get_rank()
 
     def carry(self, call: Call, deadline: float) -> None:
         """Run a call that every rank has reached."""
-        # Skip an empty call, but only if it is empty on all ranks: in an all_to_all, other ranks may have data.
+        # Skip an empty call, but only if it is empty on all ranks: in an all_to_all, other ranks may have data. A
+        # barrier is also done, because comparing the calls has shown that all ranks have arrived.
         lengths = call.lengths or numels((*call.inputs, *call.outputs))
         if call.name != "all_to_all" and not any(lengths):
             return
@@ -96,31 +94,28 @@ class MpiCollectives:
 
     # -- reductions ----------------------------------------------------------------------------
     def _reduce_all(self, call: Call) -> None:
-        assert call.op is not None
-        tensor, kind, op = self.reductions.prepare(call.outputs[0], call.op)
+        tensor, kind, op = prepare(self._mpi, call.outputs[0], call.op)
         for start, stop in _cuts(tensor.numel()):
             self._comm.Allreduce(self._mpi.IN_PLACE, self._described(tensor, kind, start, stop), op)
-        self.reductions.finish(call.outputs[0], call.op)
+        finish(call.outputs[0], call.op)
 
     def _reduce(self, call: Call) -> None:
-        assert call.op is not None
         root = call.root
         here = call.root == self._rank
-        tensor, kind, op = self.reductions.prepare(call.inputs[0], call.op)
+        tensor, kind, op = prepare(self._mpi, call.inputs[0], call.op)
         for start, stop in _cuts(tensor.numel()):
             given = self._described(tensor, kind, start, stop)
             self._comm.Reduce(self._mpi.IN_PLACE if here else given, given if here else None, op, root)
         if here:
-            self.reductions.finish(call.outputs[0], call.op)
+            finish(call.outputs[0], call.op)
 
     def _reduce_scatter(self, call: Call) -> None:
-        assert call.op is not None
         target = call.outputs[0]
         whole = torch.cat(call.inputs) if call.packed is None else call.packed
         if whole is call.packed and prepares(whole.dtype, call.op):
             # `prepare` overwrites its tensor, and the caller's memory must not change.
             whole = whole.clone()
-        packed, kind, op = self.reductions.prepare(whole, call.op)
+        packed, kind, op = prepare(self._mpi, whole, call.op)
         factor = packed.numel() // max(1, whole.numel())
         counts = [t.numel() * factor for t in call.inputs]
         given = memory(self._comms, packed)
@@ -129,7 +124,7 @@ class MpiCollectives:
             self._comm.Reduce_scatter([given, packed.numel(), kind], into, counts, op)
         else:
             self._comm.Reduce_scatter_block([given, kind], into, op)
-        self.reductions.finish(target, call.op)
+        finish(target, call.op)
 
     # -- data movement -------------------------------------------------------------------------
     def _broadcast(self, call: Call) -> None:
@@ -176,10 +171,6 @@ class MpiCollectives:
         sent.copy_in()
         self._comm.Alltoallv(sent.described(), received.described())
         received.copy_out()
-
-    def _barrier(self, call: Call) -> None:
-        # Nothing to do: comparing the calls has shown that all ranks have arrived.
-        return
 
 
 class _VectorBuffer:
@@ -240,7 +231,6 @@ _RUN: dict[str, Callable[[MpiCollectives, Call], None]] = {
     "all_gather": MpiCollectives._all_gather,
     "all_reduce": MpiCollectives._reduce_all,
     "all_to_all": MpiCollectives._all_to_all,
-    "barrier": MpiCollectives._barrier,
     "broadcast": MpiCollectives._broadcast,
     "gather": MpiCollectives._gather,
     "reduce": MpiCollectives._reduce,
@@ -248,4 +238,4 @@ _RUN: dict[str, Callable[[MpiCollectives, Call], None]] = {
     "scatter": MpiCollectives._scatter,
 }
 
-NATIVE = frozenset(_RUN)
+NATIVE = frozenset({*_RUN, "barrier"})

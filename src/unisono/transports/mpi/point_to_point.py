@@ -113,10 +113,6 @@ class MpiMessages:
         except comms.mpi.Exception as error:
             raise comms.error_of(error, peer) from error
 
-    def spins_for(self, nbytes: int) -> int:
-        """Return the number of polls before yielding: more for long messages, because only polling moves bytes."""
-        return self.spins * (1 + nbytes // _BYTES_A_ROUND)
-
     def end(self, cause: BaseException) -> None:
         """Complete all messages in flight with an error."""
         for work in list(self._open):
@@ -192,7 +188,9 @@ class Posted(CountdownWork):
             started = clock.now()
             limit = resolve_timeout(timeout, self.timeout_s)
             try:
-                spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
+                # Poll more often before yielding for long messages, because only polling moves bytes.
+                nbytes = sum(message.tensor.nbytes for message in self._messages)
+                spins = self._all.spins * (1 + nbytes // _BYTES_A_ROUND)
                 over = clock.poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
                 # Poll again, because the peer may have sent the messages before it left.

@@ -1,4 +1,11 @@
-"""MPI types and operations that reduce a tensor correctly, and substitutes for missing or incorrect operations."""
+"""MPI types and operations that reduce a tensor correctly, and substitutes for missing or incorrect operations.
+
+MPI lacks sums and products of float16 and bfloat16; this module defines both operations as callbacks, so elements need
+no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers also use callbacks,
+because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum of floats, MPI loses NaNs, and
+may return either zero if both 0.0 and -0.0 occur; these floats are therefore converted to integers that compare in the
+same way, with NaN as the extreme value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ import torch
 from unisono.core.tensors import combine
 from unisono.core.types import ReduceOp
 
-__all__ = ["Reductions", "prepares", "reducible"]
+__all__ = ["finish", "prepare", "prepares", "reducible"]
 
 _TYPES = {
     torch.uint8: "UINT8_T",
@@ -63,7 +70,7 @@ _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
-def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
+def reducible(dtype: torch.dtype, op: ReduceOp | None) -> bool:
     """Return whether MPI reduces this dtype with `op` correctly, and with bit-identical results on all ranks."""
     if dtype not in _TYPES:
         return False
@@ -73,49 +80,36 @@ def reducible(dtype: torch.dtype, op: ReduceOp) -> bool:
     return op in _OPS
 
 
-def prepares(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether `Reductions.prepare` overwrites the elements."""
+def prepares(dtype: torch.dtype, op: ReduceOp | None) -> bool:
+    """Return whether `prepare` overwrites the elements."""
     return dtype.is_floating_point and op in _EXTREMES
 
 
-class Reductions:
-    """Prepares tensors for reductions in MPI.
+def prepare(mpi: Any, tensor: torch.Tensor, op: ReduceOp | None) -> tuple[torch.Tensor, Any, Any]:
+    """Return the elements to reduce, their MPI type, and MPI's operation. May overwrite the tensor.
 
-    MPI lacks sums and products of float16 and bfloat16; this module defines both operations as callbacks, so elements
-    need no conversion, and take two bytes each in messages. Sums and products of 8- and 16-bit integers also use
-    callbacks, because Open MPI 5 saturates sums where torch wraps around. For the minimum and maximum of floats, MPI
-    loses NaNs, and may return either zero if both 0.0 and -0.0 occur; these floats are therefore converted to integers
-    that compare in the same way, with NaN as the extreme value.
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        tensor: Tensor to reduce.
+        op: An operation that `reducible` allows.
     """
+    assert op is not None
+    dtype = tensor.dtype
+    kind = getattr(mpi, _TYPES[dtype])
+    if dtype.is_complex:
+        return torch.view_as_real(tensor).view(-1), kind, mpi.SUM
+    if prepares(dtype, op):
+        _to_keys(tensor, op)
+        return tensor, getattr(mpi, _TYPES[_INTEGER_OF_SIZE[dtype.itemsize]]), getattr(mpi, _OPS[op])
+    if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        return tensor, kind, _own(op, _CALLED_BACK[dtype])
+    return tensor, kind, getattr(mpi, (_BOOLEAN if dtype is torch.bool else _OPS)[op])
 
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
 
-    def prepare(self, tensor: torch.Tensor, op: ReduceOp) -> tuple[torch.Tensor, Any, Any]:
-        """Return the elements to reduce, their MPI type, and MPI's operation. May overwrite the tensor.
-
-        Args:
-            tensor: Tensor to reduce.
-            op: An operation that `reducible` allows.
-        """
-        dtype = tensor.dtype
-        kind = getattr(self._mpi, _TYPES[dtype])
-        if dtype.is_complex:
-            return torch.view_as_real(tensor).view(-1), kind, self._mpi.SUM
-        if prepares(dtype, op):
-            _to_keys(tensor, op)
-            return tensor, getattr(self._mpi, _TYPES[_INTEGER_OF_SIZE[dtype.itemsize]]), getattr(self._mpi, _OPS[op])
-        return tensor, kind, self._op(dtype, op)
-
-    def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
-        """Convert MPI's output back to floats in place if `prepare` has converted the elements."""
-        if prepares(result.dtype, op):
-            _swap(result.view(_INTEGER_OF_SIZE[result.itemsize]))
-
-    def _op(self, dtype: torch.dtype, op: ReduceOp) -> Any:
-        if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
-            return _own(op, _CALLED_BACK[dtype])
-        return getattr(self._mpi, (_BOOLEAN if dtype is torch.bool else _OPS)[op])
+def finish(result: torch.Tensor, op: ReduceOp | None) -> None:
+    """Convert MPI's output back to floats in place if `prepare` has converted the elements."""
+    if prepares(result.dtype, op):
+        _swap(result.view(_INTEGER_OF_SIZE[result.itemsize]))
 
 
 def _may_have_nan(tensor: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ class MpiTransport(Transport):
         spins = _CROWDED_SPINS if crowded else _SPINS
         self._messages = MpiMessages(comms, options.timeout_s, self._look, spins)
         self._agreement = MpiAgreement(comms, self._look, spins)
-        self._watch = Watchdog(comms.mpi, comms, self._give_up)
+        self._watch = Watchdog(comms, self._give_up)
         self._native = MpiCollectives(comms, self._watch)
         self.fast_path: FastPath | None = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
 

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from unisono.core import clock
 from unisono.host.mpi_library import has_ulfm
@@ -35,28 +34,26 @@ class Watchdog:
     job.
 
     Args:
-        mpi: The module `mpi4py.MPI`.
         comms: The communicators.
         give_up: Function that breaks the communicator after a timeout.
     """
 
-    def __init__(
-        self,
-        mpi: Any,
-        comms: MpiCommunicators,
-        give_up: Callable[[], object],
-    ) -> None:
-        self._mpi = mpi
+    def __init__(self, comms: MpiCommunicators, give_up: Callable[[], object]) -> None:
         self._comms = comms
         self._give_up = give_up
         self._since: float | None = None
-        self.enrolled: bool = False
+        self._is_watched = False
 
     def arm(self) -> None:
         """Start checking the deadline."""
-        if not self.enrolled:
-            self.enrolled = True
-            _enrol(self)
+        if self._is_watched:
+            return
+        self._is_watched = True
+        with _lock:
+            _watched.add(self)
+            if not any(thread.is_alive() for thread in _patrols):
+                _patrols[:] = [threading.Thread(target=_loop, name="unisono MPI watch", daemon=True)]
+                _patrols[0].start()
 
     def look(self) -> None:
         """Check the deadline once. Called by the daemon thread."""
@@ -81,15 +78,7 @@ class Watchdog:
         sys.stderr.flush()
         if has_ulfm():
             os._exit(1)
-        self._mpi.COMM_WORLD.Abort(1)
-
-
-def _enrol(watch: Watchdog) -> None:
-    with _lock:
-        _watched.add(watch)
-        if not any(thread.is_alive() for thread in _patrols):
-            _patrols[:] = [threading.Thread(target=_loop, name="unisono MPI watch", daemon=True)]
-            _patrols[0].start()
+        self._comms.mpi.COMM_WORLD.Abort(1)
 
 
 def _loop() -> None:

@@ -15,7 +15,7 @@ from unisono.core.frames import FrameChannel, Kind
 from unisono.core.mail import pack, parse
 from unisono.core.transport import Envelope
 from unisono.transports.shm.mailbox import _read
-from unisono.transports.tcp.mailbox import EnvelopeReader
+from unisono.transports.tcp.mailbox import _read as _read_connection
 
 # Each ends the way to that rank, which counts as lost.
 REFUSALS = (ValueError,)
@@ -68,7 +68,7 @@ def _over_a_connection(data: bytes, end: int) -> Iterator[Envelope]:
         ours.setblocking(False)
         theirs.sendall(FrameChannel().encode(Kind.MAIL, data[:end]) + data[end:][:60_000])
         found: list[Envelope] = []
-        EnvelopeReader(1, ours, FrameChannel()).read(found)
+        next(_read_connection(1, ours, FrameChannel(), found))
         yield from found[:1]
 
 

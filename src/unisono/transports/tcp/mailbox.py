@@ -6,7 +6,9 @@ import contextlib
 import select
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -21,65 +23,52 @@ from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
-__all__ = ["EnvelopeReader", "TcpMailbox", "meet"]
+__all__ = ["TcpMailbox", "meet"]
+
+T = TypeVar("T")
 
 _SLICE_S = 0.1
 _MOST_VECTORS = 64
 
 
-class EnvelopeReader:
-    """Parser for one rank's stream of frames. After each frame, it reads the message's bodies into new memory."""
+def _read(peer: int, connection: socket.socket, channel: FrameChannel, arrived: list[Envelope]) -> Iterator[None]:
+    """Append a peer's messages as they arrive; yield while there is nothing to read. Ends with the connection.
 
-    def __init__(self, peer: int, connection: socket.socket, channel: FrameChannel) -> None:
-        self.peer = peer
-        self.connection = connection
-        self._channel = channel
-        self._message: Envelope | None = None
-        self._gaps: list[memoryview] = []
+    Each message is a frame, after which its bodies are read into new memory. Raises ValueError for invalid data.
+    """
+    drained = False
+    while True:
+        while (frame := channel.next(Kind.MAIL)) is None:
+            if drained:
+                yield None
+            data = yield from _arriving(lambda: connection.recv(READ_BYTES))
+            if not data:
+                return
+            # After a short read, nothing is left to read, so don't spend another system call on it.
+            drained = len(data) < READ_BYTES
+            channel.feed(data)
+        message, end = parse(peer, frame.content)
+        if message is None or end != len(frame.content):
+            raise ValueError("a message is not as long as its header says")
+        for body in message.bodies:
+            rest = view_of(body)
+            rest = rest[channel.take(rest) :]
+            while rest:
+                step = yield from _arriving(partial(connection.recv_into, rest))
+                if not step:
+                    return
+                drained = step < READ_BYTES
+                rest = rest[step:]
+        arrived.append(message)
 
-    def read(self, envelopes: list[Envelope]) -> bool:
-        """Read the available bytes; return False if the connection has ended. Raises ValueError for invalid data."""
-        while True:
-            try:
-                if self._gaps:
-                    count = self.connection.recv_into(self._gaps[0])
-                    if count:
-                        self._fill(count)
-                else:
-                    data = self.connection.recv(READ_BYTES)
-                    count = len(data)
-                    self._channel.feed(data)
-            except BlockingIOError:
-                return True
-            if not count:
-                return False
-            while self._parse(envelopes):
-                pass
-            if not self._gaps and count < READ_BYTES:
-                return True
 
-    def _fill(self, count: int) -> None:
-        self._gaps[0] = self._gaps[0][count:]
-        if not self._gaps[0]:
-            self._gaps.pop(0)
-
-    def _parse(self, envelopes: list[Envelope]) -> bool:
-        """Parse the next message; return whether it was complete."""
-        if self._message is None:
-            frame = self._channel.next(Kind.MAIL)
-            if frame is None:
-                return False
-            self._message, end = parse(self.peer, frame.content)
-            if self._message is None or end != len(frame.content):
-                raise ValueError("a message is not as long as its header says")
-            self._gaps = [view_of(body) for body in self._message.bodies if body.numel()]
-        while self._gaps and (step := self._channel.take(self._gaps[0])):
-            self._fill(step)
-        if self._gaps:
-            return False
-        envelopes.append(self._message)
-        self._message = None
-        return True
+def _arriving(receive: Callable[[], T]) -> Generator[None, None, T]:
+    """Return what `receive` returns; yield while nothing has arrived."""
+    while True:
+        try:
+            return receive()
+        except BlockingIOError:
+            yield None
 
 
 class TcpMailbox(Mailbox):
@@ -97,8 +86,9 @@ class TcpMailbox(Mailbox):
         links = meet(group, control, address, timeout_s)
         self._links = links
         self._locks = {peer: threading.Lock() for peer in links}
+        self._arrived: list[Envelope] = []
         self._streams = {
-            connection.fileno(): EnvelopeReader(peer, connection, channel)
+            connection.fileno(): (peer, _read(peer, connection, channel, self._arrived))
             for peer, (connection, channel) in links.items()
         }
         self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
@@ -157,9 +147,8 @@ class TcpMailbox(Mailbox):
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Envelope]:
-        envelopes: list[Envelope] = []
         if self.closed:
-            return envelopes
+            return []
         ready = self._ready
         self._ready = []
         for number in ready or [number for number, _ in self._watch.poll(0)]:
@@ -167,22 +156,22 @@ class TcpMailbox(Mailbox):
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup_receiver.recv(4096)
             elif number in self._streams:
-                self._read(number, envelopes)
+                self._read(number)
+        envelopes = self._arrived.copy()
+        self._arrived.clear()
         return envelopes
 
-    def _read(self, number: int, envelopes: list[Envelope]) -> None:
-        stream = self._streams[number]
+    def _read(self, number: int) -> None:
+        peer, reader = self._streams[number]
         try:
-            if stream.read(envelopes):
+            if not next(reader, True):
                 return
-            error = PeerLostError(
-                f"rank {stream.peer} has closed its connection: it died, or shut down", peer=stream.peer
-            )
+            error = PeerLostError(f"rank {peer} has closed its connection: it died, or shut down", peer=peer)
         except (OSError, ValueError, MemoryError) as failure:
-            error = PeerLostError(f"the connection to rank {stream.peer} has failed: {failure}", peer=stream.peer)
+            error = PeerLostError(f"the connection to rank {peer} has failed: {failure}", peer=peer)
         self._watch.unregister(number)
         del self._streams[number]
-        self.mark_lost(stream.peer, error)
+        self.mark_lost(peer, error)
 
     def wait(self, timeout: float) -> None:
         if not self._ready and not self.closed:

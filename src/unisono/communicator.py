@@ -142,7 +142,7 @@ class Communicator(Place):
             # calls itself.
             from unisono.transports.tcp.collectives import TcpCollectives
 
-            connect = TcpCollectives.connect if control.connectable and not transport.checks else None
+            connect = TcpCollectives if control.connectable and not transport.checks else None
             transport = Checked(
                 transport, control, options, connect, full=check == "full", report=weak_method(failures.report_later)
             )

@@ -28,7 +28,7 @@ class ComparedHierarchical(Hierarchical):
         part = self.group.child("calls", range(self.size))
         control.join(part)
         undo.callback(control.leave, part)
-        self._calls = TcpCollectives.connect(part, control, self._pairing.options, hosts=self._hosts)
+        self._calls = TcpCollectives(part, control, self._pairing.options, hosts=self._hosts)
         undo.callback(self._calls.close)
         super()._connect(undo)
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import mmap
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, check_builds, known_dtypes
@@ -45,13 +45,18 @@ class TcpCollectives(NativeCalls):
     compares both with its own. Between ranks that share a host, frames may travel through shared memory.
 
     Args:
-        group, control, timeout_s: The ranks, their control plane, and their time limit in seconds.
-        connections: Non-blocking connections by rank. `close` closes them.
-        messages: Point-to-point messages, which use other connections; None if not needed.
-        hosts: For each host, its ranks; empty if all ranks are connected. With hosts, the core moves no messages,
-            because messages inside a host use another transport.
-        shared: Resources that the ranks on this host share; None if this rank is alone there.
-        slice_bytes: Length of the slices, in bytes, into which long calls are divided; the same on all ranks.
+        group, control, options: See `Transport.connect`. All ranks must have the same build of the native core.
+        with_messages: Whether the core also moves point-to-point messages, on other connections.
+        hosts: For each host, its ranks, which can map each other's memory; empty to connect all ranks. With hosts, the
+            core moves no messages, because messages inside a host use another transport.
+
+    Raises:
+        UnavailableError: A rank has no native core.
+        CommError: Ranks have different builds of the native core, or cannot reach each other.
+
+    Attributes:
+        messages: The point-to-point messages, or None.
+        broken: Error passed to `end`; None while calls can still be made.
     """
 
     core: TcpCore
@@ -62,16 +67,23 @@ class TcpCollectives(NativeCalls):
         self,
         group: Group,
         control: ControlPlane,
-        timeout_s: float,
-        connections: Mapping[int, socket.socket],
-        messages: TcpMessages | None,
-        hosts: Sequence[Sequence[int]],
-        shared: _Shared | None,
-        slice_bytes: int = _SLICE_BYTES,
+        options: Options,
+        *,
+        with_messages: bool = False,
+        hosts: Sequence[Sequence[int]] = (),
     ) -> None:
-        module = native()
+        timeout_s = options.timeout_s
         rank = group.rank
         size = group.size
+        check_builds("tcp", control.exchange(group, "builds of the core", core_build(), timeout_s))
+        messages = TcpMessages(rank, connected(group, control, options, "messages")) if with_messages else None
+        near = next((ranks for ranks in hosts if rank in ranks), ())
+        # Resources that the ranks on this host share; None if this rank is alone there.
+        shared = _Shared.of(group.child(f"rings of {near[0]}", near), control, timeout_s) if near[1:] else None
+        connections = connected(group, control, options, "calls", near)
+        farthest_s = max(map(round_trip_s, connections.values()), default=0.0)
+        is_far = max(control.exchange(group, "round trips", farthest_s, timeout_s)) >= FAR_S
+        module = native()
         assert module is not None
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte, hosts)
         sockets = [connections[peer].fileno() if peer in connections else -1 for peer in range(size)]
@@ -79,13 +91,14 @@ class TcpCollectives(NativeCalls):
         self._bells = [] if shared is None else shared.bells
         memory = bytearray() if shared is None else memoryview(shared.memory)[PAGE_BYTES:]
         rings = module.Hosts(list(map(list, hosts)), memory, [bell.fileno() for bell in self._bells])
+        slice_bytes = _FAR_SLICE_BYTES if is_far else _SLICE_BYTES
         core = module.TcpCore(
             rank, sockets, moved, size > cores(), slice_bytes, known_dtypes(), programs.cheapest, rings
         )
         super().__init__(core, rank, size, programs, None if hosts else messages)
         self._part = None if shared is None else shared.part
         self._hosts = hosts
-        self._near = next((ranks for ranks in hosts if rank in ranks), ())
+        self._near = near
         self._group = group
         self._control = control
         self._timeout_s = timeout_s
@@ -93,39 +106,6 @@ class TcpCollectives(NativeCalls):
         self.messages = messages
         self.broken: BaseException | None = None
         invalidate_after_fork(self)
-
-    @classmethod
-    def connect(
-        cls,
-        group: Group,
-        control: ControlPlane,
-        options: Options,
-        *,
-        with_messages: bool = False,
-        hosts: Sequence[Sequence[int]] = (),
-    ) -> Self:
-        """Connect all ranks of a group. All must have the same build of the native core. Collective.
-
-        Args:
-            group, control, options: See `Transport.connect`.
-            with_messages: Whether the core also moves point-to-point messages.
-            hosts: For each host, its ranks, which can map each other's memory. Empty to connect all ranks.
-
-        Raises:
-            UnavailableError: A rank has no native core.
-            CommError: Ranks have different builds of the native core, or cannot reach each other.
-        """
-        check_builds("tcp", control.exchange(group, "builds of the core", core_build(), options.timeout_s))
-        messages = None
-        if with_messages:
-            messages = TcpMessages(group.rank, connected(group, control, options, "messages"))
-        near = next((ranks for ranks in hosts if group.rank in ranks), ())
-        shared = _Shared.of(group.child(f"rings of {near[0]}", near), control, options.timeout_s) if near[1:] else None
-        connections = connected(group, control, options, "calls", near)
-        farthest_s = max(map(round_trip_s, connections.values()), default=0.0)
-        is_far = max(control.exchange(group, "round trips", farthest_s, options.timeout_s)) >= FAR_S
-        slice_bytes = _FAR_SLICE_BYTES if is_far else _SLICE_BYTES
-        return cls(group, control, options.timeout_s, connections, messages, hosts, shared, slice_bytes)
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """Implement `FastPath`."""

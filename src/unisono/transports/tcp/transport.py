@@ -55,7 +55,7 @@ class TcpTransport(NativeTransport):
         self._options = options
         self.background = background
         self._closed = False
-        self.calls = TcpCollectives.connect(group, control, options, with_messages=True, hosts=hosts)
+        self.calls = TcpCollectives(group, control, options, with_messages=True, hosts=hosts)
         self.fast_path: FastPath | None = self.calls
         assert self.calls.messages is not None
         self._messages = self.calls.messages

@@ -46,6 +46,16 @@ ON_GPU: dict[tuple[torch.dtype, ReduceOp | None], Any] = {
 ON_CPU = {**ON_GPU, **_named(_INTEGERS, _BITWISE)}
 
 
+def _options(kind: type[Any], call: Call) -> Any:
+    """Return torch's options for a call, with its operation and root, if any."""
+    options = kind()
+    if call.op is not None:
+        options.reduceOp = ON_CPU[call.inputs[0].dtype, call.op]
+    if call.root is not None:
+        options.rootRank = call.root
+    return options
+
+
 def _barrier(backend: Any, _: Call, device: int | None) -> Any:
     options = dist.BarrierOptions()
     options.device_ids = [] if device is None else [device]
@@ -53,6 +63,7 @@ def _barrier(backend: Any, _: Call, device: int | None) -> Any:
 
 
 def _all_reduce(backend: Any, call: Call, _: int | None) -> Any:
+    # Most programs' time goes into this collective, so call as few functions as possible.
     tensor = call.outputs[0]
     options = dist.AllreduceOptions()
     options.reduceOp = ON_CPU[call.inputs[0].dtype, call.op]
@@ -60,36 +71,26 @@ def _all_reduce(backend: Any, call: Call, _: int | None) -> Any:
 
 
 def _reduce(backend: Any, call: Call, _: int | None) -> Any:
-    options = dist.ReduceOptions()
-    options.reduceOp = ON_CPU[call.inputs[0].dtype, call.op]
-    options.rootRank = _root(call)
-    return backend.reduce([_plain(call.inputs[0])], options)
+    return backend.reduce([_plain(call.inputs[0])], _options(dist.ReduceOptions, call))
 
 
 def _reduce_scatter(backend: Any, call: Call, _: int | None) -> Any:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = ON_CPU[call.inputs[0].dtype, call.op]
-    return backend.reduce_scatter([_plain(call.outputs[0])], [[_plain(t) for t in call.inputs]], options)
+    inputs = [[_plain(t) for t in call.inputs]]
+    return backend.reduce_scatter([_plain(call.outputs[0])], inputs, _options(dist.ReduceScatterOptions, call))
 
 
 def _broadcast(backend: Any, call: Call, _: int | None) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = _root(call)
-    return backend.broadcast([_bytes(call.outputs[0])], options)
+    return backend.broadcast([_bytes(call.outputs[0])], _options(dist.BroadcastOptions, call))
 
 
 def _gather(backend: Any, call: Call, _: int | None) -> Any:
-    options = dist.GatherOptions()
-    options.rootRank = _root(call)
     outputs = [[_bytes(t) for t in call.outputs]] if call.outputs else []
-    return backend.gather(outputs, [_bytes(call.inputs[0])], options)
+    return backend.gather(outputs, [_bytes(call.inputs[0])], _options(dist.GatherOptions, call))
 
 
 def _scatter(backend: Any, call: Call, _: int | None) -> Any:
-    options = dist.ScatterOptions()
-    options.rootRank = _root(call)
     inputs = [[_bytes(t) for t in call.inputs]] if call.inputs else []
-    return backend.scatter([_bytes(call.outputs[0])], inputs, options)
+    return backend.scatter([_bytes(call.outputs[0])], inputs, _options(dist.ScatterOptions, call))
 
 
 def _all_gather(backend: Any, call: Call, _: int | None) -> Any:
@@ -110,11 +111,6 @@ START: dict[str, Callable[[Any, Call, int | None], Any]] = {
 
 all_to_all is missing, because torch's version needs equal parts or one tensor; our algorithms don't.
 """
-
-
-def _root(call: Call) -> int:
-    assert call.root is not None
-    return call.root
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

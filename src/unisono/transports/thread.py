@@ -69,10 +69,6 @@ class MessageQueue:
                 work.complete(left_error(message.peer))
         return matched
 
-    def keys_of(self, group: str, rank: int) -> list[_Key]:
-        """Return the keys of waiting messages from or to a rank. The caller must hold the lock."""
-        return list(self._keys.get((group, rank), ()))
-
     def remove(self, key: _Key) -> deque[tuple[Message, CountdownWork]]:
         """Remove and return the waiting messages with this key. The caller must hold the lock."""
         for rank in {key[1], key[2]}:
@@ -91,10 +87,6 @@ class MessageQueue:
             self.broken.pop(group, None)
             self.meetings.pop(group, None)
 
-    def has_left(self, group: str, rank: int) -> bool:
-        """Return whether a rank has left a group. The caller must hold the lock."""
-        return rank in self.left.get(group, ())
-
     def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
         """Remove the waiting messages that a rank posted; with `others`, its peers' messages to or from it instead.
 
@@ -102,10 +94,9 @@ class MessageQueue:
         """
         with self.lock:
             found = []
-            for key in self.keys_of(group, rank):
-                source = key[1]
+            for key in list(self._keys.get((group, rank), ())):
                 sends = isinstance(self.waiting[key][0][0], Send)
-                if ((source == rank) == sends) != others:
+                if ((key[1] == rank) == sends) != others:
                     found += [work for _, work in self.remove(key)]
             return found
 
@@ -205,7 +196,7 @@ class ThreadTransport(Transport):
     def iprobe(self, peer: int, tag: int) -> bool:
         with self._queue.lock:
             waiting = self._queue.waiting.get((self.group.name, peer, self.rank, tag))
-            if waiting is None and self._queue.has_left(self.group.name, peer):
+            if waiting is None and peer in self._queue.left.get(self.group.name, ()):
                 raise left_error(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
@@ -268,11 +259,11 @@ class ThreadTransport(Transport):
     def close(self) -> None:
         """Leave the group; other ranks' current and later messages to or from this rank end with an error."""
         self.leave()
+        group = self.group.name
         with self._queue.lock:
-            self._queue.leave(self.group.name, self.rank, self.size)
-            keys = self._queue.keys_of(self.group.name, self.rank)
-            pending = [work for key in keys for _, work in self._queue.remove(key)]
-        for batch in pending:
+            self._queue.leave(group, self.rank, self.size)
+        # Others may have posted messages since `leave`; they have failed, but are still queued.
+        for batch in self._queue.forget(group, self.rank) + self._queue.forget(group, self.rank, others=True):
             batch.complete(left_error(self.rank))
 
     def abort(self, cause: BaseException) -> None:

@@ -7,11 +7,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from unisono.control.process_exit import CLOSE_HANDLES, when_process_ends
-from unisono.core.threads import DaemonThreadPool
+from unisono.core import clock
+from unisono.core.threads import DaemonThreadPool, SerialWorker
 from unisono.core.types import Timeout, Work
-from unisono.core.work import Completion
+from unisono.core.work import Completion, raised_by
 from unisono.errors import CommTimeoutError
 
 __all__ = ["Job", "Progress", "SerialQueue"]
@@ -37,12 +39,7 @@ class _QueuedJob(Completion):
         self._job = job
 
     def perform(self) -> None:
-        error: BaseException | None = None
-        try:
-            self._job()
-        except BaseException as raised:
-            error = raised
-        self.complete(error)
+        self.complete(raised_by(self._job))
 
     def wait(self, timeout: Timeout | None = None) -> None:
         # A waiter with its own timeout must not run jobs, because they may take longer than the timeout.
@@ -161,36 +158,24 @@ _GRACE_S = 0.005
 class Progress:
     """Completes messages in the background: torch users rely on this, but not every transport provides it.
 
-    The background thread first gives waiting threads up to 5 ms to complete messages. It then requests the future of
-    each message that is still incomplete, because requesting it starts a thread that completes the message.
+    The background thread first gives waiting threads up to 5 ms to complete a message. It then requests the future of
+    a message that is still incomplete, because requesting it starts a thread that completes the message.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._posted: deque[Work] = deque()
-        self._some = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = SerialWorker(name)
         self._over = threading.Event()
 
     def watch(self, work: Work) -> None:
         """Ensure that an operation completes even if nobody waits for it."""
-        if work.is_completed():
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look_after, name=self._name, daemon=True)
-            self._thread.start()
-        self._posted.append(work)
-        self._some.set()
+        if not work.is_completed():
+            self._worker.run(partial(self._look_after, work, clock.real() + _GRACE_S))
 
     def close(self) -> None:
         """Stop the background thread; after that, messages progress only while a thread waits for them."""
         self._over.set()
-        self._some.set()
+        self._worker.end()
 
-    def _look_after(self) -> None:
-        while self._some.wait() and not self._over.wait(_GRACE_S):
-            self._some.clear()
-            while self._posted:
-                work = self._posted.popleft()
-                if not work.is_completed():
-                    work.get_future()
+    def _look_after(self, work: Work, due: float) -> None:
+        if not self._over.wait(max(0.0, due - clock.real())) and not work.is_completed():
+            work.get_future()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -63,59 +62,36 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
         UnavailableError: The requested transport is not available between the group's ranks.
     """
     if size == 1:
-        return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, group_options, lambda: None)
+        return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, group_options)
     publish(store, _rank_key(rank), (host_identity(), why_no_shm(), core_build(), group_options.transport))
-    held = _host(store, size, timeout_s) if rank == 0 else None
-    try:
-        done = _join(store, rank, size, timeout_s, group_options, held)
-    except BaseException:
-        if held is not None:
-            held.release()
-        raise
+    with contextlib.ExitStack() as undo:
+        if rank == 0 and (held := _host(store, size, timeout_s)) is not None:
+            undo.callback(held.release)
+        published = read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
+        if published[0] == _FAILED:
+            raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
+        _, host, port, secret, name, transport = published
+        # Rank 0 is already listening, so a short limit for reaching it is enough.
+        control = SocketControl(
+            (in_zone_of(host, os.environ.get("MASTER_ADDR", "")), port),
+            secret,
+            timeout_s,
+            reach_within_s=min(timeout_s, _REACH_WITHIN_S),
+            host_rank=0,
+        )
+        undo.callback(control.close)
+        joined = _joined(control, transport, Group.world(rank, size, name), timeout_s, group_options)
+        joined.comm.after_close(undo.pop_all().close)
     if rank == 0:
         # All ranks have read the address, so delete it: a later group with the same name must not read it.
         with contextlib.suppress(RuntimeError):
             for key in (_ADDRESS_KEY, *map(_rank_key, range(size))):
                 store.delete_key(key)
-    return done
-
-
-def _join(
-    store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions, held: Lease | None
-) -> JoinedGroup:
-    """Connect to the address that rank 0 publishes, and join the other ranks through it."""
-    published = read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
-    if published[0] == _FAILED:
-        raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
-    _, host, port, secret, name, transport = published
-    # Rank 0 is already listening, so a short limit for reaching it is enough.
-    control = SocketControl(
-        (in_zone_of(host, os.environ.get("MASTER_ADDR", "")), port),
-        secret,
-        timeout_s,
-        reach_within_s=min(timeout_s, _REACH_WITHIN_S),
-        host_rank=0,
-    )
-
-    def release() -> None:
-        control.close()
-        if held is not None:
-            held.release()
-
-    try:
-        return _joined(control, transport, Group.world(rank, size, name), timeout_s, group_options, release)
-    except BaseException:
-        control.close()
-        raise
+    return joined
 
 
 def _joined(
-    control: ControlPlane,
-    transport: str,
-    group: Group,
-    timeout_s: float,
-    group_options: GroupOptions,
-    release: Callable[[], None],
+    control: ControlPlane, transport: str, group: Group, timeout_s: float, group_options: GroupOptions
 ) -> JoinedGroup:
     control.join(group)
     address = control.address_for_all(group, timeout_s) if isinstance(control, SocketControl) else "127.0.0.1"
@@ -123,7 +99,6 @@ def _joined(
     connected = TRANSPORTS[transport].connect(group, control, options)
     comm = Communicator(connected, control, options, check=group_options.check)
     comm.allow_any_thread()
-    comm.after_close(release)
     return JoinedGroup(comm, control, group)
 
 

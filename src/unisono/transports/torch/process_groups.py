@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -85,22 +85,17 @@ def _gloo_device(address: str, lazy: bool) -> Any:
 
 def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
     """Run `make` in a thread; return its result. Abandons the thread if a rank dies, which gloo would not notice."""
-    made: list[Any] = []
-    raised: list[BaseException] = []
-    ended = threading.Event()
+    made: Future[Any] = Future()
 
     def run() -> None:
         try:
-            made.append(make())
+            made.set_result(make())
         except BaseException as error:
-            raised.append(error)
-        ended.set()
+            made.set_exception(error)
 
     _threads.run(run)
-    while not ended.wait(_LOOK_EVERY_S):
+    while not wait([made], _LOOK_EVERY_S).done:
         cause = control.first_cause(group)
         if cause is not None:
             raise error_of(cause, group)
-    if raised:
-        raise raised[0]
-    return made[0]
+    return made.result()

@@ -182,16 +182,13 @@ class Watch:
         self._close()
 
     def invalidate_after_fork(self) -> None:
-        """Stop watching in a forked child, because the connection belongs to the parent."""
-        self._forget()
-
-    def _forget(self) -> None:
+        """Stop watching, also in a forked child, because the connection belongs to the parent."""
         global _watch  # noqa: PLW0603
         if _watch is self:
             _watch = None
 
     def _close(self) -> None:
-        self._forget()
+        self.invalidate_after_fork()
         self._raised = True
         with contextlib.suppress(CommError):
             self._control.leave(self._group)

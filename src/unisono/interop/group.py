@@ -117,19 +117,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         # makes it choose the CPU.
         return "unisono" if self.others.names() else "gloo"
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name

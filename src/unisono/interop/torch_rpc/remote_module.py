@@ -30,6 +30,8 @@ class RemoteModule(nn.Module):
         module_rref: Reference to the module.
     """
 
+    is_scriptable = False
+
     def __init__(
         self,
         remote_device: str,
@@ -49,16 +51,12 @@ class RemoteModule(nn.Module):
         )
         # Wait for the module, so that an error in its constructor is raised here.
         rpc.rpc_sync(self.on, _known, (self.module_rref,))
-        self._ready()
 
     def _live(self, remote_device: str) -> None:
         worker, _, device = remote_device.partition("/")
         name = int(worker[5:]) if worker.startswith("rank:") else worker
         self.on: str = rpc.get_worker_info(name).name
         self.device: str = str(torch.device(device or "cpu"))
-
-    def _ready(self) -> None:
-        self.is_scriptable = False
 
     @staticmethod
     def init_from_module_rref(
@@ -69,7 +67,6 @@ class RemoteModule(nn.Module):
         nn.Module.__init__(made)
         made._live(remote_device)
         made.module_rref = module_rref
-        made._ready()
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

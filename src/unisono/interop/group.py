@@ -20,7 +20,7 @@ from unisono.communicator import Communicator, engine_of
 from unisono.control.process_exit import close_at_exit
 from unisono.core.flight_recorder import called_at
 from unisono.core.threads import spawn_thread
-from unisono.core.types import Send
+from unisono.core.types import Send, Work
 from unisono.errors import UnavailableError
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.dispatched_calls import take_calls
@@ -254,18 +254,18 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
-        return self._reduce_scatter_singles([output], [input], opts)
+        return self._singles(self._comm.reduce_scatter_single, [output], [input], opts, operation(opts))
 
     @by_device
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
-        return self._reduce_scatter_singles(outputs, inputs, opts)
+        return self._singles(self._comm.reduce_scatter_single, outputs, inputs, opts, operation(opts))
 
     # Don't delegate to another of torch's methods here, because hooks would then run twice.
-    def _reduce_scatter_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
-        op = operation(opts)
+    def _singles(
+        self, call: Callable[..., object], outputs: _Tensors, inputs: _Tensors, opts: Any, *op: str
+    ) -> UnisonoWork:
         pairs = zip(outputs, inputs, strict=True)
-        calls = [partial(self._comm.reduce_scatter_single, plain(output), plain(t), op) for output, t in pairs]
-        return self._do(opts, outputs, *calls)
+        return self._do(opts, outputs, *(partial(call, plain(output), plain(t), *op) for output, t in pairs))
 
     # -- data movement -------------------------------------------------------------------------
     @by_device
@@ -288,15 +288,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
-        return self._all_gather_singles([output], [input], opts)
+        return self._singles(self._comm.all_gather_single, [output], [input], opts)
 
     @by_device
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
-        return self._all_gather_singles(outputs, inputs, opts)
-
-    def _all_gather_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return self._do(opts, outputs, *(partial(self._comm.all_gather_single, plain(to), plain(t)) for to, t in pairs))
+        return self._singles(self._comm.all_gather_single, outputs, inputs, opts)
 
     @by_device
     def gather(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
@@ -370,20 +366,17 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @by_device
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> UnisonoWork:
         # Keep torch's name for this method, because torch's `isend` also calls it.
-        work = self._messages.post("send", [Send(only(tensors, "send"), dst, tag)])
-        self._progress.watch(work)
-        return self._recorded(UnisonoWork(work, tensors))
+        return self._message(self._messages.post("send", [Send(only(tensors, "send"), dst, tag)]), tensors)
 
     @by_device
     def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> UnisonoWork:
-        return self._receive(tensors, src, tag)
+        return self._message(self._messages.receive("recv", only(tensors, "recv"), src, tag), tensors)
 
     @by_device
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> UnisonoWork:
-        return self._receive(tensors, None, tag)
+        return self._message(self._messages.receive("recv", only(tensors, "recv"), None, tag), tensors)
 
-    def _receive(self, tensors: _Tensors, src: int | None, tag: int) -> UnisonoWork:
-        work = self._messages.receive("recv", only(tensors, "recv"), src, tag)
+    def _message(self, work: Work, tensors: _Tensors) -> UnisonoWork:
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 

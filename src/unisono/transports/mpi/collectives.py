@@ -185,12 +185,14 @@ class _VectorBuffer:
         self._extent = max((address + n for address, n in addresses), default=0) - first
         self._first = first
         self._offsets = [t.data_ptr() - first if n else 0 for t, n in zip(tensors, self._counts, strict=True)]
-        self._stage: torch.Tensor | None = None
+        # For each rank, its part of the staging memory; empty if MPI can use the tensors' own memory.
+        self._parts: list[tuple[int, torch.Tensor]] = []
         if self._extent > MOST_BYTES:
             self._extent = sum(self._counts)
             self._offsets = [0, *accumulate(self._counts[:-1])]
-            self._stage = torch.empty(self._extent, dtype=torch.uint8, device="cpu")
-            self._first = self._stage.data_ptr()
+            stage = torch.empty(self._extent, dtype=torch.uint8, device="cpu")
+            self._first = stage.data_ptr()
+            self._parts = [(rank, part) for rank, part in enumerate(stage.split(self._counts)) if part.numel()]
 
     def described(self) -> list[Any]:
         mpi = self._comms.mpi
@@ -198,24 +200,14 @@ class _VectorBuffer:
 
     def copy_in(self, only: int | None = None) -> None:
         """Before the call, copy the inputs to the staging memory, if any."""
-        for rank, part in self._parts():
+        for rank, part in self._parts:
             if only in (None, rank):
                 part.copy_(self._tensors[rank].view(torch.uint8))
 
     def copy_out(self) -> None:
         """After the call, copy the outputs from the staging memory, if any."""
-        for rank, part in self._parts():
+        for rank, part in self._parts:
             self._tensors[rank].view(torch.uint8).copy_(part)
-
-    def _parts(self) -> list[tuple[int, torch.Tensor]]:
-        if self._stage is None:
-            return []
-        ends = [offset + count for offset, count in zip(self._offsets, self._counts, strict=True)]
-        return [
-            (rank, self._stage[offset:end])
-            for rank, (offset, end) in enumerate(zip(self._offsets, ends, strict=True))
-            if end > offset
-        ]
 
 
 def _cuts(count: int) -> list[tuple[int, int]]:

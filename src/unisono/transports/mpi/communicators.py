@@ -162,13 +162,9 @@ class MpiCommunicators:
         if kind not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
             return CommError(text, peer=peer)
         # After a revocation, MPI does not always know which rank failed; the control plane reports that rank.
-        lost = self._lost()
-        return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
-
-    def _lost(self) -> int | None:
-        """Return the lowest rank that MPI knows to be dead, or None."""
         with self.turn:
-            return min(_dead(self.own), default=None)
+            lost = min(_dead(self.own), default=None)
+        return PeerLostError(f"rank {lost} was lost: {text}" if lost is not None else text, peer=lost)
 
 
 def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:

@@ -54,8 +54,8 @@ class MpiAgreement:
         self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
         self._test: Callable[[], bool] = _yes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        self._given: list[int] = []
-        self._taken: list[int] = []
+        self._given = [_factor(self._rank, other) for other in range(self._size)]
+        self._taken = [_factor(other, self._rank) for other in range(self._size)]
         self.number: int = 0
         self.counted: int = 0
 
@@ -111,9 +111,6 @@ class MpiAgreement:
 
     def rows_of(self, sends: Sequence[int], receives: Sequence[int]) -> int:
         """Return the checksum of this rank's counts to and from each other rank."""
-        if not self._given:
-            self._given = [_factor(self._rank, other) for other in range(self._size)]
-            self._taken = [_factor(other, self._rank) for other in range(self._size)]
         given = sum(factor * count for factor, count in zip(self._given, sends, strict=True))
         taken = sum(factor * count for factor, count in zip(self._taken, receives, strict=True))
         return (given - taken) % _WORD

@@ -65,8 +65,7 @@ class MpiTransport(Transport):
         self._options = options
         self._looked_s = 0.0
         self._left_ranks: set[int] = set()
-        crowded = group.size > cores()
-        spins = _CROWDED_SPINS if crowded else _SPINS
+        spins = _CROWDED_SPINS if group.size > cores() else _SPINS
         self._messages = MpiMessages(comms, options.timeout_s, self._look, spins)
         self._agreement = MpiAgreement(comms, self._look, spins)
         self._watch = Watchdog(comms, self._give_up)

@@ -162,10 +162,9 @@ class HierarchicalCollectives:
         return tuple(root if root in ranks else ranks[0] for ranks in self._hosts)
 
     def _between(self, ranks: tuple[int, ...]) -> SubsetCollectives:
-        found = self._across.get(ranks)
-        if found is None:
-            found = self._across[ranks] = SubsetCollectives(SubsetTransport(self._outer, ranks), self._chunk_bytes)
-        return found
+        if ranks not in self._across:
+            self._across[ranks] = SubsetCollectives(SubsetTransport(self._outer, ranks), self._chunk_bytes)
+        return self._across[ranks]
 
     def all_gather(self, call: Call, deadline: float) -> None:
         """All-gather between this rank and its peers on the other hosts, then inside each host."""

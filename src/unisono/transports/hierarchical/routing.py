@@ -37,12 +37,6 @@ class RankMappedTransport(Wrapper):
     def wrap_child(self, inner: Transport) -> RankMappedTransport:
         return RankMappedTransport(inner, range(inner.size))
 
-    def compare(self, call: Call, deadline: float) -> None:
-        try:
-            super().compare(call, deadline)
-        except CommError as error:
-            raise self.translate(error) from error
-
     def post(self, batch: Sequence[Message]) -> Work:
         return ChainedWork(super().post(batch), translate=self.translate)
 

@@ -45,7 +45,10 @@ class TransportPair:
     def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
         """Connect like `Transport.connect`. Detects hosts unless the options specify them."""
         found = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
-        hosts = in_order(_within(found, group.size))
+        if sorted(rank for ranks in found for rank in ranks) != list(range(group.size)):
+            named = [list(ranks) for ranks in found]
+            raise ValueError(f"hosts={named} must name each of the ranks 0 to {group.size - 1} once")
+        hosts = in_order(found)
         outer = partial(TRANSPORTS[self.outer].connect, control=control, options=replace(options, backend=self.outer))
         if (self.inner, self.outer) == ("shm", "tcp") and len(hosts) < group.size:
             # All collectives run on the outer transport, which uses shared memory inside hosts.
@@ -104,10 +107,3 @@ def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -
     """Detect hosts: return the sets of ranks within which the named transport is known to work. Collective."""
     control.join(group)
     return TRANSPORTS[name].shm_peers(group, control, timeout)
-
-
-def _within(hosts: Hosts, size: int) -> Hosts:
-    """Return the hosts if they contain each rank below `size` once; otherwise raise ValueError."""
-    if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
-        raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
-    return tuple(tuple(ranks) for ranks in hosts)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,14 +32,6 @@ _SLEEPING = 0
 _WAKEUPS = 1
 _YIELDS = 200
 _SLEEP_S = 0.0002
-
-
-class _RingReader(NamedTuple):
-    """The ring from a peer, and a generator that reads the ring whenever a poll resumes it."""
-
-    peer: int
-    ring: Ring
-    reader: Iterator[None]
 
 
 def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
@@ -100,10 +92,9 @@ class ShmMailbox(Mailbox):
         self._own = rank * _LINE
         self._out, incoming = module.rings(content[rings:], rank, size, _RING_BYTES)
         self._arrived: list[Envelope] = []
+        # For each other rank, its ring, and a generator that reads the ring whenever a poll resumes it.
         self._in = [
-            _RingReader(peer, ring, _read(peer, ring, self._arrived))
-            for peer, ring in enumerate(incoming)
-            if peer != rank
+            (peer, ring, _read(peer, ring, self._arrived)) for peer, ring in enumerate(incoming) if peer != rank
         ]
         self._locks = [threading.Lock() for _ in range(size)]
         self._fence = threading.Lock()
@@ -156,22 +147,22 @@ class ShmMailbox(Mailbox):
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Envelope]:
-        for incoming in self._in:
+        for peer, ring, reader in self._in:
             try:
-                if incoming.ring.available:
-                    next(incoming.reader)
+                if ring.available:
+                    next(reader)
             except (ValueError, RuntimeError, MemoryError) as error:
-                self._mark_invalid(incoming, error)
+                self._mark_invalid(peer, error)
         if not self._arrived:
             return []
         envelopes = self._arrived.copy()
         self._arrived.clear()
         return envelopes
 
-    def _mark_invalid(self, incoming: _RingReader, error: Exception) -> None:
+    def _mark_invalid(self, peer: int, error: Exception) -> None:
         """Mark the sender of an invalid message as lost, and stop reading its ring."""
-        self._in = [other for other in self._in if other is not incoming]
-        self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
+        self._in = [other for other in self._in if other[0] != peer]
+        self.mark_lost(peer, PeerLostError(f"rank {peer} wrote an invalid message: {error}"))
 
     def wait(self, timeout: float) -> None:
         words = self._words
@@ -193,8 +184,8 @@ class ShmMailbox(Mailbox):
         words[own + _SLEEPING] = 0
 
     def _waiting(self) -> bool:
-        for incoming in self._in:  # noqa: SIM110  # a generator would cost more than the check
-            if incoming.ring.available:
+        for _, ring, _ in self._in:  # noqa: SIM110  # a generator would cost more than the check
+            if ring.available:
                 return True
         return False
 

@@ -40,8 +40,7 @@ class Sockets:
 
     def look(self) -> None:
         """Mark all accepted connections as established."""
-        for end in self._accepted():
-            self._seen.add(_number(end))
+        self._seen.update(map(_number, self._accepted()))
 
     def shut(self) -> bool:
         """Shut down the connections that earlier scans found; return whether there are new connections. Idempotent.

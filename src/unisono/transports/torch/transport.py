@@ -128,9 +128,13 @@ class TorchTransport(Transport):
     def _made(cls, group: Group, control: ControlPlane, options: Options, *, lazy: bool) -> TorchTransport:
         store = ControlStore(control, f"torch/{group.name}", group=group)
         sockets = Sockets()
-        made = cls(
-            group, _backend(group, control, store, options, sockets, lazy=lazy), control, options, sockets=sockets
-        )
+        try:
+            backend = backend_of(group, control, store, options, sockets, lazy=lazy)
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise translated(error, []) from error
+        made = cls(group, backend, control, options, sockets=sockets)
         # Keep the store alive: the backend references only its C++ part, which fails without the Python part.
         made._store = store
         return made
@@ -394,17 +398,6 @@ class _PolledWork(_BackendWork):
                     raise cause from None
             else:
                 return
-
-
-def _backend(
-    group: Group, control: ControlPlane, store: ControlStore, options: Options, sockets: Sockets, *, lazy: bool
-) -> Any:
-    try:
-        return backend_of(group, control, store, options, sockets, lazy=lazy)
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise translated(error, []) from error
 
 
 TRANSPORT = TorchTransport

@@ -25,11 +25,6 @@ __all__ = ["FAREWELL", "HEADER_BYTES", "Bytes", "Incoming", "MessageWork", "Outg
 
 _NO_TIMEOUT_S = 1e9
 
-_Done = Callable[[], bool]
-_Missing = Callable[[], Sequence[int]]
-_Move = Callable[[float, _Done, _Missing], None]
-_Check = Callable[[_Done, _Missing], None]
-
 _threads = DaemonThreadPool("unisono messages")
 
 
@@ -39,13 +34,11 @@ class MessageWork(CountdownWork):
     Args:
         timeout_s: Default timeout in seconds.
         messages: The batch.
-        move: `TaggedMessages.wait`, which waits until messages have moved or the work is done.
-        check: `TaggedMessages.check`, which moves messages without waiting.
+        ends: All messages of this rank, which move together.
     """
 
-    def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
-        self._move = move
-        self._check = check
+    def __init__(self, timeout_s: float, messages: Sequence[Message], ends: TaggedMessages) -> None:
+        self._ends = ends
         self._is_waited_for = False
         super().__init__(timeout_s, messages)
 
@@ -55,7 +48,7 @@ class MessageWork(CountdownWork):
             limit = resolve_timeout(timeout, self.timeout_s)
             try:
                 while not self._done.is_set():
-                    self._move(started + limit, self._done.is_set, self._awaited)
+                    self._ends.wait(started + limit, self._done.is_set, self._awaited)
             except CommTimeoutError:
                 raise timeout_error(self._messages, clock.now() - started) from None
         if self._error is not None:
@@ -64,7 +57,7 @@ class MessageWork(CountdownWork):
     def is_completed(self) -> bool:
         if not self._done.is_set():
             try:
-                self._check(self._done.is_set, self._awaited)
+                self._ends.check(self._done.is_set, self._awaited)
             except CommError as error:
                 self.complete(error)
         return self._done.is_set()
@@ -317,7 +310,7 @@ class TaggedMessages(ABC):
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
         """Post messages, and move as many bytes as possible; waiting for the returned work moves the rest."""
-        work = MessageWork(timeout_s, batch, self.wait, self.check)
+        work = MessageWork(timeout_s, batch, self)
         if self.broken is not None:
             work.complete(self.broken)
             return work
@@ -339,12 +332,6 @@ class TaggedMessages(ABC):
     def has_read(self, peer: int, tag: int) -> bool:
         """Implement `MessageEnds`."""
         return tag in self._in[peer].early
-
-    def pending(self) -> list[CountdownWork]:
-        """Return the `CountdownWork` of each unfinished message."""
-        with self.lock:
-            ends: list[_End] = [*self._out.values(), *self._in.values()]
-            return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
         """Return whether a message with this tag has arrived, and no receive is waiting for it.
@@ -395,7 +382,10 @@ class TaggedMessages(ABC):
     def abort(self, cause: BaseException) -> None:
         """End every current and later wait with an error. May be called from any thread."""
         self.broken = cause
-        for work in self.pending():
+        with self.lock:
+            ends: list[_End] = [*self._out.values(), *self._in.values()]
+            unfinished = [work for end in ends for work in end.works()]
+        for work in unfinished:
             work.complete(cause)
 
     # -- implemented by each transport ---------------------------------------------------------

@@ -158,11 +158,11 @@ class Paired(Transport):
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
-        inner = self.inner
+        inner = self.inner.inner if isinstance(self.inner, RankMappedTransport) else self.inner
         outer = self.outer
         pairing = replace(
             self._pairing,
-            inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
+            inner=lambda part: outer.split(part) if inner is None else inner.split(part),
             outer=outer.split,
         )
         return pairing.connect(group, tuple(host for host in hosts if host))
@@ -199,10 +199,6 @@ class Paired(Transport):
 def in_order(hosts: Hosts) -> Hosts:
     """Sort each host's ranks, and sort hosts by their first ranks, so that the order is the same on all ranks."""
     return tuple(sorted(tuple(sorted(ranks)) for ranks in hosts))
-
-
-def _bare(inner: Transport) -> Transport:
-    return inner.inner if isinstance(inner, RankMappedTransport) else inner
 
 
 def _common(inner: Transport, outer: Transport) -> frozenset[str]:

@@ -74,16 +74,22 @@ _watch: Watch | None = None
 _counted: Counter[str] = Counter()
 
 
-class _WatchedActivity(Activity):
-    """A group's calls, of which reports also tell whether another thread of the program could make the awaited call.
+class _WatchedGroup(Activity):
+    """A torch process group and its calls. Reports also tell whether another thread could make the awaited call.
 
     Attributes:
+        index: Number by which reports refer to the group.
+        text: Name of the group in error messages.
+        reported: Number of collectives reported to the monitor, or about to run.
         limited: Whether the current call has its own timeout, after which the program can continue.
         callers: Threads that have made calls.
     """
 
-    def __init__(self, group: Group, callers: set[int]) -> None:
+    def __init__(self, index: int, group: Group, text: str, callers: set[int]) -> None:
         super().__init__(group)
+        self.index = index
+        self.text = text
+        self.reported = 0
         self.limited = False
         self.callers = callers
 
@@ -107,25 +113,6 @@ class _Message(NamedTuple):
     where: _WatchedGroup
     record: tuple[str, None, str, Place]
     awaited: tuple[PendingMessage, ...]
-
-
-class _WatchedGroup:
-    """A torch process group.
-
-    Attributes:
-        index: Number by which reports refer to the group.
-        size: Number of ranks in the group.
-        text: Name of the group in error messages.
-        calls: Number of collectives called.
-        activity: The calls in progress, for hang reports.
-    """
-
-    def __init__(self, index: int, group: Group, text: str, callers: set[int]) -> None:
-        self.index = index
-        self.size = group.size
-        self.text = text
-        self.calls = 0
-        self.activity = _WatchedActivity(group, callers)
 
 
 class Watch:
@@ -202,7 +189,7 @@ class Watch:
         if where is None:
             return make()
         if self._cause is not None:
-            self._raise(form, where, where.calls + 1)
+            self._raise(form, where, where.reported + 1)
         message = form.message(args)
         return self._call(form, where, args, make) if message is None else self._post(form, where, *message, make)
 
@@ -216,7 +203,7 @@ class Watch:
         number, detail, content = reported
         place = detail.site
         if not waits:
-            where.activity.note(form.operation, number, detail, place)
+            where.note(form.operation, number, detail, place)
             if self._before:
                 self._compare(content, limit_s, self._place(form, where, number))
             return make()
@@ -238,29 +225,27 @@ class Watch:
             raise
         finally:
             self._inside -= 1
-            where.activity.leave()
-            where.activity.keep(record)
-            where.activity.calls = number
+            where.leave()
+            where.keep(record)
+            where.calls = number
 
     def _enter(self, where: _WatchedGroup, *call: Any, limited: bool) -> Record:
         """Mark a call as running; the arguments after the group are those of `Activity.enter`."""
-        activity = where.activity
-        activity.owner = threading.get_ident()
-        activity.limited = limited
+        where.owner = threading.get_ident()
+        where.limited = limited
         self._inside += 1
-        return activity.enter(*call)
+        return where.enter(*call)
 
     def _post(self, form: Form, where: _WatchedGroup, peer: int | None, tag: int, make: Callable[[], Any]) -> Any:
         """Post a message. Messages are not compared; the monitor asks for those that ranks wait for."""
-        activity = where.activity
         kind = form.operation
         self._threads.add(threading.get_ident())
         # A receive from any rank may match any sender's message, so post it for all ranks; it waits for no particular
         # rank.
-        posted = tuple(activity.post(kind, other, tag) for other in (range(where.size) if peer is None else (peer,)))
-        name = "any rank" if peer is None else f"rank {activity.group.members[peer]}"
+        posted = tuple(where.post(kind, other, tag) for other in (range(where.group.size) if peer is None else (peer,)))
+        name = "any rank" if peer is None else f"rank {where.group.members[peer]}"
         record = (kind, None, f"{'to' if kind == 'send' else 'from'} {name}, tag {tag}", callers_places()[1])
-        activity.note(*record)
+        where.note(*record)
         made = make()
         if (work := result_of(made)) is not None:
             self._latest = work
@@ -279,7 +264,7 @@ class Watch:
             return wait(work)
         finally:
             self._inside -= 1
-            message.where.activity.leave()
+            message.where.leave()
 
     def _report(self, form: Form, where: _WatchedGroup, args: tuple[Any, ...]) -> tuple[int, Fingerprint, bytes] | None:
         """Report a call, unless it must be compared before it runs; return its number, fingerprint and encoded report.
@@ -288,15 +273,15 @@ class Watch:
         """
         places = callers_places()
         op = form.op(args)
-        key = (form.key(args), places, op, where.size)
+        key = (form.key(args), places, op, where.group.size)
         # Number and report the call under one lock, so that a group's reports arrive in the order of its calls.
         with self._lock:
             index, signature = self._signatures.get(key) or self._describe(key, form, args)
             if signature.fingerprint.device == "meta":
                 # A compiler or FakeTensorMode only infers the result's shape, and may do so on this rank alone.
                 return None
-            where.calls += 1
-            number = where.calls
+            where.reported += 1
+            number = where.reported
             self._threads.add(threading.get_ident())
             content = CALL.pack(where.index, number, signature.same, index, _CODES[op])
             if not self._before:
@@ -321,7 +306,7 @@ class Watch:
             index = sum(each is not None for each in self._groups.values())
             found = _WatchedGroup(index, group, text, self._threads)
             self._control.tell("group", group.name, text, list(places), self._limit_s or _SHARE * _timeout_s(pg))
-            self._control.watch(found.activity)
+            self._control.watch(found)
             self._groups[name] = found
         return found
 

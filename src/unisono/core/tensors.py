@@ -29,7 +29,6 @@ __all__ = [
     "check_reducible",
     "check_tensor",
     "combine",
-    "combine_all",
     "copy_back",
     "divide",
     "is_non_overlapping",
@@ -431,15 +430,6 @@ def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tens
     All ranks get identical bits if `low` always comes from the lower rank.
     """
     COMBINE[op](low, high, out=out)
-
-
-def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Reduce the tensors in `shares`, in order, into `total`, which may be one of the first two."""
-    if len(shares) == 1:
-        total.copy_(shares[0])
-        return
-    for i, share in enumerate(shares[1:], 1):
-        combine(op, shares[0] if i == 1 else total, share, total)
 
 
 def divide(total: torch.Tensor, size: int) -> None:

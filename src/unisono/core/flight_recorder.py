@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 from unisono.core import clock
+from unisono.core.garbage import no_collection
 from unisono.core.group import Group
 from unisono.core.life import Life
 
@@ -304,18 +304,11 @@ def thread_frames() -> dict[int, FrameType]:
     collection runs while frames are created and a finalizer releases the GIL, all threads deadlock, or a caller is read
     from memory that has been reused. So the garbage collector is off until all frames have been created.
     """
-    with _frames_lock:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            frames = sys._current_frames()
-            for frame in frames.values():
-                caller: FrameType | None = frame
-                while caller is not None:
-                    caller = caller.f_back
-        finally:
-            if collects:
-                gc.enable()
+    with _frames_lock, no_collection():
+        frames = sys._current_frames()
+        for frame in frames.values():
+            # Reading a frame's caller creates that frame.
+            deque(with_callers(frame), maxlen=0)
     # Skip this function's own frame.
     frames[threading.get_ident()] = sys._getframe(1)
     return frames
@@ -338,10 +331,15 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
 # Find torch without loading it: processes that only talk to the control plane don't need it.
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
 # `NOT_THE_USERS` includes the standard modules that call a program's functions: context managers, decorators and
 # threads.
-NOT_THE_USERS = (*_OTHERS, threading.__file__, contextlib.__file__, functools.__file__)
+NOT_THE_USERS = (
+    _OURS,
+    os.path.dirname(os.path.abspath(_TORCH)) + os.sep,
+    threading.__file__,
+    contextlib.__file__,
+    functools.__file__,
+)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -357,9 +355,7 @@ def callers_place() -> Place:
 def callers_places() -> tuple[Place, Place]:
     """The result of `callers_place`, and the nearest user code; they differ if an installed package makes the call."""
     place = callers_place()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = next((each for each in with_callers(sys._getframe(1)) if is_users(each.f_code.co_filename)), None)
     return place, place if frame is None else (frame.f_code, frame.f_lasti)
 
 
@@ -382,8 +378,7 @@ def _nearest(frame: FrameType | None) -> FrameType | None:
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code, which excludes the standard library and installed packages."""
     inner = _nearest(frame)
-    names = ((each, each.f_code.co_filename) for each in with_callers(inner))
-    return next((each for each, name in names if not (name.startswith(NOT_THE_USERS) or is_installed(name))), inner)
+    return next((each for each in with_callers(inner) if is_users(each.f_code.co_filename)), inner)
 
 
 def is_internal(filename: str) -> bool:

@@ -172,11 +172,8 @@ class PointToPointMailbox(Mailbox):
         # A finalizer may call `wake`, because a SimpleQueue's `put` is reentrant.
         self._bell.put(-1)
 
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._transport.close()
-        super().close()
+    def release(self) -> None:
+        self._transport.close()
 
 
 def _tensor(content: bytes) -> torch.Tensor:
@@ -205,7 +202,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
         if box is None:
             box = PointToPointMailbox(transport.split(group))
         # The open mailbox keeps the engine and its control plane alive, whatever happens to the communicator.
-        box.on_close(partial(_leave, engine, pairs))
+        box.on_close = partial(_leave, engine, pairs)
         for peer in range(group.size):
             if peer != group.rank:
                 pairs.append(_pair(group, peer))

@@ -466,6 +466,7 @@ class Mailbox(ABC):
         eager: Whether a thread that waits for a message should poll for a while first.
         lost: Lost ranks, each with the error that reported its loss.
         on_stall: Called in the sending thread when a send has to wait for the receiver to make room.
+        on_close: Called once, by `close`.
     """
 
     eager: bool = False
@@ -474,8 +475,8 @@ class Mailbox(ABC):
         self.group = group
         self.lost: dict[int, BaseException] = {}
         self.on_stall: Callable[[], None] = _nothing
+        self.on_close: Callable[[], None] = _nothing
         self.closed: bool = False
-        self._closers: list[Callable[[], None]] = []
 
     @abstractmethod
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
@@ -523,15 +524,17 @@ class Mailbox(ABC):
 
     def close(self) -> None:
         """Release all resources. Idempotent."""
-        self.closed = True
-        closers = self._closers
-        self._closers = []
-        for closer in closers:
-            closer()
+        if not self.closed:
+            self.closed = True
+            try:
+                self.release()
+            finally:
+                self.on_close()
+                # Drop the function, which may keep a communicator alive.
+                self.on_close = _nothing
 
-    def on_close(self, closer: Callable[[], None]) -> None:
-        """Register a function for `close` to call."""
-        self._closers.append(closer)
+    def release(self) -> None:
+        """Release this class's resources; `close` calls this once, after setting `closed`."""
 
     def check(self, peer: int) -> None:
         """Raise an error if messages to rank `peer` can no longer be sent."""
@@ -543,4 +546,4 @@ class Mailbox(ABC):
 
 
 def _nothing() -> None:
-    """Do nothing; the initial value of `on_stall`."""
+    """Do nothing; the initial value of `on_stall` and `on_close`."""

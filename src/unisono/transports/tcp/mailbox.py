@@ -184,12 +184,9 @@ class TcpMailbox(Mailbox):
             self._wakeup_sender.send(b"!")
 
     # -- end -----------------------------------------------------------------------------------
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            say_farewell([connection for connection, _ in self._links.values()])
-            self.invalidate_after_fork()
-        super().close()
+    def release(self) -> None:
+        say_farewell([connection for connection, _ in self._links.values()])
+        self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:
         """Close all sockets in a forked child."""

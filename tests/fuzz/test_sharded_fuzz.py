@@ -90,11 +90,6 @@ def _old_options(self: Any) -> Any:
     return {**found, "param_groups": groups}
 
 
-def _keep_all(self: Any) -> bool:
-    """Drop nothing when a pass has failed."""
-    return any(piece.tensor.grad is not None for bucket in self._buckets for piece in bucket.pieces)
-
-
 def _first_bucket(self: Any, buckets: Any) -> None:
     """Exchange one bucket only."""
     _GATHER(self, buckets[:1])
@@ -117,7 +112,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no state loaded": (ShardOptimizer, "load_state_dict", _first_state),
     "old options saved": (ShardOptimizer, "state_dict", _old_options),
     "zero_grad of the model ignored": (GradientSharder, "follow_zero_grad", _nothing),
-    "gradients of failed passes kept": (GradientSharder, "drop", _keep_all),
+    "gradients of failed passes kept": (GradientSharder, "drop", _nothing),
     "one bucket exchanged": (ShardedOptimizer, "_gather", _first_bucket),
     "passes end in the order of the graph": (backward_pass, "_in_order", lambda _: 0),
     "buckets leave in the order of the graph": (GradientSharder, "_is_alone", True),

@@ -586,7 +586,10 @@ class GradientSharder(PassOwner):
         for _, _, parameter, _, placeholder in self._places:
             if parameter.grad is placeholder:
                 parameter.grad = None
-        self._held = self._holds()
+        self._held = any(
+            gradient.taken or gradient.reduced or piece.tensor.grad is not None
+            for gradient, _, _, piece, _ in self._places
+        )
 
     def renew(self) -> None:
         """Replace the communicators after a failed pass of this model, or of another model in the same pass."""
@@ -696,19 +699,12 @@ class GradientSharder(PassOwner):
                 "outside of no_sync()"
             )
 
-    def drop(self) -> bool:
-        """Drop all gradients; return whether there were any."""
-        held = self._holds()
+    def drop(self) -> None:
+        """Drop all gradients."""
         for bucket in self._buckets:
             bucket.gradient.drop()
         for _, _, parameter, piece, _ in self._places:
             parameter.grad = piece.tensor.grad = None
-        return held
-
-    def _holds(self) -> bool:
-        if any(bucket.gradient.taken or bucket.gradient.reduced for bucket in self._buckets):
-            return True
-        return any(piece.tensor.grad is not None for _, _, _, piece, _ in self._places)
 
     def remove(self) -> None:
         """Remove the hooks, and drop all gradients."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
+from unisono.core.shared_context import replaced
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
 from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.sharding.partition import UnitPolicy, partition, shardable
@@ -242,12 +243,8 @@ class ShardedModel:
             >>> un.launch(program, nprocs=2, backend="thread")
             [2.0, 2.0]
         """
-        before = self._runtime.sync
-        self._runtime.sync = False
-        try:
+        with replaced([(self._runtime, "sync", False)]):
             yield
-        finally:
-            self._runtime.sync = before
 
     def __getstate__(self) -> Any:
         raise TypeError(NO_COPY)

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
+from unisono.core.shared_context import replaced
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
 from unisono.sharding.flat_parameters import FlatGradient, ParameterBucket, ParameterPiece, ShardedGradient
@@ -341,12 +342,8 @@ class ShardedOptimizer(Optimizer):
         """
         if self._sharder is None:
             raise RuntimeError("this optimizer averages no gradients, so it has no no_sync(); see shard_gradients=True")
-        before = self._sharder.sync
-        self._sharder.sync = False
-        try:
+        with replaced([(self._sharder, "sync", False)]):
             yield
-        finally:
-            self._sharder.sync = before
 
     def abort(self, reason: str) -> None:
         """Abort current and later collectives on all ranks, for example after an error that other ranks can't see.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import repeat
 from typing import Any, NoReturn
 
@@ -348,27 +347,12 @@ class OneStream:
             )
 
 
-class _Stage(Enum):
-    """Stage of a reduction."""
-
-    SHARDS = "in the shard group"
-    REPLICAS = "between replicas"
-    AVERAGED = "through"
-
-
 class _Flight:
     """One reduction of a flat gradient, from its start until its result is added to the accumulated sum.
 
     On a mesh, gradients are summed in two stages (reduce_scatter in the shard group, all_reduce between replicas), and
     the sum is divided once. If the ranks of each shard group are consecutive, the two stages give the same sums as a
     balanced tree over all ranks.
-
-    =========  ==========================  ========
-    stage      advance                     finish
-    =========  ==========================  ========
-    SHARDS     REPLICAS (without: SHARDS)  AVERAGED
-    REPLICAS   REPLICAS                    AVERAGED
-    =========  ==========================  ========
 
     Args:
         comms: Communicators of the ranks whose gradients are averaged. Construction is collective.
@@ -380,7 +364,9 @@ class _Flight:
     def __init__(self, comms: ShardComms, whole: torch.Tensor, part: int, *, async_op: bool) -> None:
         self._comms = comms
         self._async = async_op
-        self._stage = _Stage.SHARDS
+        # Whether the reduction between replicas has started.
+        self._is_second = False
+        # The reduction in flight, if any.
         self._work: Work | None = None
         live = comms.live
         if live.replicate is not None and whole.dtype in HALVES:
@@ -396,19 +382,18 @@ class _Flight:
 
     def advance(self) -> None:
         """Wait for the reduction in the shard group, and start the reduction between replicas."""
-        if self._stage is _Stage.SHARDS:
+        if not self._is_second:
             self._wait()
             replicate = self._comms.live.replicate
             if replicate is not None:
-                # Change the stage first, so that the reduction cannot be started a second time after an error.
-                self._stage = _Stage.REPLICAS
+                # Set the flag first, so that the reduction cannot be started a second time after an error.
+                self._is_second = True
                 self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
 
     def finish(self) -> torch.Tensor:
         """Wait for the average over all ranks, and return this rank's part of it."""
         self.advance()
         self._wait()
-        self._stage = _Stage.AVERAGED
         live = self._comms.live
         if live.replicate is not None and self._new.dtype not in HALVES:
             divide(self._new, live.data.size)

@@ -138,7 +138,6 @@ class FlatParameters:
         # of a larger tensor.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         first = self.parameters[0]
-        self._part_dtype = first.dtype
         self._dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
         self.pieces: list[ParameterPiece] = _make_pieces(named, first.dtype)
         self._cut(padding)
@@ -158,9 +157,7 @@ class FlatParameters:
         """Allocate this rank's part, with undefined elements, and point the pieces at slices of it."""
         self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
         # The padding belongs to no piece, but each gather sends it, so it must be initialized.
-        self.part: torch.Tensor = torch.zeros(
-            self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device
-        )
+        self.part: torch.Tensor = self.pieces[0].tensor.new_zeros(self.layout.part)
         _move_pieces(self.pieces, self.layout, self._comms, self.part)
 
     def _make_whole(self) -> None:
@@ -200,8 +197,7 @@ class FlatParameters:
             return
         # Resize the storage instead of allocating a new one, because the parameters, and the tensors that autograd has
         # saved, are views of it.
-        storage = self._whole.untyped_storage()
-        storage.resize_(self._whole.nbytes)
+        self._whole.untyped_storage().resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
         self._work = self._comms.run(self._comms.live.shard.all_gather_single, self._whole, part, async_op=async_op)
         # Until a gather in the background has ended, any use of the parameters must still raise an error.
@@ -290,14 +286,18 @@ class FlatParameters:
     def unlike_whole(self) -> str | None:
         """Return the name of a parameter that got `.data` of another shape, dtype or device since `show_whole`."""
         for name, parameter, place in zip(self.names, self.parameters, self._places, strict=True):
-            if (parameter.shape, parameter.dtype, parameter.device) != (place.shape, self._part_dtype, place.device):
+            if (parameter.shape, parameter.dtype, parameter.device) != (place.shape, self.part.dtype, place.device):
                 return name
         return None
 
     def assigned(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return a pair for each parameter that got another `.data`: its place in the tensor, and its copied values."""
         shown = zip(self.layout.views(flat, self._places), self.parameters, strict=True)
-        return [(view, p.detach().clone()) for view, p in shown if not _is_same_view(p, view)]
+        return [
+            (view, p.detach().clone())
+            for view, p in shown
+            if p.data_ptr() != view.data_ptr() or p.stride() != view.stride()
+        ]
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
         """Undo `show_whole`. With `writeback`, this rank's part gets the tensor's current values."""
@@ -314,11 +314,6 @@ class FlatParameters:
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
             del parameter.__dict__["_sharded_name"]
-
-
-def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of the same shape and dtype are the same view of the same memory."""
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 class OneStream:

@@ -123,7 +123,7 @@ def make_units(
     Padding makes all message lengths different, so that the communicator's check detects ranks that have reached
     different units.
     """
-    paddings = _Paddings(comms.size)
+    lengths: set[int] = set()
     units = []
     for plan in plans:
         kinds: dict[object, list[tuple[str, torch.Tensor]]] = {}
@@ -132,26 +132,26 @@ def make_units(
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((name, p))
         flats = []
         for named in kinds.values():
-            padding = paddings.of([p for _, p in named])
+            padding = _padding((p for _, p in named), comms.size, lengths)
             flats.append(FlatParameters(named, comms, padding, param_dtype=param_dtype, reduce_dtype=reduce_dtype))
         units.append(Unit(plan, flats))
     return units
 
 
-class _Paddings:
-    """Number of padding elements of each flat tensor, chosen so that no two messages have the same length."""
+def _padding(parameters: Iterable[torch.Tensor], size: int, lengths: set[int]) -> int:
+    """Return the number of padding elements of a flat tensor, chosen so that no two messages have the same length.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lengths: set[int] = set()
-
-    def of(self, parameters: Sequence[torch.Tensor]) -> int:
-        used = sum(p.numel() for p in parameters)
-        length = max(1, -(-used // self._size))
-        while length in self._lengths:
-            length += 1
-        self._lengths.add(length)
-        return length * self._size - used
+    Args:
+        parameters: Parameters in the flat tensor.
+        size: Number of ranks.
+        lengths: Lengths of the messages so far; the new message's length is added.
+    """
+    used = sum(p.numel() for p in parameters)
+    length = max(1, -(-used // size))
+    while length in lengths:
+        length += 1
+    lengths.add(length)
+    return length * size - used
 
 
 class _GatherOrder:
@@ -679,9 +679,9 @@ class Runtime(PassOwner):
         """Re-partition all units for the current communicator. Elements become undefined, and gradients are dropped."""
         self.free()
         self._order.forget()
-        paddings = _Paddings(self._comms.size)
+        lengths: set[int] = set()
         for flat in self._flats:
-            flat.recut(paddings.of(flat.parameters))
+            flat.recut(_padding(flat.parameters, self._comms.size, lengths))
         self.changed()
 
     def check_idle(self, action: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from unisono.communicator import Communicator
 from unisono.core.shared_context import replaced
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
-from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Place, Runtime, make_units
 from unisono.sharding.shard_optimizer import ShardOptimizer, load_entries, shard_optimizer
@@ -128,6 +127,8 @@ class ShardedModel:
         places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         # Keep the order of the model's parameters, as in an unsharded optimizer.
         self._places = {id(p): places[id(p)] for p in self._parameters}
+        self._pieces = {key: flat.pieces[index] for key, (flat, index) in self._places.items()}
+        self._named_pieces = {piece.name: piece for piece in self._pieces.values()}
         self._runtime = Runtime(made, self._comms, ModelMembers(model, named))
         self._runtime.hook()
 
@@ -217,7 +218,7 @@ class ShardedModel:
             [5.0, 5.0]
         """
         self._runtime.check_reduced("clip_grad_norm_()", self._places.values())
-        pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]
+        pieces = [piece.tensor for piece in self._pieces.values()]
         norm: torch.Tensor = self._comms.run(
             clip_grad_norm_, pieces, max_norm, self._comms.live.shard, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -309,11 +310,8 @@ class ShardedModel:
         return {name: self._shard(entry) for name, entry in state.items()}
 
     def _shard(self, entry: Any) -> Any:
-        if id(entry) not in self._places:
-            return entry
-        flat, index = self._places[id(entry)]
-        piece = flat.pieces[index]
-        return piece.wrap(piece.tensor.detach())
+        piece = self._pieces.get(id(entry))
+        return entry if piece is None else piece.wrap(piece.tensor.detach())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that has this rank's shards, or whole tensors as in a plain model's state.
@@ -390,14 +388,8 @@ class ShardedModel:
         self.load_state_dict({name: snapshot[self._key(name, entry)] for name, entry in state.items()})
 
     def _key(self, name: str, entry: Any) -> str:
-        if id(entry) not in self._places:
-            return name
-        flat, index = self._places[id(entry)]
-        return flat.names[index]
-
-    @cached_property
-    def _pieces(self) -> dict[str, ParameterPiece]:
-        return {flat.names[index]: flat.pieces[index] for flat, index in self._places.values()}
+        piece = self._pieces.get(id(entry))
+        return name if piece is None else piece.name
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
         """Return this rank's range of a parameter, as start and stop in the flattened parameter.
@@ -410,5 +402,5 @@ class ShardedModel:
             >>> sharded.shard_range(["weight"])
             (0, 3)
         """
-        piece = self._pieces[path[0]]
+        piece = self._named_pieces[path[0]]
         return piece.start, piece.stop

@@ -9,15 +9,20 @@ from unisono.communicator import Communicator, engine_of
 from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
 from unisono.utils.replaceable_comms import ReplaceableComms
 
-__all__ = ["NO_COPY", "LiveComms", "Mesh", "ShardComms"]
-
-NO_COPY = (
-    "what is sharded communicates with other ranks, so it can be neither pickled nor copied. Save and load its "
-    "state_dict(), or create a new one on all ranks"
-)
+__all__ = ["LiveComms", "Mesh", "NotCopied", "ShardComms"]
 
 Mesh = tuple[Communicator, Communicator]
 """Two communicators: `replicate`, for ranks with the same part, and `shard`, for ranks that together have one copy."""
+
+
+class NotCopied:
+    """Base class of objects that communicate with other ranks, so that a copy of one would be out of step."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "what is sharded communicates with other ranks, so it can be neither pickled nor copied. Save and load its "
+            "state_dict(), or create a new one on all ranks"
+        )
 
 
 class LiveComms:

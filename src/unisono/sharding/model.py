@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
 from unisono.core.shared_context import replaced
-from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
+from unisono.sharding.comms import Mesh, NotCopied, ShardComms
 from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Place, Runtime, make_units
 from unisono.sharding.shard_optimizer import ShardOptimizer, load_entries, shard_optimizer
@@ -23,7 +23,7 @@ from unisono.utils.parameters import INIT_SYNC, ModelMembers, agree_on_parameter
 __all__ = ["ShardedModel"]
 
 
-class ShardedModel:
+class ShardedModel(NotCopied):
     """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
 
     Each rank keeps an equal part of the parameters. The parameters of a unit, such as a transformer block, are gathered
@@ -246,9 +246,6 @@ class ShardedModel:
         """
         with replaced([(self._runtime, "sync", False)]):
             yield
-
-    def __getstate__(self) -> Any:
-        raise TypeError(NO_COPY)
 
     # -- the whole model ------------------------------------------------------------------------
     @contextmanager

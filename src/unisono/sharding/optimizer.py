@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unisono.communicator import Communicator
 from unisono.core.shared_context import replaced
 from unisono.errors import ClosedError, CommError, PeerLostError
-from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
+from unisono.sharding.comms import Mesh, NotCopied, ShardComms
 from unisono.sharding.flat_parameters import FlatGradient, ParameterBucket, ParameterPiece, ShardedGradient
 from unisono.sharding.shard_optimizer import (
     NO_OPTIONS,
@@ -42,7 +42,7 @@ from unisono.utils.pass_watch import PassWatch
 __all__ = ["GradientSharder", "ShardedOptimizer"]
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(NotCopied, Optimizer):
     """A torch optimizer whose states (and, with `shard_gradients`, gradients) are divided among the ranks.
 
     Each rank updates its part of every parameter, and receives the other parts. The parameters remain the same objects,
@@ -374,9 +374,6 @@ class ShardedOptimizer(Optimizer):
             self._sharder.remove()
             release(p for _, p in self._named)
         self._comms.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(NO_COPY)
 
     def _share_options(self) -> None:
         """Copy the options from the caller's groups to the optimizer of this rank's part."""

@@ -17,7 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import MismatchError
-from unisono.sharding.comms import NO_COPY, ShardComms
+from unisono.sharding.comms import NotCopied, ShardComms
 from unisono.sharding.flat_parameters import FlatGradient, FlatParameters, OneStream
 from unisono.sharding.partition import UnitPlan
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
@@ -232,11 +232,12 @@ TRANSITIONS: dict[str, dict[StepPhase, StepPhase]] = {
 """For each event, the next phase by current phase; see `Runtime`."""
 
 
-class Runtime(PassOwner):
+class Runtime(PassOwner, NotCopied):
     """Schedule of one model: when its units are gathered and freed, and when their gradients are reduced.
 
     Every module has hooks, so a module that is called directly also gathers its unit. Each module's outputs have a hook
-    that gathers the module's unit before its backward pass.
+    that gathers the module's unit before its backward pass. A copy of the model is refused here, because
+    `copy.deepcopy` also copies the hooks, which refer to this object.
 
     Phases between two steps of the optimizer:
 
@@ -306,11 +307,6 @@ class Runtime(PassOwner):
                 for index, parameter in enumerate(flat.parameters if flat.gradient is not None else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def __getstate__(self) -> Any:
-        # `copy.deepcopy` of the model calls this method, because it also copies the model's hooks, which refer to this
-        # object.
-        raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if eval_frame.get_eval_frame_callback() is not None:

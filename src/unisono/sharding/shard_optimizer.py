@@ -22,7 +22,7 @@ from unisono.communicator import Communicator
 from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import check_apart, check_tensor
 from unisono.errors import AbortedError, CommError
-from unisono.sharding.comms import NO_COPY
+from unisono.sharding.comms import NotCopied
 from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.utils.parameters import Named, check_parameters, named_tensors
 
@@ -46,7 +46,7 @@ SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 """States that torch's optimizers keep once per parameter. Shapes do not reveal them if the parameter is 0-d."""
 
 
-class ShardOptimizer(Optimizer):
+class ShardOptimizer(NotCopied, Optimizer):
     """Base class of optimizers that update `ParameterPiece`s; `shard_optimizer` combines it with a user's class."""
 
     pieces: Sequence[ParameterPiece]
@@ -67,9 +67,6 @@ class ShardOptimizer(Optimizer):
                 "the parameters of this optimizer were divided among other ranks, and its state was not. Pass the "
                 "optimizer to un.elastic.Recovery, too, or load its state from a checkpoint"
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(NO_COPY)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `RuntimeError` after construction, because gradients of a new group would not be averaged."""

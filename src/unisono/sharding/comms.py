@@ -36,7 +36,6 @@ class LiveComms:
         data: The communicator of all ranks.
         shard: Communicator of the ranks with different parts; without a mesh, the same as `data`.
         replicate: Communicator of the ranks with the same part; None without a mesh.
-        overlaps: `data.overlaps`.
         reported: Whether the communicators' failure has been raised on this rank, so that its caller knows.
     """
 
@@ -44,7 +43,6 @@ class LiveComms:
         self.data: Communicator = pairs[0].data
         self.shard: Communicator = pairs[-1].data
         self.replicate: Communicator | None = pairs[1].data if len(pairs) > 1 else None
-        self.overlaps: bool = self.data.overlaps
         self.reported = False
 
 

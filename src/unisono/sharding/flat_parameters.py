@@ -112,7 +112,8 @@ class FlatParameters:
         layout: Positions of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
-        gradient: Gradients of the parameters from backward passes; None for frozen parameters.
+        frozen: Whether the parameters were frozen when the model was sharded.
+        gradient: Gradients of the parameters from backward passes; empty for frozen parameters.
         gathered: Whether the parameters are gathered and can be used.
     """
 
@@ -144,9 +145,8 @@ class FlatParameters:
         # Copy the elements before `_make_whole`, which replaces the parameters' own memory.
         for piece, p in zip(self.pieces, self.parameters, strict=True):
             piece.tensor.detach().copy_(piece.cut(p.detach()))
-        self.gradient: FlatGradient | None = None
-        if first.requires_grad:
-            self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype, self.part.device)
+        self.frozen: bool = not first.requires_grad
+        self.gradient: FlatGradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype, self.part.device)
         for name, parameter in named:
             # The code that refuses the use of a freed parameter gets only the tensor, so store the parameter's name in
             # the tensor.
@@ -179,8 +179,7 @@ class FlatParameters:
         # Until a state is loaded, a loss must be NaN, not the plausible loss of a model whose parameters are zero.
         if self.part.is_floating_point():
             self.part.fill_(torch.nan)
-        if self.gradient is not None:
-            self.gradient.move_to(self.layout)
+        self.gradient.move_to(self.layout)
         self.changed()
         # Freed parameters would refuse the assignment of `.data` in `_make_whole`, so mark them as gathered.
         self._show(gathered=True)
@@ -353,12 +352,10 @@ class _Flight:
         comms: Communicators of the ranks whose gradients are averaged. Construction is collective.
         whole: This rank's gradients, which are overwritten.
         part: Number of elements of each rank's part.
-        async_op: Whether reductions progress in the background.
     """
 
-    def __init__(self, comms: ShardComms, whole: torch.Tensor, part: int, *, async_op: bool) -> None:
+    def __init__(self, comms: ShardComms, whole: torch.Tensor, part: int) -> None:
         self._comms = comms
-        self._async = async_op
         # Whether the reduction between replicas has started.
         self._is_second = False
         # The reduction in flight, if any.
@@ -373,17 +370,19 @@ class _Flight:
             return
         self._new = whole.new_empty(part)
         op = "sum" if live.replicate is not None else "avg"
-        self._work = comms.run(live.shard.reduce_scatter_single, self._new, whole, op, async_op=async_op)
+        self._work = comms.run(live.shard.reduce_scatter_single, self._new, whole, op, async_op=live.data.overlaps)
 
     def advance(self) -> None:
         """Wait for the reduction in the shard group, and start the reduction between replicas."""
         if not self._is_second:
             self._wait()
-            replicate = self._comms.live.replicate
-            if replicate is not None:
+            live = self._comms.live
+            if live.replicate is not None:
                 # Set the flag first, so that the reduction cannot be started a second time after an error.
                 self._is_second = True
-                self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
+                self._work = self._comms.run(
+                    live.replicate.all_reduce, self._new, "sum", async_op=live.data.overlaps
+                )
 
     def finish(self) -> torch.Tensor:
         """Wait for the average over all ranks, and return this rank's part of it."""
@@ -466,7 +465,7 @@ class FlatGradient:
             place.copy_(grad)
             self.taken.add(index)
 
-    def start_reduce(self, *, async_op: bool) -> None:
+    def start_reduce(self) -> None:
         """Start averaging, over all ranks, the gradients passed to `take`. Collective."""
         # Finish the previous reduction first, so that results are added in the order of the passes, which is the same
         # on all ranks.
@@ -484,7 +483,7 @@ class FlatGradient:
         self.reduced |= self.taken
         self.taken = set()
         self.arrived = set()
-        self._flight = _Flight(self._comms, whole, self._layout.part, async_op=async_op)
+        self._flight = _Flight(self._comms, whole, self._layout.part)
 
     def finish_reduce(self) -> None:
         """Wait for the last reduction in the shard group, and start the reduction between replicas."""

@@ -645,7 +645,7 @@ class GradientSharder(PassOwner):
         if self._next > 1:
             # Finish the previous bucket, so that at most one whole bucket is in flight.
             self._buckets[self._next - 2].gradient.finish_reduce()
-        gradient.start_reduce(async_op=self._comms.live.overlaps)
+        gradient.start_reduce()
 
     @torch.no_grad()
     def end(self) -> None:

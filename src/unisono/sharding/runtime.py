@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NotCopied, ShardComms
-from unisono.sharding.flat_parameters import FlatGradient, FlatParameters, OneStream
+from unisono.sharding.flat_parameters import FlatParameters, OneStream
 from unisono.sharding.partition import UnitPlan
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
 from unisono.utils.backward_pass import BackwardTracker, PassOwner, current_pass, watch_outputs
@@ -46,7 +46,7 @@ class Unit:
 
     Attributes:
         name, modules, flats: Name, modules and parameters of the unit.
-        trained: The flat parameters that are trained, with their gradients.
+        trained: The flat parameters that are not frozen.
         gathered: Whether the unit's parameters are usable.
         running: The modules whose forward is running, the innermost one last.
         call: The newest forward call.
@@ -60,9 +60,7 @@ class Unit:
         self.name: str = plan.name
         self.modules: list[nn.Module] = plan.modules
         self.flats = flats
-        self.trained: list[tuple[FlatParameters, FlatGradient]] = [
-            (flat, flat.gradient) for flat in flats if flat.gradient is not None
-        ]
+        self.trained: list[FlatParameters] = [flat for flat in flats if not flat.frozen]
         self.gathered: bool = False
         self.running: list[nn.Module] = []
         self.held = False
@@ -81,7 +79,7 @@ class Unit:
     def check(self) -> None:
         """Raise `RuntimeError` if a parameter was unfrozen since the model was sharded."""
         for flat in self.flats:
-            if flat.gradient is None and any(p.requires_grad for p in flat.parameters):
+            if flat.frozen and any(p.requires_grad for p in flat.parameters):
                 name = next(n for n, p in zip(flat.names, flat.parameters, strict=True) if p.requires_grad)
                 raise RuntimeError(
                     f"{name!r} was frozen when its model was sharded. Call remove(), and shard the model again"
@@ -105,9 +103,9 @@ class Unit:
 
     def is_complete(self) -> bool:
         """Return whether each trained parameter has an unreduced gradient from the current pass."""
-        for flat, gradient in self.trained:
+        for flat in self.trained:
             for index, parameter in enumerate(flat.parameters):
-                if parameter.requires_grad and index not in gradient.arrived:
+                if parameter.requires_grad and index not in flat.gradient.arrived:
                     return False
         return True
 
@@ -270,7 +268,7 @@ class Runtime(PassOwner, NotCopied):
         self._units = units
         self._members = members
         self._flats = [flat for unit in units for flat in unit.flats]
-        self._trained = [pair for unit in units for pair in unit.trained]
+        self._trained = [flat for unit in units for flat in unit.trained]
         self._comms = comms
         self.sync = True
         self._stream = OneStream(flat.part.device for flat in self._flats)
@@ -302,9 +300,9 @@ class Runtime(PassOwner, NotCopied):
                     module.register_forward_pre_hook(partial(self._enter, unit), prepend=True, with_kwargs=True),
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
                 ]
-            for flat in unit.flats:
-                # Skip frozen parameters, because torch rejects post-accumulate-grad hooks on them.
-                for index, parameter in enumerate(flat.parameters if flat.gradient is not None else ()):
+            # Skip frozen parameters, because torch rejects post-accumulate-grad hooks on them.
+            for flat in unit.trained:
+                for index, parameter in enumerate(flat.parameters):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -387,7 +385,6 @@ class Runtime(PassOwner, NotCopied):
         # Clear p.grad now, because a freed parameter refuses access to it.
         parameter.grad = None
         assert grad is not None
-        assert flat.gradient is not None
         if grad.layout != torch.strided:
             name = flat.names[index]
             problem = RuntimeError(f"{name!r} has a sparse gradient, which has no parts. Use sparse=False")
@@ -455,13 +452,11 @@ class Runtime(PassOwner, NotCopied):
         if unit.gathered:
             return
         following = self._order.follow(unit, backward=backward)
-        overlaps = self._comms.live.overlaps
-        if not overlaps:
-            following = None
+        overlaps = self._comms.live.data.overlaps
         with torch.no_grad():
             # Start this unit's gathers first: the computation waits for them, and all gathers run in the order in which
             # they are called.
-            for flat in (*unit.flats, *(following.flats if following is not None else ())):
+            for flat in (*unit.flats, *(following.flats if overlaps and following is not None else ())):
                 flat.start_gather(async_op=overlaps)
             for flat in unit.flats:
                 flat.finish_gather()
@@ -472,11 +467,11 @@ class Runtime(PassOwner, NotCopied):
         with torch.no_grad():
             # Finish the previous unit's reduction first, because the unsharded gradients of all units would otherwise
             # stay in memory until the end of the pass.
-            for _, gradient in running.reducing.trained if running.reducing is not None else ():
-                gradient.finish_reduce()
-            for _, gradient in unit.trained:
-                if gradient.taken:
-                    gradient.start_reduce(async_op=self._comms.live.overlaps)
+            for flat in running.reducing.trained if running.reducing is not None else ():
+                flat.gradient.finish_reduce()
+            for flat in unit.trained:
+                if flat.gradient.taken:
+                    flat.gradient.start_reduce()
             running.reducing = unit
 
     # -- backward pass --------------------------------------------------------------------------
@@ -486,8 +481,8 @@ class Runtime(PassOwner, NotCopied):
         # Read `sync` now, because a hook that enters `no_sync` during this pass must not change the pass's value.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
-        for _, gradient in self._trained:
-            gradient.arrived.clear()
+        for flat in self._trained:
+            flat.gradient.arrived.clear()
 
     def end(self) -> None:
         """Average the gradients of the pass, and free all units. Collective except in `no_sync`."""
@@ -505,8 +500,8 @@ class Runtime(PassOwner, NotCopied):
                 self._reduce(running, unit)
             # Commit only after all reductions have started: a commit waits, and other ranks may still be in an earlier
             # reduction.
-            for flat, gradient in self._trained:
-                gradient.commit(flat.pieces)
+            for flat in self._trained:
+                flat.gradient.commit(flat.pieces)
         self._running = None
         self.free()
 
@@ -525,16 +520,16 @@ class Runtime(PassOwner, NotCopied):
 
     def _drop(self) -> bool:
         """Drop all gradients not yet added to the pieces' `.grad`; return whether any of them was unreduced."""
-        had = any(gradient.taken for _, gradient in self._trained)
-        for _, gradient in self._trained:
-            gradient.drop()
+        had = any(flat.gradient.taken for flat in self._trained)
+        for flat in self._trained:
+            flat.gradient.drop()
         return had
 
     def _check_same_gradients(self) -> None:
         """Raise `MismatchError` on every rank if ranks have gradients for different parameters. Collective."""
         known = [
-            (name, index in gradient.taken or index in gradient.reduced)
-            for flat, gradient in self._trained
+            (name, index in flat.gradient.taken or index in flat.gradient.reduced)
+            for flat in self._trained
             for index, name in enumerate(flat.names)
         ]
         here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=self._flats[0].part.device)
@@ -554,7 +549,7 @@ class Runtime(PassOwner, NotCopied):
         """Raise `RuntimeError` if a forward or backward is running, or a given parameter's gradient is not averaged."""
         self.check_idle(action)
         for flat, index in places:
-            if flat.gradient is not None and index in flat.gradient.taken:
+            if index in flat.gradient.taken:
                 raise RuntimeError(
                     f"{action} follows a backward() inside no_sync(), so the gradient of {flat.names[index]!r} is not "
                     "averaged. Run the last backward() of a step outside no_sync()"
@@ -563,8 +558,7 @@ class Runtime(PassOwner, NotCopied):
     def forget(self, places: Iterable[Place]) -> None:
         """Drop the gradients of the given parameters, except gradients that are already averaged."""
         for flat, index in places:
-            if flat.gradient is not None:
-                flat.gradient.taken.discard(index)
+            flat.gradient.taken.discard(index)
 
     def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
         """Hook before an optimizer's step: raise on all ranks unless all ranks take the same step. Collective."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from inspect import Parameter, signature
 from random import Random
 from typing import Any
 
@@ -25,6 +24,7 @@ from unisono.wrappers.rank_faults import RankFaults
 __all__ = ["Faulty", "KilledError", "check_faults"]
 
 _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
+_LATE = frozenset({"delay", "reorder"})
 
 
 class KilledError(Exception):
@@ -161,15 +161,13 @@ class Faulty(Wrapper):
             if not isinstance(message, Send):
                 prompt.append(message)
                 continue
-            decision = self._decide(message)
-            if decision.dropped:
+            hit, where = self._decide(message)
+            if "drop" in hit:
                 continue
-            sent = _corrupted(message, decision) if decision.corrupted else message
-            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if decision.doubled else [sent]
-            if self._is_late(message, decision, late):
-                late += [
-                    DelayedSend(copy, self._due(copy, decision), decision.swapped and copy is sent) for copy in copies
-                ]
+            sent = _corrupted(message, where) if "corrupt" in hit else message
+            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if "duplicate" in hit else [sent]
+            if self._is_late(message, hit, late):
+                late += [DelayedSend(copy, self._due(copy, hit), "reorder" in hit and copy is sent) for copy in copies]
             else:
                 prompt.append(sent)
                 again += copies[1:]
@@ -180,20 +178,21 @@ class Faulty(Wrapper):
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
-    def _is_late(self, send: Send, decision: _FaultDecision, late: Sequence[DelayedSend]) -> bool:
+    def _is_late(self, send: Send, hit: Set[str], late: Sequence[DelayedSend]) -> bool:
         stream = (send.peer, send.tag)
         behind = self._late.queued(stream) or any((held.send.peer, held.send.tag) == stream for held in late)
-        return decision.delayed or decision.swapped or behind or self._rank_faults.slow_bytes_per_s is not None
+        return bool(hit & _LATE) or behind or self._rank_faults.slow_bytes_per_s is not None
 
-    def _due(self, send: Send, decision: _FaultDecision) -> float:
-        return self._slowness.due(send, self._faults.delay_s if decision.delayed or decision.swapped else 0.0)
+    def _due(self, send: Send, hit: Set[str]) -> float:
+        return self._slowness.due(send, self._faults.delay_s if hit & _LATE else 0.0)
 
-    def _decide(self, message: Send) -> _FaultDecision:
+    def _decide(self, message: Send) -> tuple[Set[str], float]:
+        """Return a message's faults, and the position of a changed bit as a fraction of the message's length."""
         stream = (message.peer, message.tag)
         self._sent[stream] += 1
         chance = Random(f"{self._faults.seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
-        drop, delay, double, swap, corrupt = (chance.random() < getattr(self._faults, name) for name in _CHANCES)
-        return _FaultDecision(drop, delay, double, swap, corrupt, chance.random())
+        hit = {name for name in _CHANCES if chance.random() < getattr(self._faults, name)}
+        return hit, chance.random()
 
     def close(self) -> None:
         self._end(ClosedError("the communicator was closed"))
@@ -218,8 +217,7 @@ def check_faults(faults: Mapping[str, Any], size: int) -> None:
     Raises:
         ValueError, TypeError: An argument is unknown or invalid, or a rank does not exist.
     """
-    parameters = signature(Faulty).parameters.items()
-    defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not Parameter.empty}
+    defaults = Faulty.__init__.__kwdefaults__
     for name in faults:
         if name not in defaults:
             raise ValueError(unknown_name("fault", name, defaults))
@@ -234,23 +232,11 @@ def _of_rank(faults: RankFaults, rank: int) -> RankFaults:
     return faults if faults.ranks is None or rank in faults.ranks else RankFaults()
 
 
-@dataclass(frozen=True, slots=True)
-class _FaultDecision:
-    """Faults of one message. `where` is the position of the changed bit, as a fraction of the message's length."""
-
-    dropped: bool
-    delayed: bool
-    doubled: bool
-    swapped: bool
-    corrupted: bool
-    where: float
-
-
-def _corrupted(send: Send, decision: _FaultDecision) -> Send:
+def _corrupted(send: Send, where: float) -> Send:
     """Return a copy of the message with one bit changed; the sender's tensor is not modified."""
     if not send.tensor.nbytes:
         return send
     changed = send.tensor.clone()
-    index, bit = divmod(int(decision.where * changed.nbytes * 8), 8)
+    index, bit = divmod(int(where * changed.nbytes * 8), 8)
     changed.view(torch.uint8)[index] ^= 1 << bit
     return replace(send, tensor=changed)

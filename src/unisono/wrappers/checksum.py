@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from unisono.core.staging import digest
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.core.work import ChainedWork
@@ -101,7 +101,7 @@ class Frame:
     def pack(self) -> None:
         """Write the header and the message's bytes to `packed`."""
         self._content.copy_(self._message.tensor.view(torch.uint8))
-        header = _HEADER.pack(_MAGIC, self._number, self._message.tensor.nbytes, _hash(self._content))
+        header = _HEADER.pack(_MAGIC, self._number, self._message.tensor.nbytes, digest(self._content))
         data = bytearray(header + _HEADER_HASH.pack(xxhash.xxh3_64_intdigest(header)))
         self.packed[:_HEADER_BYTES].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
@@ -112,12 +112,12 @@ class Frame:
         header_hash = _HEADER_HASH.unpack(data[_HEADER.size :])[0]
         if header_hash != xxhash.xxh3_64_intdigest(header) or not header.startswith(_MAGIC):
             raise self._corrupted("was corrupted (its header)")
-        _, number, nbytes, digest = _HEADER.unpack(header)
+        _, number, nbytes, sent = _HEADER.unpack(header)
         if number > self._number:
             raise self._corrupted(f"was lost or overtaken: message {number} arrived instead")
         if number < self._number:
             raise self._corrupted(f"has not arrived yet: message {number} arrived again, or late, instead")
-        if nbytes != self._message.tensor.nbytes or digest != _hash(self._content):
+        if nbytes != self._message.tensor.nbytes or sent != digest(self._content):
             raise self._corrupted("was corrupted: its bytes do not have the hash that its sender computed")
         self._message.tensor.view(torch.uint8).copy_(self._content)
 
@@ -129,10 +129,3 @@ class Frame:
             peer=message.peer,
             nbytes=message.tensor.nbytes,
         )
-
-
-def _hash(content: torch.Tensor) -> int:
-    here = content.cpu()
-    return xxhash.xxh3_64_intdigest(
-        (ctypes.c_char * here.numel()).from_address(here.data_ptr()) if here.numel() else b""
-    )

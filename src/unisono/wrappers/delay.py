@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 from unisono.core import clock
@@ -82,16 +83,14 @@ class Delayed(Wrapper):
             raise ValueError(f"latency_s and jitter must not be negative: not {latency_s!r}, {jitter!r}")
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be positive, not {bytes_per_s!r}")
-        self._latency_s = latency_s
-        self._bytes_per_s = bytes_per_s
-        self._jitter = jitter
-        self._seed = seed
+        self._wrap = partial(Delayed, latency_s=latency_s, bytes_per_s=bytes_per_s, jitter=jitter, seed=seed)
+        self._jitter_s = latency_s * jitter
         self._slowness = LinkModel(latency_s, bytes_per_s)
         self._chance = Random(f"{seed} {self.group.name} {self.rank}")
         self._late = DelayQueue(inner)
 
     def wrap_child(self, inner: Transport) -> Delayed:
-        return Delayed(inner, self._latency_s, bytes_per_s=self._bytes_per_s, jitter=self._jitter, seed=self._seed)
+        return self._wrap(inner)
 
     def post(self, batch: Sequence[Message]) -> Work:
         # Post receives first, because they must not wait behind delayed sends.
@@ -100,7 +99,7 @@ class Delayed(Wrapper):
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
     def _due(self, send: Send) -> float:
-        return self._slowness.due(send, self._latency_s * self._jitter * self._chance.random())
+        return self._slowness.due(send, self._jitter_s * self._chance.random())
 
     def close(self) -> None:
         self._late.stop(ClosedError("the communicator was closed"))

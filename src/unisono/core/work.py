@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -292,7 +291,6 @@ def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     return first[0]
 
 
-_LOOK_EVERY_S = 1e-3
 _threads = DaemonThreadPool("unisono deferred work")
 
 
@@ -318,7 +316,9 @@ class Deferred(Work):
     def wait(self, timeout: Timeout | None = None) -> None:
         limit = resolve_timeout(timeout, self._timeout_s)
         if timeout is not None and self._ready is not None:
-            self._look(self._ready, limit)
+            # Wait without the lock, because another thread may be in `run` meanwhile.
+            if not clock.poll_until(self._ready, clock.now() + limit, spins=1):
+                raise timeout_error((), limit)
             limit = self._timeout_s
         with self._lock:
             if not self._over:
@@ -330,15 +330,6 @@ class Deferred(Work):
                     self._error = error
         if self._error is not None:
             raise self._error
-
-    def _look(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Wait without the lock until the work is ready; meanwhile, another thread may be in `run`."""
-        started = clock.now()
-        while not ready():
-            waited = clock.now() - started
-            if waited >= timeout:
-                raise timeout_error((), waited)
-            time.sleep(min(timeout - waited, _LOOK_EVERY_S))
 
     def is_completed(self) -> bool:
         if not self._over and self._ready is not None and self._ready():

@@ -102,16 +102,15 @@ def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
         >>> waited_for([1], 2.0)
         'waited 2.0 s for rank 1, which has not arrived. Is it alive, or did it skip a call?'
     """
-    first = missing[0]
-    others = missing[1:]
+    first, *others = missing
     where = f" in {topic}" if topic else ""
-    begun = "started, and is WORLD_SIZE right?" if topic == "init" else ""
-    if not others:
-        hint = f"Was it {begun}" if begun else "Is it alive, or did it skip a call?"
-        return f"waited {waited_s:.1f} s{where} for rank {first}, which has not arrived. {hint}"
-    hint = f"Were they {begun}" if begun else "Are they alive, or did they skip a call?"
+    if topic == "init":
+        hint = f"{'Were they' if others else 'Was it'} started, and is WORLD_SIZE right?"
+    else:
+        hint = "Are they alive, or did they skip a call?" if others else "Is it alive, or did it skip a call?"
     listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    return f"waited {waited_s:.1f} s{where} for rank {first} (and {listed}), which have not arrived. {hint}"
+    who = f"rank {first} (and {listed}), which have" if others else f"rank {first}, which has"
+    return f"waited {waited_s:.1f} s{where} for {who} not arrived. {hint}"
 
 
 def with_notes_of(error: BaseException, other: CommError) -> CommError:

@@ -281,12 +281,9 @@ def _of_numpy() -> list[Replacement]:
 
 
 # -- threads ---------------------------------------------------------------------------------------
-def _belonging(rank: ThreadRank | None, run: Callable[[], object]) -> Callable[[], None]:
-    def run_as_rank() -> None:
-        _belong(rank)
-        run()
-
-    return run_as_rank
+def _run_as(rank: ThreadRank | None, run: Callable[[], object]) -> None:
+    _belong(rank)
+    run()
 
 
 def _of_threads() -> list[Replacement]:
@@ -296,11 +293,11 @@ def _of_threads() -> list[Replacement]:
     def start(thread: threading.Thread) -> None:
         rank = here()
         if rank is not None:
-            thread.__dict__["run"] = _belonging(rank, thread.run)
+            thread.__dict__["run"] = functools.partial(_run_as, rank, thread.run)
         real_start(thread)
 
     def run(pool: DaemonThreadPool, task: Callable[[], None]) -> None:
         # Ranks share this pool's threads, so each task sets its thread's rank.
-        real_run(pool, _belonging(here(), task))
+        real_run(pool, functools.partial(_run_as, here(), task))
 
     return [(threading.Thread, "start", start), (DaemonThreadPool, "run", run)]

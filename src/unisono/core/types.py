@@ -88,7 +88,14 @@ class ReduceOp(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Send:
+class _Message:
+    tensor: Any
+    peer: int
+    tag: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Send(_Message):
     """A message to another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
@@ -102,13 +109,9 @@ class Send:
         1
     """
 
-    tensor: Any
-    peer: int
-    tag: int = 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recv:
+class Recv(_Message):
     """A message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
@@ -121,10 +124,6 @@ class Recv:
         >>> un.Recv(torch.empty(2), 1, tag=7).tag
         7
     """
-
-    tensor: Any
-    peer: int
-    tag: int = 0
 
 
 Message = Send | Recv
